@@ -1,4 +1,4 @@
-"""Costs at a micro-batch size that was not measured, between two that were."""
+"""Costs between: interpolates costs at a micro-batch size between two measured sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetpipe.errors import CostError
 def with_sizes_between(
     tables: Mapping[int, CostTable], sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """The measured tables, and one for each of `sizes` between two of theirs."""
+    """Return the measured tables, and an interpolated table for each of `sizes` between them."""
     modelled = {
         size: _between(tables[low], tables[high], size)
         for low, high in pairwise(sorted(tables))
@@ -24,13 +24,13 @@ def with_sizes_between(
 
 
 def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
-    """The costs at any size: measured, between two sizes, or on the line through the last two."""
+    """Return the costs at any size: measured, interpolated, or extrapolated from the last two."""
     if samples in tables:
         return tables[samples]
     sizes = sorted(tables)
     if len(sizes) == 1:
         raise CostError(
-            f"costs are known for micro-batches of {sizes[0]} samples alone, not of {samples}: "
+            f"costs are known only for micro-batches of {sizes[0]} samples, not of {samples}: "
             "profile another size, so that there is a line through both"
         )
     above = next((place for place, size in enumerate(sizes) if size > samples), len(sizes) - 1)
@@ -39,9 +39,9 @@ def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
 
 
 def _between(low: CostTable, high: CostTable, samples: int) -> CostTable:
-    """Times and bytes grow evenly with the samples: a fixed part, and one for each sample."""
+    """Interpolate between two tables: times and bytes grow linearly with the samples."""
     share = (samples - low.samples) / (high.samples - low.samples)
-    kinds: dict[tuple[int, int], tuple[LayerCost, ...]] = {}  # a tuple for all devices of a kind
+    kinds: dict[tuple[int, int], tuple[LayerCost, ...]] = {}  # equal devices share a tuple
     devices = {}
     for member, cost in low.devices.items():
         other = high.devices[member]

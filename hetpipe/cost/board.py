@@ -1,4 +1,4 @@
-"""Boards: hardware that is described, not measured. Every number says where it is from."""
+"""Boards: hardware described by its data sheet, with the source of every number."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class Fabric:
     """The programmable part of an FPGA."""
 
     dsp: int  # DSP slices (AMD) or DSP blocks (Intel)
-    clock_Hz: float  # at which designs for deep learning run on it
+    clock_Hz: float  # clock of designs for deep learning
     on_chip_nbytes: int  # block and ultra RAM
     dsp_per_mac: dict[str, float]  # by dtype: "float32", "float16", "int16"
     usable: float  # share of the DSPs that a design can use
-    efficiency: float  # share of the cycles in which those do useful work
+    efficiency: float  # share of the cycles in which these DSPs do useful work
 
 
 @dataclass(frozen=True)
 class Offline:
-    """How the vendor's compiler is called for kernels of the board, which need not be attached.
+    """The commands of the vendor's compiler for a board that need not be attached.
 
-    Texts have `{source}`, `{options}` and `{binary}` in them, the first also `{kernel}`, and the
-    second `{objects}`, the results of the first.
+    Both commands contain `{source}`, `{options}` and `{binary}`. `kernel` also has `{kernel}`, and
+    `program` has `{objects}`, the results of `kernel`.
     """
 
-    compiler: str  # its name
-    kernel: str  # once for each kernel; empty: no such command
-    program: str  # once for all
-    binary: str  # suffix of its file: "aocx"
+    compiler: str  # name
+    kernel: str  # command for each kernel; empty: there is none
+    program: str  # command for the whole program
+    binary: str  # suffix of the resulting file: "aocx"
 
     def commands(
         self, stem: str, source: str, options: Sequence[str], kernels: Sequence[str]
     ) -> tuple[str, ...]:
-        """The commands for a source with these kernels; the binary is `stem` with its suffix."""
+        """Return the commands for a source with these kernels, which make `stem`.`binary`."""
         names = {
             "source": source,
             "options": " ".join(options),
@@ -78,15 +78,15 @@ class Board:
     memory_Bps: float
     peak_flops: dict[str, float]  # by dtype; a multiplication and an addition are two; FPGA: empty
     launch_s: float  # fixed seconds of one kernel or pass
-    host_Bps: float  # one way to its host
-    peer_Bps: float | None  # one way to an equal board by direct links, if it has them
+    host_Bps: float  # to the host, in one direction
+    peer_Bps: float | None  # to an equal board by a direct link, in one direction; None: no link
     fabric: Fabric | None  # of an FPGA
-    offline: Offline | None  # of a board whose kernels are compiled beforehand, where it is known
-    sources: dict[str, str]  # by key of the file, "fabric.dsp": where the number is from
+    offline: Offline | None  # for a board whose kernels are compiled beforehand
+    sources: dict[str, str]  # source of each number, by key of the file: "fabric.dsp"
 
 
 def read_board(path: Path) -> Board:
-    """The board that a TOML file describes. Raises `CostError` as `file:line: key and fault`."""
+    """Read a board from a TOML file. Raises `CostError` as `file:line: key and fault`."""
     text = read_text(path, CostError)
     data = parse_toml(text, path, CostError)
     lines = Lines(text)
@@ -118,21 +118,21 @@ def read_board(path: Path) -> Board:
 
 
 def boards(folder: Path | None = None) -> dict[str, Board]:
-    """All boards by id: those that come along, or those of a folder. Raises `CostError`."""
+    """Return all boards by id: hetpipe's, or the boards in a folder. Raises `CostError`."""
     if folder is None:
         return dict(_own_boards())
     if not folder.is_dir():
-        raise CostError(f"{folder} is no folder; name one that has a TOML file for each board")
+        raise CostError(f"{folder} is no folder; name a folder with a TOML file for each board")
     return {path.stem: read_board(path) for path in sorted(folder.glob("*.toml"))}
 
 
 def board(id: str) -> Board:
-    """The board that has this id, of those that come along. Raises `CostError`."""
+    """Return hetpipe's board with this id. Raises `CostError` if there is none."""
     return named(_own_boards(), id)
 
 
 def named(boards: Mapping[str, Board], id: str) -> Board:
-    """The board that has this id. Raises `CostError` with ids near to it."""
+    """Return the board with this id. Raises `CostError` with similar ids."""
     if id not in boards:
         low = id.lower()
         parts = [known for known in boards if low and (low in known or known in low)]
@@ -190,7 +190,7 @@ class _Offline:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The keys that the files of all kinds have."""
+    """The keys in the files of all kinds."""
 
     name: Name
     kind: Annotated[str, OneOf(KINDS)]
@@ -205,7 +205,7 @@ class _Tables:
 
 @dataclass(frozen=True)
 class _Processor(_Tables):
-    """A graphics card's file, or a processor's."""
+    """The file of a graphics card or a processor."""
 
     peak_flops: dict[str, _Number]
 
@@ -224,7 +224,7 @@ class _Fabric:
 
 @dataclass(frozen=True)
 class _Fpga(_Tables):
-    """An FPGA board's file."""
+    """The file of an FPGA board."""
 
     fabric: _Fabric
 
@@ -263,18 +263,18 @@ def _offline(table: _Offline | None) -> Offline | None:
 def _by_dtype(
     numbers: Mapping[str, _Number], known: tuple[str, ...], place: Place, source: Source
 ) -> dict[str, float]:
-    """The numbers of a table whose keys are dtypes, float32 and others. Raises `CostError`."""
+    """Return the numbers of a table whose keys are dtypes. Raises `CostError` without float32."""
     for dtype in numbers:
         if dtype not in known:
             why = f"has an unknown key {short(dtype)}; known: {', '.join(known)}"
             raise source.fault(place, why, dtype)
     if "float32" not in numbers:
-        raise source.fault(place, "lacks the key 'float32', by which boards are compared")
+        raise source.fault(place, "lacks the key 'float32', which compares boards")
     return {dtype: number.value for dtype, number in numbers.items()}
 
 
 def _sources(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every number's key, from the top of the file, and its source."""
+    """Yield the full key and the source of every number in a file."""
     for key, entry in table.items():
         if isinstance(entry, Mapping) and "source" in entry:
             yield prefix + key, entry["source"]

@@ -1,7 +1,7 @@
-"""Designs: hardware that computes matrix products in an FPGA's fabric, by plain numbers.
+"""Designs: hardware for matrix products in an FPGA's fabric, described by plain numbers.
 
-Whoever wrote the kernels says them; `hetpipe.cost.fpga` takes products through a design instead of
-an even share of the DSPs, so that a product pays for tiles that it leaves half empty.
+The author of the kernels states them. `hetpipe.cost.fpga` prices products by a design, not by an
+even share of the DSPs, so that a product pays for tiles that it fills only in part.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hetpipe.errors import CostError
 
 @dataclass(frozen=True)
 class ProductDesign:
-    """One array for products, tile by tile; a board has as many as fit.
+    """One array that computes products tile by tile; a board has as many arrays as fit.
 
-    A tile takes `step_cycles` for each k, and `tile_cycles` besides.
+    A tile takes `step_cycles` for each k, and `tile_cycles` in addition.
     """
 
     name: str
     macs: int
     """Multiplications and additions of the product that begin in every cycle."""
     further_macs: int
-    """Those that it has DSPs for besides, as for a bias."""
+    """Further multiplications and additions that need DSPs, as for a bias."""
     block_ram_nbytes: int
     tile_rows: int
     tile_cols: int
@@ -33,24 +33,24 @@ class ProductDesign:
     tile_cycles: float
 
     def tiles(self, shape: ProductShape) -> int:
-        """How many tiles a product has."""
+        """Return the number of tiles of a product."""
         down = math.ceil(shape.rows / self.tile_rows)
         return shape.batches * down * math.ceil(shape.cols / self.tile_cols)
 
     def cycles(self, shape: ProductShape, arrays: int = 1) -> float:
-        """Cycles of a product whose tiles are divided among so many arrays."""
+        """Return the cycles of a product whose tiles are divided among several arrays."""
         each = shape.depth * self.step_cycles + self.tile_cycles
         return math.ceil(self.tiles(shape) / arrays) * each
 
     def efficiency(self, shape: ProductShape) -> float:
-        """Share of an array's multiplications and additions that belong to the product."""
+        """Return the share of an array's multiplications and additions that the product uses."""
         cycles = self.cycles(shape)
         return shape.macs / (self.macs * cycles) if cycles else 0.0
 
     def arrays(self, board: Board, dtype: str = "float32") -> int:
-        """How many arrays the DSPs and the memory on a board's chip suffice for.
+        """Return how many arrays fit on a board, by its DSPs and the memory on its chip.
 
-        Raises `CostError` for a board without a fabric, and where not even one fits.
+        Raises `CostError` for a board without a fabric, and if not even one fits.
         """
         if board.fabric is None:
             raise CostError(f"{board.id} has no fabric; it is no FPGA")
@@ -61,7 +61,7 @@ class ProductDesign:
         if min(by_dsp, by_memory) < 1:
             raise CostError(
                 f"the design {self.name} does not fit on {board.id}: it takes {dsp:.0f} DSPs and "
-                f"{self.block_ram_nbytes} bytes on the chip, of which the board has "
+                f"{self.block_ram_nbytes} bytes on the chip, and the board has "
                 f"{fabric.dsp * fabric.usable:.0f} and {fabric.on_chip_nbytes}"
             )
         return min(by_dsp, by_memory)

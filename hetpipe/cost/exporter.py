@@ -1,4 +1,4 @@
-"""The exporter: a cost table's device as a profile that PipeDream's format can hold."""
+"""The exporter: writes a device of a cost table as a profile in PipeDream's format."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hetpipe.words import word, words
 
 
 def graph_of(table: CostTable, device: str) -> ProfileGraph:
-    """The layers of a table on one device, as `write_profile` writes them.
+    """Return the layers of a table on one device, in the form that `write_profile` writes.
 
-    Each layer's times keep the fixed part of a compute action, so their sum has it once a layer.
-    `activation_size` is what a layer keeps for its backward. Lost are the bytes across cuts, for
-    which a reader takes those kept; updates and optimizer state, spreads, memory, links, shared
-    parameters and the micro-batch. A node's description holds the layer's name.
+    Each layer's times include the fixed part of a compute action, so their sum counts it once per
+    layer. `activation_size` is the bytes that a layer keeps for its backward. The format has no
+    place for bytes across cuts (a reader takes the kept bytes), updates and optimizer state,
+    spreads, memory, links, shared parameters and the micro-batch. A node's description holds the
+    layer's name.
 
     Raises `CostError` for a device that is not in the table, or that cannot run a layer.
     """

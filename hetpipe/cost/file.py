@@ -1,4 +1,4 @@
-"""Cost tables in files, as `hetpipe profile --json` writes them."""
+"""Cost files: reads the tables that `hetpipe profile --json` writes."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from hetpipe.records import read_json
 
 
 def read_costs(path: Path) -> CostTable:
-    """The cost table in a JSON file. Raises `CostError` with the file and the place in it."""
+    """Read a cost table from a JSON file. Raises `CostError` with the file and the place in it."""
     return CostTable.from_json(read_json(path, CostError), str(path))

@@ -6,8 +6,8 @@ stage takes its operations over the throughput of all DSPs,
     seconds = operations / (2 f DSP u e / d)
 
 with the clock f, d DSPs for a multiplication and addition, the share u of DSPs that a design can
-use and its efficiency e; the product u e is calibrated by measured designs. A layer's bytes beyond
-the memory on the chip cross the board's memory, which may take longer.
+use and its efficiency e; the product u e is calibrated by measured designs. Bytes of a layer that
+do not fit into the memory on the chip cross the board's memory, which may take longer.
 
 `kernels_s` gives each layer the whole chip, so that its seconds add up over layers; in `stage_s`
 the layers of a stage share it.
@@ -25,12 +25,12 @@ from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
 
 MEMORY_SHARE = 0.8
-"""The share of the memory's bandwidth that long bursts reach. (An estimate.)"""
+"""The share of the memory's bandwidth that long bursts reach (an estimate)."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the layers of a stage share on their board."""
+    """The resources of a board that the layers of a stage share."""
 
     operations_per_s: float
     memory_Bps: float
@@ -41,7 +41,7 @@ class Rates:
 class LayerShape:
     """A layer with weights: the operations of its products for one micro-batch, and its bytes.
 
-    `features_nbytes` is its input, which the backward of one micro-batch needs.
+    `features_nbytes` is its input, which its backward needs, for one micro-batch.
     """
 
     forward_operations: float
@@ -52,20 +52,20 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that may be kept on the chip, and those that else cross the memory in a micro-batch."""
+    """Bytes that the chip may keep, and the traffic per micro-batch if the memory keeps them."""
 
     nbytes: float
     traffic_nbytes: float
 
 
 def throughput(fabric: Fabric, dtype: str = "float32", working: float | None = None) -> float:
-    """Operations per second of all DSPs. `working` is u e; by default the board's own.
+    """Return the operations per second of all DSPs. `working` is u e, by default the board's.
 
-    Raises `CostError` for a dtype of which the board does not say the DSPs.
+    Raises `CostError` for a dtype if the board does not say how many DSPs it needs.
     """
     if dtype not in fabric.dsp_per_mac:
         there = ", ".join(fabric.dsp_per_mac)
-        raise CostError(f"no DSPs are given for {dtype}; there are those for {there}")
+        raise CostError(f"no DSPs are given for {dtype}; the board has them for {there}")
     share = fabric.usable * fabric.efficiency if working is None else working
     return 2 * fabric.clock_Hz * fabric.dsp * share / fabric.dsp_per_mac[dtype]
 
@@ -76,11 +76,11 @@ def kernels_s(
     dtype: str = "float32",
     design: ProductDesign | None = None,
 ) -> float:
-    """Seconds of a layer's kernels in one pass.
+    """Return the seconds of a layer's kernels in one pass.
 
-    With a `design`, matrix products take the cycles of its arrays, as many as fit on the board; all
-    else takes its operations over the throughput of the DSPs. Raises `CostError` for a board
-    without a fabric, or without room for the design.
+    With a `design`, matrix products take the cycles of its arrays, as many as fit on the board;
+    all other kernels take their operations over the throughput of the DSPs. Raises `CostError` for
+    a board without a fabric, or without room for the design.
     """
     if board.fabric is None:
         raise CostError(f"{board.id} has no fabric; it is no FPGA")
@@ -100,12 +100,12 @@ def kernels_s(
 def stage_s(
     layers: Sequence[LayerShape], rates: Rates, in_flight: int, weights_on_chip: bool = True
 ) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a stage, for one micro-batch.
+    """Return the seconds of the forward and the backward of a stage, for one micro-batch.
 
     Each layer takes the longer of its operations and its bytes over the memory. Weights are read by
     both passes; their gradients are read and written by the backward; features are written by the
-    forward, read by the backward, and kept for `in_flight` micro-batches. `weights_on_chip` False
-    keeps weights and gradients in the memory.
+    forward, read by the backward, and kept for `in_flight` micro-batches. Without `weights_on_chip`
+    the memory keeps weights and gradients.
     """
     weights = [Kept(layer.params_nbytes, 2 * layer.params_nbytes) for layer in layers]
     features = [
@@ -131,9 +131,9 @@ def stage_s(
 
 
 def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
-    """The bytes of each that cross the memory in a micro-batch, as few in all as can be.
+    """Return how many bytes of each entry cross the memory in a micro-batch; their sum is minimal.
 
-    What saves most traffic per byte goes on the chip first; the last that goes there may go in
+    The entries that save most traffic per byte go on the chip first; the last of them may go in
     part.
     """
     crossing = [kept.traffic_nbytes for kept in everything]
@@ -150,10 +150,10 @@ def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[f
 
 
 def calibrate(measured: Sequence[tuple[Fabric, float]], dtype: str = "float32") -> float:
-    """The product u e of measured designs: the median of measured over full throughput.
+    """Return the product u e of measured designs: the median of measured over full throughput.
 
     `measured` are fabrics at the clock of a design, with its operations per second. Raises
-    `CostError` without one.
+    `CostError` if it is empty.
     """
     if not measured:
         raise CostError("no measured design to calibrate by; give one or more")

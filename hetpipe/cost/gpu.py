@@ -23,7 +23,7 @@ STEPS = 40
 class Shares:
     """The shares of a board's peak and of its memory's bandwidth that kernels reach.
 
-    `error` is the median relative error of predictions, on kernels that were not calibrated by.
+    `error` is the median relative error of predictions, on kernels outside the calibration.
     """
 
     matrix: float
@@ -32,15 +32,16 @@ class Shares:
 
 
 V100 = Shares(0.95, 0.30, 0.345)
-"""By every other layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards of 0.1 ms
-and more); the error is that of the layers between. A test calibrates it again. Expect more on a
-model that is not among these: by VGG-16 and AlexNet alone, the error is 0.50 on ResNet-50."""
+"""Calibrated on every other layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards
+of 0.1 ms and more); the error is measured on the layers between, and a test repeats the
+calibration. Another model may have a larger error: calibrated on VGG-16 and AlexNet alone, it is
+0.50 on ResNet-50."""
 
 
 def kernels_s(
     board: Board, kernels: Iterable[Kernel], shares: Shares = V100, dtype: str = "float32"
 ) -> float:
-    """Seconds of kernels one after another. Raises `CostError` for a dtype without a peak."""
+    """Return the seconds of kernels one by one. Raises `CostError` for a dtype without a peak."""
     if dtype not in board.peak_flops:
         there = ", ".join(board.peak_flops)
         raise CostError(f"{board.id} has no peak for {dtype}; it has {there}")
@@ -58,10 +59,10 @@ def calibrate(
     others: Sequence[tuple[Kernel, float]] = (),
     dtype: str = "float32",
 ) -> Shares:
-    """The shares with the least median error on measured kernels, with their seconds.
+    """Return the shares with the least median error on measured kernels, given their seconds.
 
-    The error is that on `others`, or without any on the same kernels. Raises `CostError` without a
-    kernel.
+    The error is measured on `others`, or without any on the same kernels. Raises `CostError`
+    without kernels.
     """
     if not measured:
         raise CostError("no kernel to calibrate by; measure one or more")

@@ -1,4 +1,4 @@
-"""Importers: other planners' JSON profiles as chains of layers. They need no torch."""
+"""Importers: read other planners' JSON profiles as chains of layers, without torch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class _MetisModel(OpenRecord):
 
 @dataclass(frozen=True)
 class _MetisTimes(OpenRecord):
-    layer_compute_total_ms: tuple[Amount, ...]  # of both passes
+    layer_compute_total_ms: tuple[Amount, ...]  # forward and backward together
 
 
 @dataclass(frozen=True)
 class _MetisProfile(OpenRecord):
-    """One device at one tensor-parallel degree and batch size, which the file's name gives."""
+    """One device at one tensor-parallel degree and batch size, which are in the file's name."""
 
     model: _MetisModel
     execution_time: _MetisTimes
@@ -53,19 +53,19 @@ def read_chain(
     unit_s: float = 1e-3,
     cut_nbytes: int | None = None,
 ) -> ChainCosts:
-    """The layers of a JSON profile, whose form its content shows: one of
+    """Read the layers of a JSON profile. Its content shows its form, one of
 
-    - device placement (`placement_chain`), of which `latency` names the device,
+    - device placement (`placement_chain`), where `latency` names the device,
     - Piper (`piper_chain`),
     - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). Its times are for both
-      passes, and a third of them is the forward's. It does not say what crosses a cut: `cut_nbytes`
-      crosses each. It is also all that a layer keeps, since the file's memory is not divided into
+      passes, and the forward gets a third. It does not say how many bytes cross a cut: `cut_nbytes`
+      cross each. A layer keeps the same number, because the file does not divide memory into
       parameters and activations.
 
-    `unit_s` are the seconds of a unit of time in the first two, which do not say it: milliseconds
-    in device placement's files and Piper's ResNet, seconds in Piper's BERT.
+    `unit_s` is the unit of time of the first two, in seconds. The files do not state it:
+    milliseconds in device placement's files and Piper's ResNet, seconds in Piper's BERT.
 
-    Raises `CostError` with the file and the place in it, and for arguments that do not fit it.
+    Raises `CostError` with the file and the place in it, and for invalid arguments.
     """
     source = Source("the profile", CostError, str(path), CURES)
     if latency not in get_args(Latency):
@@ -98,7 +98,7 @@ def _metis_chain(source: Source, data: Any, cut_nbytes: int | None) -> ChainCost
             why = f"has {len(entries)} entries, model.num_layers is {count}: give one each"
             raise source.fault(place, why)
     if cut_nbytes is None:
-        why = "does not say what crosses a cut; give cut_nbytes (--cut-nbytes), the product of"
+        why = "lacks the bytes that cross a cut; give cut_nbytes (--cut-nbytes), the product of"
         raise source.fault((), f"{why} batch, sequence, hidden size and bytes of a value")
     if cut_nbytes < 0:
         raise CostError(f"cut_nbytes is {cut_nbytes}; give 0 or more")

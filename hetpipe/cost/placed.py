@@ -1,4 +1,4 @@
-"""A published profile on other devices: one device's times, scaled to any board."""
+"""Placed profiles: scale a published profile from its device to any board."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.cost.published import ChainCosts
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 
 UPDATE_ACCESSES = 4
-"""Times that an update moves the bytes of the parameters: weights, gradients and state."""
+"""How often an update moves the bytes of the parameters: weights, gradients and state."""
 
 
 def placed(
@@ -22,7 +22,7 @@ def placed(
     samples: int,
     state_copies: int = 1,
 ) -> CostTable:
-    """The costs of a chain at micro-batches of `samples`, all of them modelled.
+    """Return the modelled costs of a chain at micro-batches of `samples`.
 
     `profiled` are the board on which the chain was measured and its micro-batch. Times and
     activations grow with the samples, and times with the ratio of both boards' sustained rates;
@@ -75,7 +75,7 @@ def placed(
 
 
 def sustained_flops(board: Board) -> float:
-    """Operations per second in float32, which the ratio of two boards' times follows.
+    """Return the sustained float32 operations per second; times of boards scale with their ratio.
 
     A board with a fabric computes on the usable share of its DSPs (algorithm of `cost.fpga`).
     """

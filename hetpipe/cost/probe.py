@@ -1,7 +1,7 @@
 """Probe: seconds of two short fixed programs on a device. Their change is the device's drift.
 
-Costs are as old as their profile, and machines are shared, throttle and change. A probe tells by
-how much, without a layer being measured again.
+Costs are as old as their profile, and machines are shared, throttle and change. A probe measures
+the change without measuring any layer again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ Relative = Annotated[float, Number(most=1e9)]
 class Probe:
     """Seconds of a fixed matrix product and of a fixed elementwise pass.
 
-    `spread` is relative, the larger of both: half of the quartiles' distance, over the median.
+    `spread` is the larger relative spread of both: half the distance of the quartiles, over the
+    median.
     """
 
     arithmetic_s: AboveZero
     memory_s: AboveZero
     spread: Relative
     order: Positive  # rows and columns of the product's matrices
-    nbytes: Positive  # that the elementwise pass reads
+    nbytes: Positive  # bytes that the elementwise pass reads
 
     def __post_init__(self) -> None:
         for name, time_s in (("product", self.arithmetic_s), ("pass", self.memory_s)):
@@ -39,7 +40,7 @@ class Probe:
                 )
 
     def scaled(self, arithmetic: float, memory: float) -> Probe:
-        """The probe with both times multiplied."""
+        """Return the probe with both times multiplied."""
         return replace(
             self,
             arithmetic_s=self.arithmetic_s * arithmetic,
@@ -47,7 +48,7 @@ class Probe:
         )
 
     def towards(self, other: Probe, share: float) -> Probe:
-        """A probe between this one (`share` 0) and `other` (`share` 1)."""
+        """Return a probe between this one (`share` 0) and `other` (`share` 1)."""
         rest = 1 - share
         return replace(
             self,
@@ -59,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Drift:
-    """A device's time now over its time when its costs were measured; above 1 it is slower now."""
+    """A device's time now over its time when its costs were measured; above 1 it is slower."""
 
     arithmetic: float
     memory: float
@@ -67,25 +68,26 @@ class Drift:
 
     @property
     def factor(self) -> float:
-        """The factor of costs: layers compute and move memory, so both count."""
+        """The factor of costs. Layers compute and move memory, so both ratios count."""
         return math.sqrt(self.arithmetic * self.memory)
 
     @property
     def spread(self) -> float:
-        """Relative spread of `factor`: of the probes, and by how much the two ratios disagree.
+        """Relative spread of `factor`, from the probes' noise and the distance of the two ratios.
 
-        A layer's own factor lies between the two, so they are the ends of its interval, and the
+        A layer's factor is between the two ratios, so they are the ends of its interval, and the
         quartiles are half as far apart.
         """
         return math.hypot(self.noise, abs(math.log(self.arithmetic / self.memory)) / 4)
 
 
 def drift(then: Probe, now: Probe) -> Drift:
-    """The drift from one probe of a device to another. Raises `CostError` for unlike programs.
+    """Return the drift from one probe of a device to another. Raises `CostError` if their programs
+    differ.
 
-    Two probes of a device that is as it was differ by their noise. So of a change d (the logarithm
-    of a ratio) with the noise n, the share max(0, 1 - n^2 / d^2) counts: James and Stein's
-    estimate, "Estimation with quadratic loss" (1961), of a change whose size is not known before.
+    Two probes of an unchanged device differ by their noise. So a change d (the logarithm of a
+    ratio) with the noise n counts with the share max(0, 1 - n^2 / d^2): James and Stein's estimate,
+    "Estimation with quadratic loss" (1961), of a change of unknown size.
     """
     if (then.order, then.nbytes) != (now.order, now.nbytes):
         raise CostError(

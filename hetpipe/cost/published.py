@@ -1,8 +1,8 @@
-"""Published profiles: PipeDream's `graph.txt`, which DAPPLE's profiles follow. It needs no torch.
+"""Published profiles: PipeDream's `graph.txt`, a format that DAPPLE uses too. It needs no torch.
 
 A node is a line `name -- description -- forward_compute_time=ms, backward_compute_time=ms,
 activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. Several
-outputs are written `[bytes; bytes]`, and their sum counts. Times are those of one mini-batch. In a
+outputs are written `[bytes; bytes]`, and their sum counts. Times are for one mini-batch. In a
 graph that PipeDream's optimizer has partitioned, ` -- stage_id=number` follows a node's costs.
 """
 
@@ -24,14 +24,14 @@ from hetpipe.words import short, word
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 STAGE = "stage_id="
-MOST = 1e18  # milliseconds or bytes: no profile comes near it
+MOST = 1e18  # milliseconds or bytes: more than any profile has
 
 Edge = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class ProfileNode:
-    """One operator, with its costs for one mini-batch. Raises `CostError` for impossible ones."""
+    """One operator, with its costs for one mini-batch. Raises `CostError` for impossible costs."""
 
     name: str
     description: str
@@ -48,7 +48,7 @@ class ProfileNode:
             raise CostError(f"the description of {self.name} has several lines; write it in one")
         for field in ("forward_s", "backward_s", "activation_nbytes", "params_nbytes"):
             value = getattr(self, field)
-            if not 0 <= value < math.inf:  # not a number is not, either
+            if not 0 <= value < math.inf:  # NaN fails, too
                 raise CostError(f"{field} of {self.name} is {value}; give a finite one from 0")
 
 
@@ -84,13 +84,13 @@ class ProfileGraph:
     edges: tuple[Edge, ...]
 
     def without_inputs(self) -> ProfileGraph:
-        """The graph without Input nodes, whose forward is the loading of data."""
+        """Return the graph without Input nodes, whose forward loads data."""
         nodes = tuple(node for node in self.nodes if not node.description.startswith("Input"))
         names = {node.name for node in nodes}
         return ProfileGraph(nodes, tuple(edge for edge in self.edges if names.issuperset(edge)))
 
     def order(self) -> tuple[ProfileNode, ...]:
-        """The nodes, writers before readers; of the free ones the first in the file comes first.
+        """Return the nodes, writers before readers, and otherwise in the order of the file.
 
         Raises `CostError` for a circle.
         """
@@ -99,7 +99,7 @@ class ProfileGraph:
         return self._ordered()
 
     def circle(self) -> tuple[Edge, ...]:
-        """The edges of one circle, in its order; none if there is none."""
+        """Return the edges of a circle, in its order; empty without a circle."""
         ordered = {node.name for node in self._ordered()}
         rest = [node.name for node in self.nodes if node.name not in ordered]
         if not rest:
@@ -113,13 +113,13 @@ class ProfileGraph:
         return tuple(list(backwards)[backwards[edge] :][::-1])
 
     def chain(self) -> ChainCosts:
-        """The costs of the layers in the order of `order`. Raises `CostError` for a circle."""
+        """Return the costs of the layers in order. Raises `CostError` if they are circular."""
         layers = self.order()
         places = {layer.name: place for place, layer in enumerate(layers)}
         last_reader = dict.fromkeys(places, 0)
         for writer, reader in self.edges:
             last_reader[writer] = max(last_reader[writer], places[reader])
-        changes = [0] * (len(layers) + 1)  # of the bytes that cross, from one cut to the next
+        changes = [0] * (len(layers) + 1)  # change of the crossing bytes from cut to cut
         for place, layer in enumerate(layers):
             if last_reader[layer.name] > place:
                 changes[place] += layer.activation_nbytes
@@ -135,7 +135,7 @@ class ProfileGraph:
         )
 
     def _ordered(self) -> tuple[ProfileNode, ...]:
-        """The nodes in order, without those of a circle and those behind it."""
+        """Return the nodes in order, without the nodes on a circle or after one."""
         places = {node.name: place for place, node in enumerate(self.nodes)}
         readers: dict[str, list[str]] = {name: [] for name in places}
         writers = dict.fromkeys(places, 0)
@@ -156,15 +156,15 @@ class ProfileGraph:
 
 
 def path_of(circle: Sequence[Edge]) -> str:
-    """The names along a circle of edges, for a message; not all of many."""
+    """Return the names along a circle of edges, for a message; a long circle is abbreviated."""
     names = [word(name) for name in (circle[0][0], *(reader for _, reader in circle))]
     return " -> ".join(names if len(names) <= 10 else [*names[:8], "...", names[-1]])
 
 
 def read_profile(path: Path) -> ProfileGraph:
-    """The profile in a file.
+    """Read a profile from a file.
 
-    Raises `CostError` if it cannot be read, or for a line that is wrong, with file and line.
+    Raises `CostError` if it cannot be read, or with file and line for a wrong line.
     """
     text = read_text(path, CostError)
     node_lines: dict[str, int] = {}
@@ -201,7 +201,7 @@ def read_profile(path: Path) -> ProfileGraph:
 
 
 def write_profile(profile: ProfileGraph, path: Path) -> None:
-    """Write a profile that `read_profile` reads as an equal one. Raises `HetpipeError`."""
+    """Write a profile, so that `read_profile` reads an equal one. Raises `HetpipeError`."""
     lines = []
     for node in profile.nodes:
         values = (
@@ -266,7 +266,7 @@ def _stage(text: str) -> int:
 
 
 def _number(values: Mapping[str, str], field: str) -> Decimal:
-    """The field's number, or the sum of `[a; b]`."""
+    """Return the field's number, or the sum of `[a; b]`."""
     if field not in values:
         raise CostError(f"{field} is missing; give all of {', '.join(FIELDS)}")
     text = values[field]
@@ -290,5 +290,5 @@ def _whole(field: str, number: Decimal) -> int:
 
 
 def _milliseconds(time_s: float) -> str:
-    """Decimal digits that lose nothing: the reader gets the same float back."""
+    """Return the milliseconds in decimal digits, exactly: a reader gets the same float."""
     return format(Decimal(repr(float(time_s))).scaleb(3), "f")

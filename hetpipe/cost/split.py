@@ -1,4 +1,4 @@
-"""The costs of a model of which layers are split by output channels (BaPipe, section 3.3.2)."""
+"""Costs of a model after a layer is split by output channels (BaPipe, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hetpipe.errors import CostError
 
 
 def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: float) -> CostTable:
-    """The table with two layers in the place of one: `share` of its work, and the others.
+    """Return the table with one layer replaced by two, with `share` and 1 - `share` of its work.
 
     Both parts read the layer's input, so it crosses a cut between them, with the first part's
-    output. All these times and bytes are modelled. Raises `CostError` for a layer that the table
-    lacks, for the first layer, whose input it does not know, and for one that several share.
+    output. All these times and bytes are modelled. Raises `CostError` for an unknown layer, for the
+    first layer, whose input is unknown, and for a layer that shares a parameter.
     """
     index = next((n for n, each in enumerate(table.layers) if each.name == layer), -1)
     if index < 0:
@@ -42,7 +42,7 @@ def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: flo
 
 
 def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> LayerBytes:
-    """A part's bytes. It saves what the whole layer does: most of that is the input."""
+    """Return a part's bytes. It saves as much as the whole layer: mostly the input."""
     params_nbytes, state_nbytes = (
         round(share * nbytes) for nbytes in (whole.params_nbytes, whole.state_nbytes)
     )
@@ -50,7 +50,7 @@ def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> Layer
 
 
 def _row(cost: DeviceCost, index: int, share: float) -> tuple[LayerCost, ...]:
-    """A device's layers; each part has the fixed overhead, and its share of the rest."""
+    """Return a device's layers; each part has the fixed overhead, and its share of the work."""
     whole, overhead_s = cost.layers[index], cost.overhead_s
 
     def part(share: float) -> LayerCost:

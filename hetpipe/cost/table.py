@@ -23,9 +23,9 @@ from hetpipe.words import short, words
 
 VERSION = 3
 EARLIER = (1, 2)
+"""Earlier versions that can be read: both lack `sum_speed`, 1 also lacks probe and spread."""
 LONGEST_ID = 1000
-"""Letters of a device's id: messages name devices."""
-"""Tables of these versions are read, too: both lack `sum_speed`, 1 has no probe and no spread."""
+"""Longest device id in letters, so that messages stay short."""
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
 Ratio = Annotated[float, Number(above=True)]
@@ -43,17 +43,15 @@ class LayerCost:
     backward_s: MaybeSeconds
     update_s: MaybeSeconds  # optimizer, once per mini-batch
     reason: str = ""  # why the device cannot run it
-    spread: Relative = (
-        0.0  # of forward + backward: half of the quartiles' distance, over the median
-    )
+    spread: Relative = 0.0  # of forward + backward: half the quartiles' distance, over the median
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "reason" and not value >= 0.0:  # not a number is not, either
+            if name != "reason" and not value >= 0.0:  # NaN fails, too
                 raise CostError(f"a layer's {name} is {value}; it should be 0 or more")
 
     def scaled(self, factor: float) -> LayerCost:
-        """The cost with all times multiplied."""
+        """Return the cost with all times multiplied."""
         return replace(
             self,
             forward_s=factor * self.forward_s,
@@ -62,7 +60,7 @@ class LayerCost:
         )
 
     def delayed(self, seconds: float) -> LayerCost:
-        """The cost with these seconds more for each pass and update that it has."""
+        """Return the cost with `seconds` added to each pass and update that takes time."""
         return replace(
             self,
             forward_s=self.forward_s + seconds * (self.forward_s > 0),
@@ -72,7 +70,7 @@ class LayerCost:
 
     @property
     def impossible(self) -> bool:
-        """Whether the device cannot run it."""
+        """Whether the device cannot run the layer."""
         return math.isinf(self.forward_s + self.backward_s)
 
 
@@ -84,22 +82,22 @@ class LayerBytes:
     params_nbytes: Count
     state_nbytes: Count  # optimizer state
     saved_nbytes: Count  # kept per micro-batch in flight
-    cut_nbytes: Count  # one way across a cut after this layer
+    cut_nbytes: Count  # across a cut after this layer, in one direction
 
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """One device's row of layers, measured while all devices of the table computed.
+    """The costs of all layers on one device, measured while all devices of the table computed.
 
-    `spread` is that of the whole network's time, as a `LayerCost` has it; `alone` is that time
-    while the other devices are idle, over the time beside them.
+    `spread` is the relative spread of the whole network's time, as in `LayerCost`. `alone` is that
+    time while the other devices are idle, over the time beside them.
     """
 
     layers: tuple[LayerCost, ...]
-    overhead_s: Seconds  # of any compute action; each layer's times include it
+    overhead_s: Seconds  # fixed part of any compute action; each layer's times include it
     memory_nbytes: Count
     memory_domain: str
-    execution: Execution = "sync"  # sync: sends results whole; async: while it makes them
+    execution: Execution = "sync"  # sync: sends a result when complete; async: while computing it
     label: Label = "measured"
     spread: Relative = 0.0
     alone: Factor = 1.0
@@ -107,7 +105,7 @@ class DeviceCost:
     probe_alone: Probe | None = None
 
     def drifted(self, drift: Drift) -> DeviceCost:
-        """The costs after a drift, and the probes that it came from. Raises `CostError`."""
+        """Return the costs after a drift, with its probes. Raises `CostError`."""
         if not 0.0 < drift.factor < math.inf:
             raise CostError(f"a drift of {drift.factor}: it should be above 0; probe again")
         ratios = (drift.arithmetic, drift.memory)
@@ -119,7 +117,7 @@ class DeviceCost:
         )
 
     def beside(self, share: float) -> DeviceCost:
-        """The costs while this share of the other devices computes."""
+        """Return the costs while this share of the other devices computes."""
         alone = self.probe_alone
         probe = alone.towards(self.probe, share) if alone and self.probe else self.probe
         times = self._times(self.alone + share * (1 - self.alone))
@@ -139,7 +137,7 @@ class LinkCost:
     latency_s: Seconds
     bandwidth_Bps: Bandwidth
     label: Label = "measured"
-    sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, relative to that of messages
+    sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, relative to messages
 
     @property
     def sum_Bps(self) -> float:
@@ -147,13 +145,13 @@ class LinkCost:
         return self.sum_speed * self.bandwidth_Bps
 
     def time_s(self, nbytes: int) -> float:
-        """Seconds for `nbytes`."""
+        """Return the seconds of a message of `nbytes`."""
         return self.latency_s + nbytes / self.bandwidth_Bps
 
 
 @dataclass(frozen=True)
 class TiedBytes:
-    """A parameter that several layers share. It travels once per step if stages part them."""
+    """A parameter that several layers share. It travels once per step between their stages."""
 
     name: str
     nbytes: Count
@@ -162,7 +160,7 @@ class TiedBytes:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs at one micro-batch size. `links` is keyed by (from, to) device ids."""
+    """Costs at one micro-batch size. `links` has the links by (from, to) device ids."""
 
     model: str
     samples: int
@@ -171,25 +169,25 @@ class CostTable:
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
     step_overhead_s: float = 0.0  # the controller hands out the batch and gathers losses
     tied: tuple[TiedBytes, ...] = ()
-    contention: float = 0.0  # share of the cores that other work took, if costs are unreliable
+    contention: float = 0.0  # share of the cores that other work used, if it was large
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
-        """Seconds of the forward of layers lo..hi (hi excluded); the fixed overhead counts once."""
+        """Return the seconds of the forward of layers lo..hi (hi excluded), with one overhead."""
         cost = self.devices[device]
         return _stage_s([layer.forward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
-        """Seconds of a stage's backward."""
+        """Return the seconds of a stage's backward."""
         cost = self.devices[device]
         return _stage_s([layer.backward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def update_s(self, device: str, lo: int, hi: int) -> float:
-        """Seconds of a stage's update."""
+        """Return the seconds of a stage's update."""
         cost = self.devices[device]
         return _stage_s([layer.update_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def link(self, source: str, target: str) -> LinkCost:
-        """The link between two devices; free if they are the same. Raises `CostError`."""
+        """Return the link between two devices, free if they are equal. Raises `CostError`."""
         if source == target:
             return LinkCost(0.0, math.inf)
         if (source, target) not in self.links:
@@ -197,7 +195,7 @@ class CostTable:
         return self.links[source, target]
 
     def drifted(self, drifts: Mapping[str, Drift]) -> CostTable:
-        """The table corrected for the drifts of devices since it was measured."""
+        """Return the table corrected for the drifts of devices since it was measured."""
         devices = {
             id: cost.drifted(drifts[id]) if id in drifts else cost
             for id, cost in self.devices.items()
@@ -205,10 +203,10 @@ class CostTable:
         return replace(self, devices=devices)
 
     def beside(self, count: int) -> CostTable:
-        """The costs while `count` devices compute at once, not all of the table.
+        """Return the costs while only `count` devices of the table compute.
 
-        They share memory and cores with fewer others. Between alone and all together times are
-        taken to grow evenly.
+        They share memory and cores with fewer devices. Times grow linearly from one device alone to
+        all together, by assumption.
         """
         together = len(self.devices)
         costs = self.devices.values()
@@ -219,7 +217,7 @@ class CostTable:
         return replace(self, devices=devices)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write: infinite numbers become None, links a list."""
+        """Return a dict that `json` can write: infinite numbers become None, links a list."""
         data = asdict(self) | {"version": VERSION}
         if not self.contention:
             del data["contention"]
@@ -232,9 +230,9 @@ class CostTable:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "") -> CostTable:
-        """The inverse of `to_json`; `where` is the file.
+        """Return the table of a dict from `to_json`; `where` is its file.
 
-        Raises `CostError` for another version, and for a wrong entry, with its place.
+        Raises `CostError` for an unknown version, and for a wrong entry, with its place.
         """
         source = Source("the cost table", CostError, where)
         table = source.versioned(_Table, _upgraded(data), VERSION)
@@ -279,7 +277,7 @@ class _Table:
 
 
 def _upgraded(data: Any) -> Any:
-    """A table of an earlier version, or without its mark, as one of this; other data as it is."""
+    """Return a table of an earlier version as one of this version; other data unchanged."""
     if not isinstance(data, Mapping):
         return data
     data = {"contention": 0.0, **data}
@@ -301,14 +299,14 @@ def _upgraded(data: Any) -> Any:
 
 
 def _each_with(entries: Any, **new: float) -> Any:
-    """A list's records with more fields; anything else as it is."""
+    """Return a list's records with more fields; anything else unchanged."""
     if not isinstance(entries, (list, tuple)):
         return entries
     return [{**one, **new} if isinstance(one, Mapping) else one for one in entries]
 
 
 def _check_references(table: _Table, source: Source) -> None:
-    """Raises `CostError` where a part names a device or layer that the table lacks."""
+    """Raise `CostError` if a part names a device or layer that the table lacks."""
     count = len(table.layers)
     for id, device in table.devices.items():
         if len(id) > LONGEST_ID:

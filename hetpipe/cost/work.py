@@ -1,4 +1,4 @@
-"""Work: the operations and bytes of layers, whatever device does them. It needs no torch."""
+"""Work: the operations and bytes of layers, on any device. It needs no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class ProductShape:
 
     @property
     def macs(self) -> int:
-        """Its multiplications, each with an addition."""
+        """Number of multiplications, each with an addition."""
         return self.batches * self.rows * self.cols * self.depth
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator: a multiplication and an addition are two operations; bytes read and written.
+    """One operator: its operations (a multiplication and an addition are two), and its bytes read
+    and written.
 
-    `products` are the matrix products that it consists of, where it does.
+    `products` are the matrix products that it computes.
     """
 
     operations: float
@@ -36,7 +37,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operators of a layer's passes for one micro-batch, and those of its update."""
+    """The operators of a layer's forward and backward for one micro-batch, and of its update."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]

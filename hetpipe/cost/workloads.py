@@ -1,10 +1,10 @@
-"""Workloads to be placed on devices, as two papers' JSON has them. They need no torch.
+"""Workloads: profiles of two papers as JSON, which say nothing of devices. They need no torch.
 
 - Device placement (Tarnawski et al., NeurIPS 2020): forward and backward nodes, and edges.
 - Piper (Tarnawski et al., NeurIPS 2021): nodes with times by tensor-parallel degree, and edges.
 
-Their fields are described by the READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper,
-without the unit of time: milliseconds in most published files.
+The READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper describe the fields, without the
+unit of time: it is the millisecond in most published files.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hetpipe.records import Count, Entries, Number, Source, Whole
 from hetpipe.words import words
 
 Latency = Literal["accelerator", "cpu"]
-"""Whose time of a node counts; the files call any accelerator an FPGA."""
+"""The device whose times count; the files call any accelerator an FPGA."""
 
 FORWARD_SHARE = 1 / 3
-"""The forward's part of a time for both passes: a backward has twice its matrix products."""
+"""The forward's share of a time for both passes: a backward has twice its matrix products."""
 CURES = {
     "edges.size": "write the bytes that cross the edge",
     "edges.communicationCost": "write the bytes that cross the edge",
 }
-"""What to do where a value is wrong or missing, by its place."""
+"""The cure for a wrong or missing value, by its place."""
 
 Amount = Annotated[float, Number(most=1e18)]  # units of time or bytes
 
 
 class OpenRecord:
-    """A record that leaves keys unread: the files carry notes for their own planners."""
+    """A record that ignores unknown keys: the files have notes for their own planners."""
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "ignore"}
 
@@ -84,7 +84,7 @@ class _PiperEdge(_Edge):
 
 @dataclass(frozen=True)
 class _PiperCosts(OpenRecord):
-    timePerSample: Amount  # of both passes
+    timePerSample: Amount  # forward and backward together
     parameterSize: Amount
     memoryUsageA: Amount  # kept per micro-batch in flight
 
@@ -120,9 +120,9 @@ def is_piper(data: Mapping[str, Any]) -> bool:
 
 
 def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
-    """A workload of Piper: of each node the fastest costs without tensor parallelism.
+    """Return the chain of a Piper workload: each node's fastest costs without tensor parallelism.
 
-    Times are for both passes, and a third of them is the forward's. Raises `CostError`.
+    Times are for both passes, and the forward gets a third. Raises `CostError`.
     """
     workload = source.record(_PiperWorkload, data)
     _check_ids(source, workload.nodes, workload.edges)
@@ -144,14 +144,14 @@ def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
 
 
 def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) -> ChainCosts:
-    """A workload of training of device placement: a layer is a forward node.
+    """Return the chain of a training workload of device placement: a layer is a forward node.
 
-    A backward node's time goes to the forward nodes of its colour class in proportion to theirs;
-    without such a class, to the nearest node's. A node that takes no time and reads nothing is a
-    parameter, and part of its first reader. Where such nodes have bytes, those are all parameters
-    and other nodes keep theirs for the backward; else a node's bytes beyond its output are its
-    parameters. That a class stays on one device is lost. Nodes that load data are layers like
-    others, for the file does not mark them. Raises `CostError`.
+    A backward node's time goes to the forward nodes of its colour class in proportion to their
+    times; without such a class, to the class of the nearest node. A node that takes no time and
+    reads nothing is a parameter, and belongs to its first reader. If such nodes have bytes, these
+    are all parameters, and other nodes keep their bytes for the backward; otherwise a node's bytes
+    beyond its output are its parameters. A chain cannot say that a class stays on one device. Nodes
+    that load data count as layers, since the file does not mark them. Raises `CostError`.
     """
     workload = source.record(_Workload, data)
     _check_ids(source, workload.nodes, workload.edges)
@@ -174,7 +174,7 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
     for id, owner in owners.items():
         if owner != id:
             own_params[owner] += math.ceil(forward[id].size)
-    apart = any(own_params.values())  # parameters have nodes of their own
+    apart = any(own_params.values())  # parameters are separate nodes
     layers = {}
     for id, node in forward.items():
         if owners[id] != id:
@@ -188,7 +188,7 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
 
 
 def _owners(forward: Mapping[int, _Node], edges: Collection[_SizedEdge]) -> dict[int, int]:
-    """Forward nodes -> the layers that they are part of: themselves, but for parameters."""
+    """Return the layer of each forward node: itself, or for a parameter its first reader."""
     owners = {id: id for id in forward}
     readers = {edge.destId for edge in edges}
     places = {id: place for place, id in enumerate(forward)}
@@ -202,7 +202,7 @@ def _owners(forward: Mapping[int, _Node], edges: Collection[_SizedEdge]) -> dict
 def _backward_times(
     source: Source, workload: _Workload, owners: Mapping[int, int], times_s: Mapping[int, float]
 ) -> dict[int, float]:
-    """Seconds of the layers' backwards."""
+    """Return the seconds of the layers' backwards."""
     classes: dict[int | None, dict[int, None]] = {}
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
@@ -250,7 +250,7 @@ def _backward_times(
 
 
 def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
-    """The bytes that a node writes: all its edges carry the same."""
+    """Return the bytes that each node writes, the same on all its edges."""
     output_nbytes: dict[int, int] = {}
     for edge in edges:
         output_nbytes[edge.sourceId] = max(output_nbytes.get(edge.sourceId, 0), edge.nbytes)
@@ -258,9 +258,9 @@ def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
 
 
 def _received_gradients(workload: _Workload) -> dict[int, int]:
-    """The bytes of the gradients that the backward of a node's class reads.
+    """Return the bytes of the gradients that the backward of a node's class reads.
 
-    They are those of the output of a forward node that nobody reads.
+    They equal the output of a forward node that no node reads.
     """
     nodes = {node.id: node for node in workload.nodes}
     by_class: dict[int | None, int] = {}
@@ -302,7 +302,7 @@ def _check_passes(source: Source, workload: _Workload) -> None:
 
 
 def _names(nodes: Sequence[_Node | _PiperNode]) -> dict[int, str]:
-    """Names without spaces by id; with their ids if some are the same."""
+    """Return names without spaces, by id; all with their ids if two are equal."""
     names = {node.id: "_".join(node.name.split()) or f"node{node.id}" for node in nodes}
     if len(set(names.values())) == len(names):
         return names
@@ -315,7 +315,7 @@ def _chain(
     layers: Mapping[int, _Layer],
     edges: Mapping[int, _Edge],
 ) -> ChainCosts:
-    """The chain of the layers in the order of `ProfileGraph`; edges by their place in the file."""
+    """Return the chain of the layers, as `ProfileGraph` orders them; `edges` are by place."""
     places = {(names[e.sourceId], names[e.destId]): place for place, e in edges.items()}
     nodes = (
         ProfileNode(

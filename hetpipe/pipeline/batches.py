@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 
 
 def rows_of(leaves: Mapping[str, Any]) -> int:
-    """The number of samples of a batch."""
+    """Return the number of samples of a batch."""
     return int(next(iter(leaves.values())).shape[0])
 
 
 def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
+    """Return the sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
 def parts_of(samples: Sequence[int], plan: Plan) -> list[int]:
-    """The samples of each loss of a mini-batch: of each micro-batch, or of each replica's rows."""
+    """Return the samples behind each loss of a mini-batch: a micro-batch's, or a replica's rows."""
     if not plan.rule.flushes:
         return list(samples)
     return [rows for size in samples for rows in divide(size, plan.stages[-1].shares)]
 
 
 def check_whole(samples: Sequence[int], plan: Plan) -> None:
-    """Raises `HetpipeError` for a mini-batch with too few samples for the plan's micro-batches."""
+    """Raise `HetpipeError` for a mini-batch with too few samples for the plan's micro-batches."""
     if len(samples) != plan.microbatches:
         raise HetpipeError(
             f"a mini-batch of {sum(samples)} samples is too small for {plan.microbatches} "
-            f"micro-batches, which {plan.schedule} cannot do without; leave it out"
+            f"micro-batches, and {plan.schedule} needs all of them; leave it out"
         )
 
 
 def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The leaves of each micro-batch."""
+    """Yield the leaves of each micro-batch."""
     lo = 0
     for size in samples:
         yield {name: leaf[lo : lo + size] for name, leaf in leaves.items()}
@@ -51,8 +51,8 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
 
 
 def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
-    """Raises `NotFiniteError` if the gradients of mini-batch `index`, or of one shortly before it
-    in a stream, are not all finite."""
+    """Raise `NotFiniteError` if a gradient of mini-batch `index`, or of one shortly before it in a
+    stream, is not finite."""
     if result.culprit:
         raise NotFiniteError(
             f"{result.culprit} is not finite in mini-batch {index}, although its loss is",
@@ -63,8 +63,8 @@ def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
 
 
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
-    """The mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite, and
-    `NoMeanError` if it is a sum over nothing."""
+    """Return the mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite, and
+    `NoMeanError` if its count is 0."""
     if result.counts is not None and sum(result.counts) == 0:
         raise NoMeanError(
             f"the loss of mini-batch {index} has no mean: its count is 0",

@@ -1,8 +1,8 @@
-"""The time of boards: the schedule that ran, on the simulator's clock.
+"""The time of boards: simulates the schedule that ran, with the boards' modelled times.
 
-Passes on boards take their modelled seconds. Those on attached devices take the mean of what they
-took in the mini-batches at hand, and links what the costs say. The order of all work is the
-schedule's, so how long the numerics took changes neither numbers nor times.
+Passes on boards take their modelled seconds. Passes on attached devices take the mean of their
+measured seconds in the last mini-batches, and links take what the costs say. The schedule fixes the
+order of all work, so the speed of the numerics changes neither numbers nor times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELLED = "modelled"
 
 @dataclass(frozen=True)
 class BoardTime:
-    """The modelled times of a plan with boards, priced by the `costs` with which it was made."""
+    """The modelled times of a plan with boards; `costs` are the costs that made the plan."""
 
     captured: Captured
     cluster: Cluster
@@ -43,10 +43,10 @@ class BoardTime:
     costs: CostTable
 
     def timeline(self, ran: Ran, walls: Sequence[Timeline]) -> Timeline:
-        """The timeline of what `ran`, whose measured timelines are `walls`, labelled modelled.
+        """Return the modelled timeline of the last run, whose measured timelines are `walls`.
 
-        Of a stream it has as many mini-batches as there are walls, from an empty pipeline. Raises
-        `HetpipeError` for a mini-batch of another size than the plan's on replicas.
+        A stream's timeline has one mini-batch for each wall, and starts with an empty pipeline.
+        Raises `HetpipeError` for replicas and a mini-batch of another size than the plan's.
         """
         plan, costs, times = self._priced(ran, walls)
         if ran.schedule is None:
@@ -57,7 +57,7 @@ class BoardTime:
         return replace(timeline, label=MODELLED)
 
     def step_s(self, ran: Ran, walls: Sequence[Timeline]) -> float:
-        """Modelled seconds of a mini-batch: of a stream, in a full pipeline."""
+        """Return modelled seconds per mini-batch, for a stream in a full pipeline."""
         if ran.schedule is None:
             return predicted_step_s(*self._priced(ran, walls))
         return self.timeline(ran, walls).total_s
@@ -68,7 +68,7 @@ class BoardTime:
         return plan, costs, self._with_measured(stage_times(plan, costs), walls, laned)
 
     def _at(self, samples: tuple[int, ...]) -> tuple[Plan, CostTable]:
-        """Plan and costs for a mini-batch of these micro-batches."""
+        """Return plan and costs for a mini-batch of these micro-batches."""
         plan = self.plan
         if (sum(samples), len(samples)) == (plan.mini_batch, plan.microbatches):
             return plan, self.costs
@@ -91,10 +91,10 @@ class BoardTime:
     def _with_measured(
         self, times: StageTimes, walls: Iterable[Timeline], laned: Collection[int]
     ) -> StageTimes:
-        """The times, with measured means for the stages of attached devices alone.
+        """Return the times, with measured means for the stages of attached devices alone.
 
-        Passes of `laned` stages lengthen each other, as they do on the simulator's clock: theirs
-        stay those of the costs.
+        `laned` stages keep the times of the costs: their passes lengthen each other, and the
+        simulator accounts for that.
         """
         boards = {member.id for member in self.cluster.described}
         stages = enumerate(self.plan.stages)

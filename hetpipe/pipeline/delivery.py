@@ -13,11 +13,11 @@ from hetpipe.pipeline.training import Result, Training
 
 
 class Delivery:
-    """The steps and runs of a training. Layers move between mini-batches where that is due.
+    """The steps and runs of a training. Due moves of layers happen between mini-batches.
 
-    Under a schedule without flushes there is one run at a time, and other calls between two results
-    may flush. The results that they collect wait here for the run; results that no run waits for
-    are dropped.
+    Under a schedule without flushes only one run has results to come at a time, and other calls
+    between two results may flush. The results that they collect wait here for the run; without a
+    run they are dropped.
     """
 
     def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
@@ -25,7 +25,7 @@ class Delivery:
         self._guard = guard
         self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
-        self._run: object | None = None  # stands for the run that has results to come
+        self._run: object | None = None  # identifies the run that has results to come
 
     def settle(self) -> None:
         """Wait until no mini-batch is under way and all are applied."""
@@ -33,16 +33,16 @@ class Delivery:
         self._training.flush()
 
     def settle_anyway(self) -> None:
-        """`settle`, also where losses on the way are not finite."""
+        """Do the same as `settle`, even if losses under way are not finite."""
         while True:
             try:
                 self.settle()
-            except NotFiniteError:  # its mini-batch is collected now
+            except NotFiniteError:  # that mini-batch is collected now
                 continue
             return
 
     def step(self, x: Any, y: Any) -> Result:
-        """Train on one mini-batch, completely."""
+        """Train on one whole mini-batch."""
         with self._guard("step"):
             self._move_if_due()
             if not self._training.streams:
@@ -54,7 +54,7 @@ class Delivery:
             return result
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
-        """Train on mini-batches; a result for each, in order.
+        """Train on mini-batches, and yield a result for each, in order.
 
         Raises `HetpipeError` while another run of a stream has results to come.
         """
@@ -82,7 +82,7 @@ class Delivery:
 
     def _results_of(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         training, source = self._training, iter(batches)
-        failure: Exception | None = None  # of the source, or of a batch that is refused
+        failure: Exception | None = None  # from the source, or for a batch that is refused
         while True:
             try:
                 x, y = next(source)
@@ -98,7 +98,7 @@ class Delivery:
                 except HetpipeError as error:
                     failure = error
                     break
-                if not fits:  # new stages: nothing may be under way
+                if not fits:  # stages will be loaded: nothing may be under way
                     self._collect_all()
                 training.admit(x, y)
                 if training.is_full and not self._results:

@@ -1,4 +1,4 @@
-"""Diagnosing: a diagnosis of a training at rest, which changes nothing of it."""
+"""Diagnosing: diagnoses a training at rest, and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     """Run a mini-batch's programs on every device, then the pipeline's own pass, at rest.
 
-    The first replicas of all stages go through the mini-batch, then the second ones, and so on;
-    each does all rows of every micro-batch. The first ones' loss and gradients are compared with
-    the module itself, run by eager torch. Raises what `diagnose` raises.
+    The first replicas of all stages run the mini-batch, then the second ones, and so on; each runs
+    all rows of every micro-batch. Loss and gradients of the first replicas are compared with the
+    module itself in eager torch. Raises what `diagnose` raises.
     """
     training.stages.check_own()
     request = training.request(x, y)
@@ -59,12 +59,13 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
 
 
 def _apart(subject: Subject, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
-    """The loss, or the gradient, of the pipeline's own pass that is not the programs'."""
+    """Describe how loss or gradients of the pipeline's pass differ from the programs'; empty if
+    they agree."""
     precision = subject.captured.precision
     dtypes = [d for d in (precision.compute, precision.cut, "float32") if d is not None]
     digits = math.sqrt(max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes))
     if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):
-        return f"its loss is {loss:.6g}, that of the programs one by one {rehearsal.loss:.6g}"
+        return f"its loss is {loss:.6g}, the loss of the single programs is {rehearsal.loss:.6g}"
     for stage, named in zip(rehearsal.start.stages, rehearsal.grads, strict=True):
         joined = subject.captured.parts.join({name: own.numpy() for name, own in named.items()})
         owned = {name for name, owner, _ in stage.tied if owner != stage.stage}
@@ -77,6 +78,6 @@ def _apart(subject: Subject, rehearsal: Rehearsal, loss: float, grads: Mapping[s
                 member = rehearsal.start.members[stage.stage]
                 return (
                     f"its gradient of {name}, in stage {stage.stage} on {member}, is off by "
-                    f"{error:.3g}, where the largest is {largest:.3g}"
+                    f"{error:.3g}, and its largest value is {largest:.3g}"
                 )
     return ""

@@ -1,7 +1,7 @@
-"""Earlier plans: the plan of a start serves the next one too, unless another promises clearly more.
+"""Earlier plans: a start uses the plan of an earlier start, unless a new plan is clearly better.
 
-Costs of two starts differ by noise and by drift, and plans that are nearly as good by one are the
-best by the other. The programs of the earlier plan are on the disk; those of another must be made.
+Costs of two starts differ by noise and drift, so two nearly equal plans may change places from one
+start to the next. The programs of the earlier plan are on the disk; another plan must compile.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hetpipe.plan.replicated import replicated_again
 from hetpipe.profile import cache
 
 GAIN = 0.05
-"""The least share of a step that another plan must promise to save."""
+"""The least share of a step that a new plan must save."""
 
 
 @dataclass(frozen=True)
 class EarlierPlans:
-    """The plans of starts that had the same `parts`: all on which costs depend."""
+    """The plans of starts with the same `parts`: everything that decides costs."""
 
     parts: Mapping[str, object]
 
     def settle(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
     ) -> Plan:
-        """The earlier plan if it is to be kept; else the `best`, which later starts will keep."""
+        """Return the earlier plan if it is still good, or else `best`, which is then stored."""
         kept = self.kept(best, tables, asked)
         if kept is None:
             cache.store(self._entry(best.mini_batch, asked), best.to_json())
@@ -38,8 +38,8 @@ class EarlierPlans:
     def kept(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
     ) -> Plan | None:
-        """The earlier plan for what is `asked`, by these costs. None if there is no such plan, it
-        fits no longer, or `best` promises to save more than `GAIN` of its step."""
+        """Return the earlier plan for these options, with a new price. None if there is none, it
+        no longer fits, or `best` saves more than `GAIN` of its step."""
         earlier = _load(self._entry(best.mini_batch, asked), tables)
         worse = earlier is not None and best.step_s <= (1 - GAIN) * earlier.step_s
         return None if worse else earlier
@@ -61,6 +61,6 @@ def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
             table, plan.devices, mini_batch=plan.mini_batch, microbatches=plan.microbatches,
             schedule=plan.schedule, weights=plan.weights, cuts=plan.cuts,
         )  # fmt: skip
-    except (HetpipeError, KeyError):  # of another time, or without room
+    except (HetpipeError, KeyError):  # an old format, or not enough memory
         return None
     return replace(again, origin=plan.origin)

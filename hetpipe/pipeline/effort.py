@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def effort_of(captured: Captured, profiles: Iterable[Effort]) -> dict[str, int]:
-    """Exports and traces of the model; of its profiles layers, unlike layers, compilations and runs
-    on all devices."""
+    """Return exports and traces of the model; and layers, unlike layers, compilations and runs of
+    its profiles, on all devices."""
     counts = {"exports": captured.exports, "traces": captured.traces.count}
     for profile in profiles:
         counts |= {

@@ -1,4 +1,4 @@
-"""Exports the kernels of a plan's stages as bundles, for compilers that run offline."""
+"""Exports the kernels of a plan's stages as bundles, for offline compilers."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exportable:
-    """A training whose stages are exported: its options decide which programs they have."""
+    """A training to be exported: its options decide which programs its stages have."""
 
     captured: Captured
     plan: Plan
     optimizer: Optimizer
     costs: CostTable | None = None
-    """Those of the plan."""
+    """The costs of the plan."""
     passes: PassOptions = PassOptions()  # noqa: RUF009 - frozen
     updates: UpdateOptions = UpdateOptions()  # noqa: RUF009 - frozen
     evaluates: bool = False
-    """Whether the forwards of evaluation are exported, too."""
+    """Whether to export the forwards of evaluation as well."""
     stand_in: str | None = None
-    """The member for whose device all stages are written, in place of the plan's own."""
+    """The member for whose device all stages are written, instead of the plan's members."""
 
     @property
     def placed(self) -> Plan:
-        """The plan with the stand-in everywhere, if there is one."""
+        """The plan, with the stand-in as every device if there is one."""
         if self.stand_in is None:
             return self.plan
         stages = [
@@ -57,7 +57,7 @@ class Exportable:
         return replace(self.plan, stages=tuple(stages))
 
     def graphs(self, workers: Workers) -> list[list[StageGraphs]]:
-        """Per stage its replicas' graphs. Raises `CaptureError`, `HetpipeError`."""
+        """Return the graphs of all replicas, by stage. Raises `CaptureError`, `HetpipeError`."""
         plan, captured = self.plan, self.captured
         scaling = choose_scaling(
             self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
@@ -70,7 +70,7 @@ class Exportable:
         )
 
     def probes(self, member: str) -> dict[str, bytes]:
-        """The programs of a member's probe, by which a training corrects its prediction."""
+        """Return the programs of a member's probe, which corrects a training's prediction."""
         probe = None if self.costs is None else probes_of(self.costs).get(member)
         sizes = (ORDERS[0], NBYTES[0]) if probe is None else (probe.order, probe.nbytes)
         return probe_graphs(*sizes)
@@ -78,7 +78,7 @@ class Exportable:
 
 @dataclass(frozen=True)
 class Written:
-    """A bundle that was written; or a stage that was left out, and why."""
+    """A bundle that was written, or a stage that was not, and why."""
 
     stage: int
     replica: int
@@ -89,7 +89,7 @@ class Written:
 
 
 def check_layers(plan: Plan, captured: Captured) -> None:
-    """Raises `PlanError` if a plan is of another model."""
+    """Raise `PlanError` if a plan belongs to another model."""
     if plan.layers != tuple(captured.layer_names):
         raise PlanError(
             f"the plan is for {len(plan.layers)} layers, {plan.layers[0]} to {plan.layers[-1]}, "
@@ -107,9 +107,9 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards`, by the plan's members, have the vendors' commands; `command` exports all again. Stages
-    on devices that export nothing are left out. Raises `BackendError` if all are, and `PlanError`
-    if the plan names members that are not there.
+    `boards`, by the plan's members, have the vendors' commands; `command` repeats the export.
+    Skips stages on devices that export nothing. Raises `BackendError` if no device exports,
+    and `PlanError` if the plan names unknown members.
     """
     plan, infos = training.placed, workers.infos
     lacking = _lacking(plan, infos)
@@ -135,7 +135,7 @@ def export(
 
 
 def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
-    """The members whose devices export nothing, and why. Raises where nobody exports."""
+    """Return why members' devices export nothing, by member. Raises if no device exports."""
     for number, stage in enumerate(plan.stages):
         for member in stage.devices:
             if member not in infos:

@@ -26,7 +26,7 @@ SHOWN_LAYERS = 200
 
 
 def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
-    """Raises `PlanError`, with the numbered layers, for cuts that these layers do not have."""
+    """Raise `PlanError`, with the numbered layers, for cuts that no layer of the model begins."""
     if all(0 < cut < len(layers) for cut in cuts):
         return
     if len(layers) == 1:
@@ -44,16 +44,16 @@ def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
 
 
 def check_costs(planned: PlanOptions) -> None:
-    """Raises `HetpipeError` for costs without the plan that was made with them."""
+    """Raise `HetpipeError` for costs without the plan that they made."""
     if planned.costs is not None and planned.plan is None:
         raise HetpipeError(
-            "costs are those that a plan was made with, and no plan is given: give plan as well, "
+            "costs are the costs that made a plan, and no plan is given: give plan as well, "
             "or leave costs out"
         )
 
 
 def check_count(microbatches: int, mini_batch: int) -> None:
-    """Raises `PlanError` for more micro-batches than samples."""
+    """Raise `PlanError` for more micro-batches than samples."""
     if microbatches > mini_batch:
         raise PlanError(
             f"a mini-batch of {mini_batch} cannot be {microbatches} micro-batches: choose 1 to "
@@ -64,8 +64,8 @@ def check_count(microbatches: int, mini_batch: int) -> None:
 def check_loss(
     captured: Captured, samples: int, training: bool = True, replicas: bool = False
 ) -> None:
-    """Raises `HetpipeError` where parts of a mini-batch, of `samples` each, would not give the loss
-    of the whole. The parts are micro-batches, or the rows of `replicas`."""
+    """Raise `HetpipeError` if the losses of parts of `samples` samples do not make the loss of the
+    whole mini-batch. Parts are micro-batches, or the rows of `replicas`."""
     if fault := captured.loss_fault(samples, training):
         where = "" if training else "in eval mode "
         more = " and one device per stage, as schedule='1f1b' has" if replicas else ""
@@ -80,7 +80,7 @@ def check_fit(
     sync_batch_norm: bool,
     boards: Collection[str] = (),
 ) -> None:
-    """Raises `HetpipeError` where options or devices (`infos`, by member) do not fit a plan.
+    """Raise `HetpipeError` if options or devices (`infos`, by member) do not fit a plan.
 
     `boards` are the members that are boards.
     """
@@ -93,13 +93,13 @@ def check_fit(
 
 
 def boards_of(plan: Plan, cluster: Cluster) -> list[Member]:
-    """The boards that have a stage of the plan."""
+    """Return the boards that have a stage of the plan."""
     return [member for member in cluster.described if member.id in plan.all_devices]
 
 
 def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) -> None:
-    """Raises `PlanError` where a plan's times of boards are not modelled, or where the devices that
-    compute their numbers (`infos`, by member) lack the memory: they store everything."""
+    """Raise `PlanError` if the plan's times are not modelled although it has boards, or if the
+    devices that compute the boards' numbers (`infos`, by member) have too little memory."""
     boards = boards_of(plan, cluster)
     if not boards:
         return
@@ -125,7 +125,7 @@ def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) 
 
 
 def check_policy(plan: Plan, optimizer: Optimizer) -> None:
-    """Raises `HetpipeError` where policy, schedule, depth and optimizer do not fit together."""
+    """Raise `HetpipeError` if policy, schedule, depth and optimizer do not fit together."""
     policy = plan.policy
     policy.check(plan.rule, plan.in_flight, plan.microbatches, plan.replicas)
     if policy.optimizers and not (optimizer.name in policy.optimizers and optimizer.state):
@@ -141,8 +141,8 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
 
 
 def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[str] = ()) -> None:
-    """Raises `HetpipeError` where the schedule needs more queues than a device has, or the device
-    that computes the numbers of one of these `boards`."""
+    """Raise `HetpipeError` if the schedule needs more queues than a device has; for one of these
+    `boards`, the device that computes its numbers."""
     if not plan.rule.flushes:
         return
     rows = _rows(plan)
@@ -168,8 +168,8 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[
 
 
 def check_sync_batch_norm(plan: Plan) -> None:
-    """Raises `HetpipeError` where replicas that share statistics do not do the same passes in the
-    same order."""
+    """Raise `HetpipeError` if replicas that share statistics do not run the same passes in the same
+    order."""
     replicated = {n for n, replicas in enumerate(plan.replicas) if replicas > 1}
     if not replicated:
         return
@@ -187,13 +187,13 @@ def check_sync_batch_norm(plan: Plan) -> None:
 
 
 def _rows(plan: Plan) -> Schedule:
-    """The rows of one mini-batch."""
+    """Return the rows of one mini-batch."""
     workers = len(set(plan.devices))
     return generate(plan.rule, len(plan.stages), plan.microbatches, workers=workers)
 
 
 def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
-    """Raises `HetpipeError` for a device that lacks a dtype of `precision`."""
+    """Raise `HetpipeError` for a device that lacks a dtype of `precision`."""
     for info in infos:
         dtypes = ", ".join(info.dtypes)
         if precision.compute is not None and precision.compute not in info.dtypes:
@@ -210,17 +210,17 @@ def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
 
 
 def check_clip(plan: Plan, clip: Clip | None) -> None:
-    """Raises `HetpipeError` for a norm over all stages under a schedule that does not flush."""
+    """Raise `HetpipeError` for a norm over all stages under a schedule that does not flush."""
     if clip is not None and not plan.rule.flushes and not clip.each:
         raise HetpipeError(
             f"under {plan.schedule} no two stages update at the same time, so there is no "
-            "norm over all of them: clip each stage's with clip_each=True, or use a "
+            "norm over all of them: clip each stage alone with clip_each=True, or use a "
             "synchronous schedule"
         )
 
 
 def check_accumulate(plan: Plan, accumulate: int) -> None:
-    """Raises `HetpipeError` for a number of mini-batches that the schedule cannot gather."""
+    """Raise `HetpipeError` for accumulation under a schedule that updates after each mini-batch."""
     if accumulate > 1 and not plan.rule.flushes:
         raise HetpipeError(
             f"accumulate={accumulate}: {plan.schedule} updates after each "

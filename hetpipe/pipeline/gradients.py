@@ -1,4 +1,4 @@
-"""Gradients of one mini-batch, which change nothing of a training."""
+"""Gradients of one mini-batch, without any change to the training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def gradients_of(
 ) -> tuple[float, dict[str, Array]]:
     """Return loss and gradients of one mini-batch, by parameter, at rest.
 
-    If the loss is a sum with a count, the gradients are those of its mean, or (`summed`) as the
-    stages have them.
+    If the loss is a sum with a count, they are the gradients of its mean, or with `summed` of the
+    sum, as the stages have them.
     """
     crew = training.subject.crew
     buffers = training.read(BUFFER)

@@ -1,4 +1,4 @@
-"""Guard: checks every public call of a pipeline at its entry, and lets no interrupt tear it."""
+"""Guard: checks every public call of a pipeline, and delays interrupts to the end of the call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HELD = (signal.SIGINT, signal.SIGTERM)
 class Guard:
     """`with guard("step"):` surrounds a public call.
 
-    It refuses a forked process and a second thread; it never waits for the first thread. An
-    interrupt (Ctrl-C, a notebook's stop button) waits until the outermost call has ended, so every
-    mini-batch is trained completely or not at all. A second interrupt breaks the call off:
-    `abort(call)` then closes the pipeline, and returns the message for all later calls.
+    It refuses a forked process, and a second thread: it never waits for the first. An interrupt
+    (Ctrl-C, a notebook's stop button) waits until the outermost call has ended, so every mini-batch
+    is trained completely or not at all. A second interrupt aborts the call: `abort(call)` then
+    closes the pipeline, and returns the message for all later calls.
     """
 
     def __init__(self, abort: Callable[[str], str]) -> None:
@@ -32,12 +32,12 @@ class Guard:
         self._lock = threading.RLock()
         self._closed = ""  # the reason, after a second interrupt
         self.checks: list[Callable[[str], None]] = []
-        """Functions that raise `HetpipeError` if the call of this name must not begin."""
+        """Functions that get the name of a call, and raise `HetpipeError` if it must not begin."""
 
     @contextmanager
     def __call__(self, call: str, alone: bool = True) -> Iterator[None]:
-        """Raises `HetpipeError` if the call must not begin. Other threads may be in calls that are
-        not `alone`.
+        """Raise `HetpipeError` if the call must not begin. A call that is not `alone` may begin
+        while another thread is in a call.
         """
         if not self.owns:
             raise HetpipeError(
@@ -73,15 +73,15 @@ class Guard:
 
     @property
     def owns(self) -> bool:
-        """Whether this process made the pipeline: a fork of it did not."""
+        """Whether this process made the pipeline; a fork of it did not."""
         return os.getpid() == self._owner
 
 
 class _HeldSignals:
-    """The signals that arrive during a call. Their handlers run when it has ended.
+    """Holds the signals that arrive during a call, and runs their handlers when it has ended.
 
     Only the main thread can hold signals, and only there a handler can raise. A call within a call
-    holds nothing: the outer one does.
+    holds nothing, because the outer call does.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _HeldSignals:
         """Whether the handler of a second signal has raised."""
 
     def hold(self) -> None:
-        """Begin to hold signals. A signal that came before raises here, and none is held then."""
+        """Begin to hold signals. A signal that came before raises here; then none is held."""
         if threading.current_thread() is not threading.main_thread():
             return
         try:
@@ -106,7 +106,7 @@ class _HeldSignals:
             raise
 
     def release(self) -> None:
-        """Restore the handlers, and run the handler of the signal that waits."""
+        """Restore the handlers, and run the handler of the waiting signal."""
         self._ends = True
         for number, handler in reversed(self._handlers.items()):
             signal.signal(number, handler)
@@ -123,5 +123,5 @@ class _HeldSignals:
 
 
 def _is_held(handler: object) -> bool:
-    """Whether a handler is that of a surrounding call."""
+    """Whether a handler belongs to a surrounding call."""
     return isinstance(getattr(handler, "__self__", None), _HeldSignals)

@@ -1,4 +1,4 @@
-"""Refuses to go on with a model that the user has changed after its capture."""
+"""Refuses to continue with a model that the user has changed after its capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = ("step", "run", "evaluate", "gradients")
 def check_unchanged(watch: Watch, call: str) -> None:
     """Raise `HetpipeError` if layers, parameters or attributes of the model have changed.
 
-    Other values in its parameters are a warning: training has copies of its own.
+    Warns if the user has changed values of parameters, because training has its own copies.
     """
     if call not in CALLS:
         return
@@ -31,8 +31,9 @@ def check_unchanged(watch: Watch, call: str) -> None:
         from hetpipe.capture.export.model_changes import ModelChangedWarning
 
         warnings.warn(
-            f"the model's parameter {name} has new values, neither the captured ones nor those of "
-            "state_dict(): the pipeline trains its own copies, and does not see them; load values "
+            f"the model's parameter {name} has new values, neither the captured ones nor the "
+            "results of state_dict(): the pipeline trains its own copies, and does not see them; "
+            "load values "
             "before the pipeline is made",
             ModelChangedWarning,
             stacklevel=6,

@@ -1,4 +1,4 @@
-"""Refuses to be started once per rank: hetpipe starts its own workers."""
+"""Launch check: refuses a start per rank, since hetpipe starts its workers itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hetpipe.errors import HetpipeError
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises `HetpipeError` in one of several processes that a launcher like torchrun started.
+    """Raise `HetpipeError` in one of several processes of a launcher such as torchrun.
 
-    Each of them would train the whole model by itself.
+    Each process would train the whole model.
     """
     ranks = environment.get("WORLD_SIZE", "")
     rank = environment.get("RANK", environment.get("LOCAL_RANK"))

@@ -1,4 +1,4 @@
-"""Learning: costs that follow the machine, from the passes of recent mini-batches."""
+"""Learning: derives costs that follow the machine from the passes of recent mini-batches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 WINDOW = 8
 """The number of mini-batches from which costs are learned."""
 LEAST = 3
-"""The fewest of them whose times make sense, to learn from."""
+"""The fewest mini-batches with valid times from which costs are learned."""
 FARTHEST = 1e3
-"""A device this many times slower or quicker than its profile: a wrong clock."""
+"""A device this many times slower or faster than its profile has a wrong clock."""
 # Looked up once: a member of an enum costs more than a pass may.
 FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
 
 
 class Learning:
-    """The measured over the predicted time of each device's passes, by one table of costs."""
+    """Learns, per device, the ratio of measured to predicted time of its passes."""
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
         self._table, self._plan = table, plan
@@ -39,19 +39,19 @@ class Learning:
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
 
     def saw(self, timeline: Timeline) -> None:
-        """A mini-batch of the plan's size was trained."""
+        """Add the timeline of a trained mini-batch of the plan's size."""
         self.recent.append(timeline)
         self._learned = None
 
     def planned(self, plan: Plan) -> None:
-        """There is a new plan: earlier passes were those of other stages."""
+        """Begin again with a new plan: earlier passes belong to other stages."""
         self._factors = self.factors
         self._plan = plan
         self.recent.clear()
 
     @property
     def factors(self) -> dict[str, float]:
-        """By device. Devices of which no time makes sense keep theirs, or have none."""
+        """Ratios by device. A device without valid times keeps its ratio, or has none."""
         if self._learned is None:
             ratios = ratios_of(self.recent, self._plan, self._table)
             able = {device: each for device, each in ratios.items() if len(each) >= LEAST}
@@ -62,9 +62,9 @@ class Learning:
     def corrected(self) -> Correction | None:
         """Return the plan's prediction, corrected by its last passes.
 
-        Each device's spread includes the spread of its passes, and the mark of contention is gone:
-        these times are present ones. None before a device has enough passes, and for replicas,
-        whose passes are not told apart.
+        Each device's spread includes the spread of its passes, and contention is zero, since these
+        times include it. None before every device has enough passes, and for replicas, whose
+        passes are not told apart.
         """
         plan = self._plan
         ratios = ratios_of(self.recent, plan, self._table)
@@ -88,21 +88,21 @@ class Learning:
         """Measured seconds of a mini-batch; None before enough have come."""
         if self._plan.rule.flushes:
             steps_s = [timeline.step_s for timeline in self.recent]
-        else:  # a flush in between starts a clock anew
+        else:  # a flush between mini-batches restarts the clock
             ends_s = [max(s.end_s for s in each.spans) for each in self.recent if each.spans]
             steps_s = [after_s - before_s for before_s, after_s in pairwise(ends_s)]
         steps_s = [step_s for step_s in steps_s if 0 < step_s < math.inf]
         return typical(steps_s) if len(steps_s) >= LEAST else None
 
     def table(self, emulated: Collection[str] = ()) -> CostTable:
-        """The costs as they are learned; times of `emulated` devices are labelled so."""
+        """Return the learned costs; the times of `emulated` devices have that label."""
         return scaled(self._table, self.factors, emulated)
 
 
 def correction_of(
     learning: Learning | None, crew: Crew, plan: Plan, planned_by: CostTable
 ) -> Correction:
-    """Return a plan's corrected prediction: by its last passes, or by probes before these."""
+    """Return a plan's corrected prediction: by its last passes, or before these by probes."""
     by_passes = None if learning is None else learning.corrected()
     from hetpipe.profile.drift import corrected_now  # it loads torch
 
@@ -112,10 +112,10 @@ def correction_of(
 def ratios_of(
     timelines: Iterable[Timeline], plan: Plan, table: CostTable
 ) -> dict[str, list[float]]:
-    """Measured over predicted seconds of each device's passes, by mini-batch.
+    """Return measured over predicted seconds of each device's passes, by mini-batch.
 
-    A mini-batch is left out for a device that lacks some of its passes, or if one of its times
-    makes no sense: NaN, zero or less, or so long or short that no device can be meant.
+    Skips a mini-batch for a device that lacks some of its passes, or has an invalid time: NaN, zero
+    or less, or impossibly long or short.
     """
     predicted = [_predicted(stage, table) for stage in plan.stages]
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -137,9 +137,9 @@ def ratios_of(
 
 
 def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
-    """Seconds and numbers of forwards, backwards and updates, by stage and F, B or U.
+    """Return seconds and counts of forwards, backwards and updates, by stage and F, B or U.
 
-    A backward in two halves counts once. A time that makes no sense makes a sum of NaN.
+    A backward in two halves counts once. An invalid time makes the sum NaN.
     """
     sums_s: dict[tuple[int, str], float] = defaultdict(float)
     counts: Counter[tuple[int, str]] = Counter()
@@ -155,7 +155,7 @@ def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[t
 
 
 def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
-    """Seconds of a stage's forward, backward and update; 0 for a device without costs."""
+    """Return seconds of a stage's forward, backward and update; 0 for a device without costs."""
     if stage.devices[0] not in table.devices:
         return dict.fromkeys("FBU", 0.0)
     span = (stage.devices[0], stage.lo, stage.hi)
@@ -163,14 +163,14 @@ def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean of the middle half: a few slow steps, or wrong clocks, do not move it."""
+    """Return the mean of the middle half, so that slow steps or wrong clocks do not count."""
     ordered = sorted(values)
     aside = len(ordered) // 4
     return fmean(ordered[aside : len(ordered) - aside])
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Return half of the distance between the quartiles, relative to the median."""
+    """Return half the distance between the quartiles, relative to the median."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return (high - low) / (2 * middle)
 
@@ -178,7 +178,7 @@ def spread_of(values: Sequence[float]) -> float:
 def scaled(
     table: CostTable, factors: Mapping[str, float], emulated: Collection[str] = ()
 ) -> CostTable:
-    """The table with every device's times multiplied by its factor; 1 without one."""
+    """Return the table with every device's times multiplied by its factor, 1 by default."""
 
     def device_of(name: str, cost: DeviceCost) -> DeviceCost:
         factor = factors.get(name, 1.0)

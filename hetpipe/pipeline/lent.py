@@ -1,4 +1,4 @@
-"""Notes of a plan about operators that a companion, or a kernel of the user's own, runs."""
+"""Notes of a plan about operators that a companion, or one of the user's kernels, runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FUNCTION = "hetpipe.sdk.companion:lent_operators"
 
 
 def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
-    """Return the plan with a note for each operator that a companion runs, and for each kernel of
-    the user's own: its layers, and its calls in a micro-batch and an update.
+    """Return the plan with a note for each operator that a companion runs, and for each of the
+    user's kernels: its layers, and its calls in a micro-batch and an update.
 
-    Only workers whose backend has a companion are asked. Nothing is traced where no backend has a
-    companion or such a kernel.
+    Asks only workers whose backend has a companion. Traces nothing where no backend has a companion
+    or a user's kernel.
     """
     members = [stage.devices[0] for stage in plan.stages]
     backends = [get_backend(crew.infos[member].backend) for member in members]
@@ -63,7 +63,7 @@ def _programs(stage: StageGraphs, samples: int) -> dict[str, Program]:
 def _notes_of_kernel(
     kernel: UserKernel, stage: StageGraphs, member: str, samples: int
 ) -> list[str]:
-    """Return a note for each program in which the user's kernel runs, or that it runs in none."""
+    """Return a note for each program that runs the user's kernel, or a note that none does."""
     from hetpipe.sdk.graph import graph_calls, operator_name
 
     notes = []

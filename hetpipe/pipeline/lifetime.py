@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Lifetime:
-    """The methods of a pipeline that close it. A context manager."""
+    """The methods that close a pipeline. A context manager."""
 
     _training: Training
     _crew: Crew
@@ -49,7 +49,7 @@ class Lifetime:
         self._last_save = f"its last checkpoint is that of step {step} in {directory}"
 
     def _break_off(self, call: str) -> str:
-        """Close after a second interrupt. Returns the message for later calls."""
+        """Close after a second interrupt. Returns the error message for later calls."""
         self.close()
         return (
             f"a second interrupt in {call}() closed this pipeline at step {self._training.steps}; "

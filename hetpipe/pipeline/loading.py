@@ -1,4 +1,4 @@
-"""Loading: the graphs that a plan's devices need, for each stage, replica and size in use."""
+"""Loading: traces the graphs that a plan's devices need, per stage, replica and size in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loading_of(
     recompute: str | Sequence[str],
     clip: Clip,
 ) -> Loading:
-    """The loading of a plan as it trains, with such a `clip` of its gradients."""
+    """Return the loading of a plan for training, with this `clip` of gradients."""
     if plan.recompute and recompute == "none":
         recompute = "inputs"  # the plan counts on it
     needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": clip.takes_norms}
@@ -39,29 +39,29 @@ def loading_of(
 
 @dataclass(frozen=True)
 class Loading:
-    """Makes the graphs of a plan for a crew. `recompute` is a mode or one per stage."""
+    """Traces the graphs of a plan for a crew. `recompute` is a mode, or a mode per stage."""
 
     captured: Captured
     plan: Plan
     optimizer: Optimizer
     crew: Workers
     recompute: str | Sequence[str]
-    halves: bool  # backwards in two
+    halves: bool  # backwards come in two halves
     extras: Collection[Extra]
     ahead: bool = True  # members that can begin to compile do so
 
     @property
     def shares(self) -> Shares:
-        """The work of each replica; without flushes replicas take turns."""
+        """The share of each replica; under a schedule that does not flush, replicas take turns."""
         weights = tuple(stage.shares for stage in self.plan.stages)
         rule = self.plan.rule
         return Shares(weights, not rule.flushes, rule.averages)
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
-        """Per stage its replicas' graphs, for whole micro-batches of these sizes, and in evaluation
-        for those of `evaluated`. Raises `CaptureError`, `HetpipeError`.
+        """Return the graphs of all replicas, by stage, for whole micro-batches of these sizes, and
+        for evaluation of `evaluated` sizes. Raises `CaptureError`, `HetpipeError`.
 
-        Members that compile ahead begin with their stages while those of others are traced.
+        Members that compile ahead begin with their stages while other stages are traced.
         """
         devices = [stage.devices for stage in self.plan.stages]
         graphs: dict[tuple[int, int], StageGraphs] = {}  # by stage and replica
@@ -76,14 +76,14 @@ class Loading:
         return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
 
     def whole(self, number: int, sizes: Collection[int]) -> list[StageGraphs]:
-        """All stages, in the operators of their replicas of that number, or of the last ones, with
+        """Return all stages, in the operators of their replica `number` (or the last one), with
         passes for all rows of micro-batches of these sizes."""
         counts = [len(stage.devices) for stage in self.plan.stages]
         replicas = [Replica(n, min(number, count - 1)) for n, count in enumerate(counts)]
         return self._traced(replicas, sorted(sizes, reverse=True), set())
 
     def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
-        """The numbers of replicas, first those with a member that compiles ahead."""
+        """Return the numbers of replicas; those with a member that compiles ahead come first."""
 
         def waits(number: int) -> bool:
             own = [names[number] for names in devices if number < len(names)]
@@ -92,15 +92,15 @@ class Loading:
         return sorted(range(max(map(len, devices))), key=waits)
 
     def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
-        """The stage with only the passes for a replica's rows."""
+        """Return the stage with only the passes for a replica's rows."""
         rows = {self._count(Replica(stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
         self, replicas: Sequence[Replica], rows: Sequence[int], evaluated: set[int]
     ) -> list[StageGraphs]:
-        """All stages, in the operators of a replica of each, for these numbers of rows; in
-        evaluation at every size that any replica has."""
+        """Trace all stages, each in the operators of its replica, for these numbers of rows; in
+        evaluation for the rows of any replica."""
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
         tables = [decompositions_of(self.crew.infos[name].backend) for name in devices]
@@ -130,7 +130,7 @@ class Loading:
         ]
 
     def _rows(self, replicas: Sequence[Replica], sizes: set[int]) -> list[int]:
-        """The numbers of rows that they do of such micro-batches, the largest first."""
+        """Return the numbers of rows of these replicas in such micro-batches, the largest first."""
         counts = {self._count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
 

@@ -1,7 +1,7 @@
 """Loss scaling: keeps small gradients above the smallest float16.
 
 The loss's gradient is multiplied by the scale, and the update divides by it again. Micikevicius et
-al., "Mixed precision training" (ICLR 2018), section 3.2; the rule for the scale is that of
+al., "Mixed precision training" (ICLR 2018), section 3.2; the scale adapts as in
 `torch.amp.GradScaler`.
 """
 
@@ -18,7 +18,7 @@ from hetpipe.wire.messages import Clip
 
 @dataclass(frozen=True)
 class LossScale:
-    """A scale that adapts: an update whose gradients are not all finite is left out, and the scale
+    """A scale that adapts: an update with a gradient that is not finite is skipped, and the scale
     multiplied by `backoff`; after `interval` good updates in a row it is multiplied by `growth`."""
 
     start: float = 2.0**16
@@ -37,7 +37,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """A scale in a checkpoint: `good` updates since it changed, `skipped` ones in all."""
+    """A scale in a checkpoint: `good` updates since it changed, `skipped` updates in all."""
 
     scale: Annotated[float, Number(above=True)]
     good: Count
@@ -45,9 +45,9 @@ class ScaleState:
 
 
 class Scaling:
-    """The present scale. A `rule` adapts it; without one it is fixed.
+    """The present scale. A `rule` adapts it; without a rule it is fixed.
 
-    `skipped` counts the updates that were left out.
+    `skipped` counts the updates that were skipped.
     """
 
     def __init__(self, rule: LossScale | None, scale: float) -> None:
@@ -57,7 +57,7 @@ class Scaling:
         self._good = 0  # updates since the scale changed
 
     def record(self, skipped: bool) -> None:
-        """Follow an update. Raises `HetpipeError` when no scale would help."""
+        """Adapt the scale after an update. Raises `HetpipeError` when no scale would help."""
         if self.rule is None:
             return
         if skipped:
@@ -65,8 +65,8 @@ class Scaling:
             self._good = 0
             if self.scale <= 1:
                 raise HetpipeError(
-                    f"gradients are not finite at a loss scale of {self.scale:g}: it is not the "
-                    "scale that is too high; pipe.diagnose(x, y) names the operator where it "
+                    f"gradients are not finite at a loss scale of {self.scale:g}: the scale is not "
+                    "too high; pipe.diagnose(x, y) names the operator where it "
                     "begins, or train in bfloat16"
                 )
             self.scale *= self.rule.backoff
@@ -76,11 +76,11 @@ class Scaling:
             self.scale, self._good = self.scale * self.rule.growth, 0
 
     def state(self) -> ScaleState:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return ScaleState(self.scale, self._good, self.skipped)
 
     def restore(self, state: ScaleState) -> None:
-        """Go on from a checkpoint; a fixed scale stays as it is."""
+        """Continue from a checkpoint; a fixed scale does not change."""
         self.skipped = state.skipped
         if self.rule is not None:
             self.scale, self._good = state.scale, state.good
@@ -89,7 +89,7 @@ class Scaling:
 def choose_scaling(
     rule: float | LossScale | None, compute: str | None, asynchronous: bool
 ) -> Scaling:
-    """The scaling that an option asks for; passes in float16 have `LossScale()` by default.
+    """Return the scaling that an option asks for; passes in float16 have `LossScale()` by default.
 
     `compute` is the dtype in which passes compute. Raises `HetpipeError` for a rule that adapts
     under an asynchronous schedule.
@@ -108,9 +108,9 @@ def choose_scaling(
 
 
 def watching(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
-    """`clip`, which also looks at gradients that are not finite. Raises `HetpipeError`.
+    """Return `clip`, extended to look for gradients that are not finite. Raises `HetpipeError`.
 
-    An update with such gradients is left out; an asynchronous schedule reports it.
+    An update with such gradients is skipped; an asynchronous schedule reports it.
     """
     norm = math.inf if clip is None else clip.norm
     if asynchronous:

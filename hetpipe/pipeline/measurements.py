@@ -1,4 +1,4 @@
-"""What a pipeline has counted and measured so far, and its modelled time if it has boards."""
+"""Counts and times that a pipeline has measured so far, and its modelled time if it has boards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Measurements:
     _training: Training
     _crew: Crew
     _board_time: BoardTime | None
-    """Of a plan with boards."""
+    """None without boards in the plan."""
 
     @property
     def plan(self) -> Plan:
@@ -39,7 +39,7 @@ class Measurements:
 
     @property
     def skipped(self) -> int:
-        """The number of updates that were left out because gradients were not finite."""
+        """The number of updates that were skipped because gradients were not finite."""
         return self._training.scaling.skipped
 
     @property
@@ -51,8 +51,8 @@ class Measurements:
     def timeline(self) -> Timeline:
         """Timeline of the last step, or of the last mini-batches of a run: measured.
 
-        Of a plan with boards it is modelled, and labelled so: the schedule that ran, in the time of
-        the boards. Raises `HetpipeError` before the first step.
+        A plan with boards has a modelled timeline, with that label: the schedule that ran, in the
+        time of the boards. Raises `HetpipeError` before the first step.
         """
         if self._board_time is None:
             return replace(self._measured("timeline"), label=self._training.plan.label)
@@ -61,8 +61,8 @@ class Measurements:
 
     @property
     def wall_timeline(self) -> Timeline:
-        """The same by this machine's clock. With boards it says how long their numerics took, and
-        its label and its rows say so: that is no time of a board.
+        """The timeline by this machine's clock. With boards it shows how long their numerics took,
+        as its label and rows say: no time of a board.
 
         Raises `HetpipeError` before the first step.
         """
@@ -76,7 +76,7 @@ class Measurements:
 
     @property
     def modelled_step_s(self) -> float | None:
-        """Modelled seconds of the last mini-batch: of a stream, in a full pipeline. None without
+        """Modelled seconds of the last mini-batch, in a full pipeline for a stream. None without
         boards in the plan.
 
         Raises `HetpipeError` before the first step.
@@ -105,7 +105,7 @@ class Measurements:
         return replace(recent[0].timeline, spans=spans)
 
     def _ran(self, asked: str) -> tuple[Ran, list[Timeline]]:
-        """The schedule that ran last, and its measured timelines."""
+        """Return the last run and its measured timelines."""
         walls = [result.timeline for result in self._training.taken(asked)]
         assert self._training.ran is not None
         return self._training.ran, walls

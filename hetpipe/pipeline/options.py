@@ -1,4 +1,4 @@
-"""Options of a pipeline, in three records that check themselves.
+"""Options of a pipeline, as three records that check themselves.
 
 `Pipeline` takes the fields of all three as keywords. A new option is a field here, a line of
 `Options`, and the code that reads it.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `Pipeline`, for type checkers; the records below say what they mean."""
+    """The keywords of `Pipeline`, for type checkers; the records below explain them."""
 
     plan: Plan | None
     costs: CostTable | None
@@ -57,7 +57,7 @@ class PlanOptions:
     """Options of the plan. Raises `HetpipeError` for options that no plan can meet."""
 
     plan: Plan | None = None
-    """Stands for all the options below."""
+    """A whole plan, instead of all the options below."""
     costs: CostTable | None = None
     """The costs of `plan`; without them the pipeline profiles."""
     cuts: Sequence[int] | None = None
@@ -67,9 +67,9 @@ class PlanOptions:
     microbatches: int | None = None
     schedule: str = "auto"
     weights: str = "auto"
-    """How versions of the weights are kept, see `hetpipe.schedule.weights`."""
+    """The policy for versions of the weights, see `hetpipe.schedule.weights`."""
     split: Mapping[str, int] | None = None
-    """Layers that become two, see `hetpipe.plan.split`: output channels of the first, by name."""
+    """Layers to split in two, see `hetpipe.plan.split`: output channels of the first, by name."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None
@@ -104,23 +104,23 @@ class PlanOptions:
 
     @property
     def decided(self) -> bool:
-        """Whether the options say everything that costs would decide."""
+        """Whether the options decide everything that costs would decide."""
         parts = (self.cuts, self.microbatches, None if self.schedule == "auto" else self.schedule)
         return self.plan is not None or (self.replicas is None and None not in parts)
 
     @property
     def measures(self) -> bool:
-        """Whether costs are needed, to decide or otherwise."""
+        """Whether costs must be measured."""
         return not self.decided or self.priced or self.rebalance is not None
 
     @property
     def channels(self) -> dict[str, int]:
-        """Output channels of the first part, by layer that the plan or the option splits."""
+        """Output channels of the first part, by name of a layer to split."""
         return channels_of(splits_of(self.split) if self.plan is None else self.plan.splits)
 
     @property
     def asked(self) -> list[str]:
-        """The names of the options in use that a plan decides."""
+        """The names of the given options that a plan decides."""
         return [name for name, value in self.keywords.items() if value not in (None, "auto")]
 
     @property
@@ -130,7 +130,7 @@ class PlanOptions:
         return {name: getattr(self, name) for name in decided}
 
     def _check_one_stage(self) -> None:
-        """A schedule whose replicas average nothing has one stage."""
+        """Raise `PlanError` for several stages under a schedule whose replicas do not average."""
         rule, replicas = rule_of(self.schedule), list(self.replicas or ())
         if not rule.averages and (self.cuts or len(replicas) > 1):
             raise PlanError(
@@ -140,7 +140,7 @@ class PlanOptions:
             )
 
     def _check_names(self) -> None:
-        """Schedule and weights are known, and go together."""
+        """Raise `HetpipeError` for unknown schedules or weights, or a pair that does not fit."""
         for name in ("schedule", "weights"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -160,7 +160,7 @@ class PassOptions:
     """Options of forwards and backwards."""
 
     recompute: str | Sequence[str] = "none"
-    """`inputs` or `min-cut`, for all stages or one per stage: values that are computed again."""
+    """`inputs` or `min-cut`, for all stages or one per stage: the values to compute again."""
     precision: str | None = None
     """`bfloat16` or `float16`: the dtype in which passes compute."""
     cut_dtype: str | None = None
@@ -168,9 +168,9 @@ class PassOptions:
     sync_batch_norm: bool = False
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
     check_finite: bool = False
-    """Whether all outputs of passes are checked to be finite; slow."""
+    """Whether to check that all outputs of passes are finite; slow."""
     pass_limit_s: float | None = None
-    """Seconds after which a pass counts as stuck, and all workers are ended; None for never."""
+    """Seconds after which a pass counts as stuck, and all workers are ended; None: never."""
     seed: int = 0
     """The seed of dropout."""
 
@@ -193,13 +193,13 @@ class UpdateOptions:
     """Options of updates."""
 
     clip_norm: float | None = None
-    """The largest norm of all gradients, or with `clip_each` of each stage's."""
+    """The largest norm of all gradients, or with `clip_each` of each stage's gradients."""
     clip_each: bool = False
     accumulate: int = 1
-    """Mini-batches whose mean gradient makes one update."""
+    """The number of mini-batches whose mean gradient makes one update."""
     loss_scale: float | LossScale | None = None
     changed: Sequence[str] = ()
-    """Names of settings that may differ from the checkpoint from which the training goes on."""
+    """Names of settings that may differ from the checkpoint's."""
 
     def __post_init__(self) -> None:
         if isinstance(self.changed, str):
@@ -220,7 +220,7 @@ class UpdateOptions:
 
 
 def records_of(options: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions, UpdateOptions]:
-    """The three records. Raises `HetpipeError` for an unknown option."""
+    """Return the options as three records. Raises `HetpipeError` for an unknown option."""
     kinds = (PlanOptions, PassOptions, UpdateOptions)
     names = {kind: [field.name for field in fields(kind)] for kind in kinds}
     keywords = [name for of_kind in names.values() for name in of_kind]

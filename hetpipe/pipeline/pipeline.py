@@ -73,27 +73,27 @@ class Pipeline(Lifetime, Measurements):
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`. If it is a
     module with parameters, they are trained as the model's are, on the last stage.
 
-    `options` all have a default (`hetpipe.pipeline.options` has each in a line):
-    - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
-      the planner chooses the parts that are left out. `split` makes two layers of one, for a cut
-      inside it. `costs` are those of `plan`. Nothing is measured where no part is left out, unless
-      `priced`. Replicas divide micro-batches by their speed, or take mini-batches in turn.
+    Every option has a default (`hetpipe.pipeline.options` describes each in a line):
+    - The plan: `plan`, or its parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`; the
+      planner chooses the parts that you leave out. `split` makes two layers of one, for a cut
+      inside it. `costs` are the costs of `plan`. If you give every part, nothing is measured,
+      unless `priced`. Replicas divide micro-batches by their speed, or take mini-batches in turn.
       `schedule="data-parallel"` puts all stages on every device, `schedule="asp"` with
       `replicas=[R]` the whole model on the first R devices. `weights` says how an asynchronous
-      schedule keeps versions of the weights (`stash`, its default, `vertical-sync`, `2bw`,
-      `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+      schedule keeps versions of the weights (`stash`, the default, `vertical-sync`, `2bw`,
+      `spectrain`, `pipeoptim`); a synchronous schedule has `flush`.
       `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
-    - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
+    - The passes: `recompute` keeps fewer tensors for the backward and computes the others again;
       `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
       keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `pass_limit_s`, `seed`.
-    - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
+    - The updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
       `loss_scale`, a number or a rule; passes in float16 have a rule by default.
 
-    A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
-    `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+    `close` does not touch a `crew` (started workers) or a `captured` model that the caller gives;
+    a crew serves one pipeline at a time. Raises only children of `HetpipeError`.
 
     An interrupt (Ctrl-C) waits until the call has ended, so that a mini-batch is trained completely
-    or not at all, and the pipeline can go on. A second one during that wait closes the pipeline.
+    or not at all, and the pipeline can continue. A second one during that wait closes the pipeline.
     """
 
     def __init__(
@@ -170,20 +170,19 @@ class Pipeline(Lifetime, Measurements):
             raise
 
     def step(self, x: Any, y: Any) -> float:
-        """Train on one mini-batch, completely; its mean loss.
+        """Train on one whole mini-batch, and return its mean loss.
 
-        Under an asynchronous schedule it trains one mini-batch and flushes, which is slow; use
-        `run`.
+        An asynchronous schedule flushes after the mini-batch, which is slow: use `run`.
         """
         return self._delivery.step(x, y).loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
-        """Train on a stream of mini-batches; a result for each, in order.
+        """Train on a stream of mini-batches, and yield a result for each, in order.
 
-        An asynchronous schedule goes on from one mini-batch to the next without a flush, also from
-        one `run` to the next, so a result comes some mini-batches late. Other calls between two
-        results may flush; no result is lost by that. If the caller stops early, the mini-batches
-        under way are trained and their results dropped.
+        An asynchronous schedule does not flush between mini-batches, nor between one `run` and the
+        next, so a result comes some mini-batches late. Other calls between two results may flush;
+        no result is lost. If the caller stops early, the mini-batches under way are trained and
+        their results dropped.
         """
         yield from self._delivery.run(batches)
 
@@ -203,7 +202,7 @@ class Pipeline(Lifetime, Measurements):
             self._crew.set_speed(member, speed)
 
     def evaluate(self, x: Any, y: Any) -> float:
-        """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
+        """Return the mean loss of one mini-batch in eval mode, without gradients; flushes first.
 
         Compiles stages the first time, and for each new size of a mini-batch.
         """
@@ -218,7 +217,7 @@ class Pipeline(Lifetime, Measurements):
             self._training.apply()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
+        """Return loss and gradients (by parameter name) of one mini-batch; updates nothing."""
         with self._guard("gradients"):
             self.flush()
             loss, grads = gradients_of(self._training, x, y)
@@ -226,7 +225,7 @@ class Pipeline(Lifetime, Measurements):
 
     def diagnose(self, x: Any, y: Any) -> Diagnosis:
         """Compare every program of one mini-batch with torch in float64, and name the device, layer
-        and operator at which they part, or at which a value is not finite. It changes nothing.
+        and operator where they differ, or where a value is not finite. Changes nothing.
         """
         from hetpipe.pipeline.diagnosing import diagnose_training
 
@@ -235,13 +234,13 @@ class Pipeline(Lifetime, Measurements):
             return diagnose_training(self._training, x, y)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The full model's parameters and buffers under their original names, on the CPU."""
+        """Return the model's parameters and buffers under their original names, on the CPU."""
         with self._guard("state_dict"):
             self._delivery.settle()
             return self._state.now(self._training)
 
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
-        """The loss's parameters and buffers under their original names; none for a function.
+        """Return the loss's parameters and buffers under their original names, if it has any.
 
         In checkpoints, gradients and `decay_exclude` their names begin with `loss.`.
         """
@@ -250,11 +249,10 @@ class Pipeline(Lifetime, Measurements):
             return self._loss_state.now(self._training)
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
-        """Write a checkpoint, in place of the one in that folder; flushes first.
+        """Write a checkpoint, which replaces the one in that folder; flushes first.
 
-        Raises `CheckpointError`; the earlier checkpoint in the folder can still be loaded then.
-        Refuses weights that are not finite or were trained with a loss that was not, unless
-        `force`.
+        Raises `CheckpointError`; then the earlier checkpoint in the folder is still valid. Refuses
+        weights that are not finite, or were trained with a loss that was not, unless `force`.
         """
         with self._guard("save"):
             self.flush()
@@ -275,13 +273,13 @@ class Pipeline(Lifetime, Measurements):
         example: tuple[Any, Any],
         **options: Any,
     ) -> Pipeline:
-        """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
+        """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
-        Without `plan` and all its parts (`cuts`, `schedule`, `split` and so on) it has the
-        checkpoint's plan. Training then gives the same weights as in a pipeline that was flushed
-        and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
-        damaged or of another model or optimizer, and for another `seed`, `clip_norm`, `precision`
-        and so on, unless `changed` has its name.
+        It has the checkpoint's plan unless you give `plan` or one of its parts (`cuts`, `schedule`,
+        `split` and so on). Training then gives the same weights as a pipeline that was flushed and
+        never saved, bit for bit on one machine. Raises `CheckpointError` for damaged files, for
+        another model or optimizer, and for another `seed`, `clip_norm`, `precision` and so on,
+        unless `changed` names it.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         pipe = cls(model, loss_fn, example, resume=saved, **options)
@@ -290,24 +288,24 @@ class Pipeline(Lifetime, Measurements):
 
     @property
     def costs(self) -> CostTable | None:
-        """Those of the profile, scaled by what the last mini-batches took; None without one."""
+        """The profile's costs, scaled by the times of the last mini-batches; None without costs."""
         return self._rebalancer.costs
 
     @property
     def effort(self) -> dict[str, int]:
-        """The work of the start in counts, see `hetpipe.pipeline.effort`."""
+        """The work of the start, in counts; see `hetpipe.pipeline.effort`."""
         return effort_of(self._captured, self._efforts)
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, by the costs with which it was made. Raises `HetpipeError`."""
+        """The plan's timeline, predicted with the costs that made it. Raises `HetpipeError`."""
         return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
-        """Return the plan's predicted step, corrected for what its devices do now.
+        """Return the plan's predicted step, corrected for the present speed of its devices.
 
-        The last passes tell it; before there are enough, probes of some hundredths of a second do.
-        Flushes. Raises `HetpipeError` without costs.
+        The last passes tell the speeds; before there are enough, short probes do (hundredths of a
+        second). Flushes. Raises `HetpipeError` without costs.
         """
         with self._guard("corrected"):
             self._delivery.settle()
@@ -323,9 +321,9 @@ def _time_of_boards(subject: Subject, costs: CostTable | None) -> BoardTime | No
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:
-    """The options of the plan, with the splits of the captured model.
+    """Return the plan's options, with the splits of the captured model.
 
-    Raises `HetpipeError` if it was captured with other splits, or other options of passes.
+    Raises `HetpipeError` if the model was captured with other splits or pass options.
     """
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
         raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")

@@ -1,4 +1,4 @@
-"""Planning: chooses a pipeline's plan by its profiles, and checks a plan that a user gives."""
+"""Planning: chooses a pipeline's plan by its profiles, and checks a plan that the user gives."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
 """Schedules among which the planner chooses."""
 STAGED_MICROBATCHES = 8
-"""The origin of plans whose stages and replicas the user gives."""
+"""Micro-batches by default if the user gives stages and replicas."""
 
 
 def microbatches_of(asked: PlanOptions) -> int:
-    """The number of micro-batches, or the first that is tried."""
+    """Return the number of micro-batches, or the first number that is tried."""
     if asked.plan is not None:
         return asked.plan.microbatches
     return asked.microbatches or EXPLORED_MICROBATCHES[0]
 
 
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
-"""Micro-batch sizes, the largest first -> the costs for each."""
+"""Returns the costs for each of these micro-batch sizes, which begin with the largest."""
 
 
 def planning_for(
@@ -59,10 +59,10 @@ def planning_for(
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> Planning:
-    """Planning for a model on a crew, which is profiled where costs are needed.
+    """Return the planning for a model on a crew, which is profiled if costs are needed.
 
-    `report` is told what a profile took. With boards among the members nothing is kept from one
-    pipeline to the next: their costs are counted, and do not vary.
+    `report` gets the effort of a profile. With boards among the members no plan is kept for later
+    starts: their costs are counted, and do not vary.
     """
     measured = captured, crew, optimizer
     if crew.cluster.described:
@@ -83,28 +83,28 @@ def planning_for(
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans for a `model` with these `layers` on these `members`; profiles only if it must."""
+    """Plans for a `model` with these `layers` on these `members`; profiles only if necessary."""
 
     model: str
     layers: Sequence[str]
     members: Sequence[str]
     mini_batch: int
     tables: Tables
-    stored: Tables | None = None  # those that need no measurement; None: all
-    graph: Callable[[int], LayerGraph] | None = None  # for micro-batches of a size
-    label: Label = "measured"  # of speeds on these members
+    stored: Tables | None = None  # tables that need no measurement; None: `tables` measures nothing
+    graph: Callable[[int], LayerGraph] | None = None  # layer graph for a micro-batch size
+    label: Label = "measured"  # label of times on these members
     whole_batch_statistics: bool = True
-    """Whether the training changes where replicas divide micro-batches, as with batch norms."""
+    """Whether replicas that divide micro-batches change the training, as with batch norms."""
     earlier: EarlierPlans | None = None
     noted: Callable[[Plan], Plan] = lambda plan: plan
     """Adds notes about the programs of a plan's stages."""
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
-        """The quickest predicted plan that meets the options, and its costs. A plan among the
-        options is taken as it is.
+        """Return the fastest predicted plan that meets the options, and its costs; or the plan
+        among the options.
 
-        Where the options decide everything nothing is measured, unless they ask for a price: costs
-        are then those that are stored, or None. Raises `PlanError`.
+        If the options decide everything, nothing is measured unless they ask for a price: then the
+        costs are stored ones, or None. Raises `PlanError`.
         """
         if asked.plan is not None:
             return asked.plan, self._check(asked.plan, asked)
@@ -128,10 +128,10 @@ class Planning:
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
     ) -> tuple[Plan, CostTable | None]:
-        """The quickest plan with a stage on each of some members; `cuts` say on how many."""
+        """Return the fastest plan with one stage per member; with `cuts`, on the first members."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
-            counts = [1]  # updates as soon as they can be
+            counts = [1]  # the earliest updates
         if asked.cuts is None:
             return self._by_cost(asked, rule, policy, counts)
         prices = self._stored if asked.decided and not asked.priced else self._profiled
@@ -150,7 +150,7 @@ class Planning:
     def _by_cost(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, counts: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """The quickest plan with one of these numbers of micro-batches, or on replicas."""
+        """Return the fastest plan with one of these numbers of micro-batches, or on replicas."""
         members = list(self.members)
         free = asked.schedule == "auto" and asked.rebalance is None
         schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
@@ -165,8 +165,8 @@ class Planning:
                 plans.sort(key=lambda plan: plan.step_s)
             return plans
 
-        # Every size has programs of its own to compile. So the ends are measured, and what is
-        # stored; of the others only the size of the best plan by costs modelled between those.
+        # Every size needs separate programs. So only the two ends and the stored sizes are
+        # measured, and then the best plan's size if interpolated costs choose another one.
         ends = self._sizes([counts[0], counts[-1]])
         tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
         best = quickest(with_sizes_between(tables, self._sizes(counts)))[0]
@@ -182,18 +182,18 @@ class Planning:
         return with_notes([best, *plans], members), self._nearest(tables, best)
 
     def _data_parallel(self, tables: Mapping[int, CostTable]) -> list[Plan]:
-        """The plan with the whole model on every member, if there is one."""
+        """Return the plan with the whole model on every member, if there is one."""
         try:
             return [replicated_plan(tables, list(self.members), (), mini_batch=self.mini_batch)]
         except PlanError:
             return []
 
     def _nearest(self, tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
-        """The table for the plan's micro-batches, or for about as many samples."""
+        """Return the table for the plan's micro-batches, or for the nearest size."""
         return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 
     def _unpriced(self, asked: PlanOptions, rule: Rule, policy: WeightPolicy) -> Plan:
-        """The plan of which the user gives everything but the costs."""
+        """Return the plan that the user decides completely, without costs."""
         assert self.graph is not None
         assert asked.cuts is not None
         assert asked.microbatches is not None
@@ -207,10 +207,10 @@ class Planning:
         return without_price(plan)
 
     def _check(self, plan: Plan, asked: PlanOptions) -> CostTable | None:
-        """The costs for a user's plan: the user's, those that are stored, or None.
+        """Return the costs for a user's plan: the user's, stored ones, or None.
 
-        Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
-        layers.
+        Raises `PlanError` if the plan belongs to another model or cluster, or a device cannot run
+        its layers.
         """
         if plan.stages[-1].hi != len(self.layers):
             raise PlanError(
@@ -233,7 +233,7 @@ class Planning:
         return costs
 
     def _replicated(self, asked: PlanOptions, rule: Rule) -> tuple[Plan, CostTable]:
-        """The quickest plan with the model, in stages between the cuts, on every member."""
+        """Return the fastest plan with the stages between the cuts on every member."""
         members, cuts = list(self.members), asked.cuts or ()
         everyone = [len(members)] * (len(cuts) + 1)
         if asked.replicas is not None and list(asked.replicas) != everyone:
@@ -241,7 +241,7 @@ class Planning:
                 f"{rule.name} has a replica of every stage on each of {len(members)} devices, "
                 f"not replicas {list(asked.replicas)}: leave them out, or choose another schedule"
             )
-        # Unlike devices may get a row or nearly the whole mini-batch: profile all sizes between.
+        # A device may get any share, from one row to almost all: profile sizes in between.
         tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
@@ -251,7 +251,7 @@ class Planning:
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """The plan with these stages, on the members in their order."""
+        """Return the plan with these stages, on the members in their order."""
         members = list(self.members)
         if sum(replicas) > len(members):
             raise PlanError(
@@ -271,11 +271,11 @@ class Planning:
         return -(-self.mini_batch // microbatches)
 
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """The tables for these numbers of micro-batches, by samples of a micro-batch."""
+        """Return the tables for these numbers of micro-batches, by samples of a micro-batch."""
         return self.tables(self._sizes(counts))
 
     def _stored(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """Those of these tables that need no measurement."""
+        """Return the tables for these numbers of micro-batches that need no measurement."""
         return (self.stored or self.tables)(self._sizes(counts))
 
     def _sizes(self, counts: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rebalance: a new plan when the machine has changed, and when it promises more than it costs."""
+"""Rebalance: makes a new plan when the machine has changed, and follows it if that pays."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ HORIZON = 1000
 CHANGE = 0.1
 """A change of the devices' relative speeds after which plans are compared at once."""
 PLANNING_SHARE = 0.005
-"""The most time that other comparisons may take."""
+"""The largest share of the time for other comparisons of plans."""
 REORDERING_GAIN = 0.08
-"""The least that another order of the devices must promise over the best plan in this order."""
+"""The least gain of another order of the devices over the best plan in the present order."""
 
 log = logging.getLogger("hetpipe")
 
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """The answer to `Pipeline.rebalance`. Steps are predicted, by the learned costs."""
+    """The result of `Pipeline.rebalance`. Steps are predicted with the learned costs."""
 
     moved: bool
     why: str
     before_s: float
-    """Seconds of a step under the plan so far."""
+    """Predicted seconds of a step under the plan before the call."""
     after_s: float
-    """Seconds of a step under the best plan."""
+    """Predicted seconds of a step under the best plan."""
     move_s: float
     """Seconds of the move; if nothing was moved, of the last move or load."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The best plan by learned costs, and the present one, priced by the same."""
+    """The best plan by learned costs, and the present plan, priced by the same costs."""
 
     present: Plan
     best: Plan
@@ -70,7 +70,7 @@ class Proposal:
         return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
 
     def pays(self, steps: int) -> bool:
-        """Whether it saves enough of a step, and in so many steps more than the move costs."""
+        """Whether the best plan saves more than `GAIN`, and in `steps` steps more than the move."""
         saved_s = steps * (self.present.step_s - self.best.step_s)
         return self.promised > GAIN and saved_s > self.move_s
 
@@ -78,8 +78,8 @@ class Proposal:
 class Rebalancer:
     """Learns costs from a training, and moves its layers.
 
-    With `auto` it compares plans after every window of mini-batches; then `due` says that layers
-    should move before the next one. `fixed` is the reason why none may move, or empty.
+    With `auto` it compares plans after every window of mini-batches; then `due` says whether layers
+    should move before the next mini-batch. `fixed` is the reason why no layer may move, or empty.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Rebalancer:
     ) -> None:
         self._training, self._crew = training, crew
         self._planned_by = costs
-        known = None if crew.cluster.described else costs  # nothing measured is a board's time
+        known = None if crew.cluster.described else costs  # no measured time is a board's time
         self.learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
@@ -97,14 +97,14 @@ class Rebalancer:
         self._seen = 0  # mini-batches in the present window
         self._awaited: tuple[int, float, float] | None = None  # step, seconds of one, promise
         self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
-        self._may_plan_s = 0.0  # a time: plans may be compared again without a change
+        self._may_plan_s = 0.0  # when plans may be compared again without a change
         self._next: Proposal | None = None
-        self._ran = {_partition(training.plan): None}  # in their order
+        self._ran = {_partition(training.plan): None}  # in the order in which they ran
         training.watch = self._saw
 
     @property
     def costs(self) -> CostTable | None:
-        """The costs as they are learned so far; those of the plan where nothing is learned."""
+        """The learned costs; the plan's costs if nothing was learned."""
         if self.learning is None:
             return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
@@ -112,12 +112,12 @@ class Rebalancer:
 
     @property
     def predicted(self) -> Timeline:
-        """The present plan's timeline, by the costs with which it was made."""
+        """The present plan's timeline, predicted with the costs that made the plan."""
         return predict(self._training.plan, self.planned_by)
 
     @property
     def planned_by(self) -> CostTable:
-        """The costs with which the present plan was made. Raises `HetpipeError` without any."""
+        """The costs that made the present plan. Raises `HetpipeError` if there are none."""
         if self._planned_by is None:
             raise HetpipeError(
                 "this plan's step is unknown, since nothing was measured: every choice was given; "
@@ -158,7 +158,7 @@ class Rebalancer:
         return Rebalanced(True, why, *times_s, self._training.stages.took_s)
 
     def follow(self) -> None:
-        """Move layers, at rest, because it is `due`."""
+        """Move layers, at rest, when `due`."""
         proposal, self._next = self._next, None
         assert proposal is not None
         try:
@@ -187,7 +187,7 @@ class Rebalancer:
         )  # fmt: skip
 
     def _saw(self, result: StepResult, samples: int) -> None:
-        """A mini-batch was trained."""
+        """Learn from a mini-batch that was trained."""
         if self.learning is None or samples != self._training.plan.mini_batch:
             return
         self.learning.saw(result.timeline)
@@ -201,7 +201,7 @@ class Rebalancer:
             self._consider()
 
     def _has_changed(self) -> bool:
-        """Whether plans are to be compared: speeds have changed much, or it is time again."""
+        """Whether to compare plans: speeds have changed much, or enough time has passed."""
         assert self.learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
@@ -218,7 +218,7 @@ class Rebalancer:
         try:
             proposal = self._propose()
             promises = proposal.pays(HORIZON)
-        except PlanError:  # no plan fits the memory any more
+        except PlanError:  # no plan fits the memory
             promises = False
         end_s = time.monotonic()
         self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
@@ -227,7 +227,7 @@ class Rebalancer:
         self._next = proposal if self._hysteresis.follows(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
-        """Say what the last move gave."""
+        """Log and judge the effect of the last move."""
         assert self.learning is not None
         self._awaited = None
         now_s = self.learning.step_s
@@ -239,10 +239,10 @@ class Rebalancer:
         )  # fmt: skip
 
     def _propose(self) -> Proposal:
-        """The present plan and the best one, by the learned costs.
+        """Return the present plan and the best one, priced by the learned costs.
 
-        A partition that has run in this training is the best unless another promises `GAIN` more:
-        how long a device takes for layers that it never had is known from its other layers alone.
+        A partition that has run in this training is the best unless another saves `GAIN` more: the
+        time of a layer on a device that never had it is only extrapolated from its other layers.
         Raises `HetpipeError` if nothing was measured, `PlanError` if no plan fits.
         """
         plan, table = self._training.plan, self.costs
@@ -264,7 +264,7 @@ class Rebalancer:
         return Proposal(present, best, self._training.stages.took_s)
 
     def _speeds(self) -> str:
-        """The learned factors, in words."""
+        """Return the learned factors, in words."""
         factors = {} if self.learning is None else self.learning.factors
         each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
         if not each:
@@ -277,17 +277,16 @@ def _partition(plan: Plan) -> Partition:
 
 
 def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
-    """The reason why no layer of such a plan may move; empty if there is none.
+    """Return why no layer of such a plan may move; empty if layers may move.
 
-    `boards` are those of its cluster.
-
-    Raises `HetpipeError` if `rebalance` is among the options all the same.
+    `boards` are the boards of its cluster. Raises `HetpipeError` if a reason exists although the
+    options ask for `rebalance`.
     """
     rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
     if boards:
         why = (
-            f"the time of {', '.join(board.id for board in boards)} is modelled, so none that is "
-            "measured says that it has changed: leave out boards"
+            f"the time of {', '.join(board.id for board in boards)} is modelled, so no measurement "
+            "shows that it has changed: leave out boards"
         )
     elif asked.plan is not None:
         why = "a given plan says where every layer is: leave out plan"
@@ -305,9 +304,9 @@ def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:
-    """The quickest plan on the members of `plan`, each with a stage, so that all stay measured.
+    """Return the fastest plan with a stage on each member of `plan`, so that all stay measured.
 
-    Another order of members moves all layers to devices that never had them: see
+    Another order of members moves all layers to devices that never had them, so it must save
     `REORDERING_GAIN`.
     """
     make = partial(
@@ -322,7 +321,7 @@ def _best(table: CostTable, plan: Plan) -> Plan:
 
 
 def _moves(before: Plan, after: Plan) -> str:
-    """The layers that move, in words."""
+    """Describe the layers that move."""
     ways = zip(before.layers, _places(before), _places(after), strict=True)
     numbered = [(n, *way) for n, way in enumerate(ways) if way[1] != way[2]]
     groups = [list(group) for _, group in groupby(numbered, lambda each: each[2:])]
@@ -335,7 +334,7 @@ def _moves(before: Plan, after: Plan) -> str:
 
 
 def _places(plan: Plan) -> Iterator[str]:
-    """The member of every layer."""
+    """Yield the member of every layer."""
     for stage in plan.stages:
         yield from stage.devices[:1] * (stage.hi - stage.lo)
 
@@ -343,6 +342,6 @@ def _places(plan: Plan) -> Iterator[str]:
 def _saving(proposal: Proposal) -> str:
     before_s, after_s = proposal.present.step_s, proposal.best.step_s
     return (
-        f"the best plan promises {after_s * 1e3:.1f} ms a step in place of {before_s * 1e3:.1f} ms "
+        f"the best plan promises {after_s * 1e3:.1f} ms a step instead of {before_s * 1e3:.1f} ms "
         f"(-{100 * proposal.promised:.0f} %)"
     )

@@ -1,4 +1,4 @@
-"""Saves a pipeline's training in a checkpoint, and resumes it under any plan."""
+"""Resume: saves a training in a checkpoint, and resumes it under any plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Saved(Protocol):
     scaling: Scaling
 
     def read(self, role: str) -> Mapping[str, Any]:
-        """Present values of a role, by name."""
+        """Return the present values of a role, by name."""
 
 
 def write(
@@ -44,8 +44,8 @@ def write(
     settings: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Save a training. Raises `CheckpointError`, unless `force` for weights that are not finite or
-    were trained with a loss that was not."""
+    """Save a training. Raises `CheckpointError` for weights that are not finite, or were trained
+    with a loss that was not, unless `force`."""
     if training.not_finite is not None and not force:
         raise CheckpointError(
             f"not saved over what is in {directory}: {training.not_finite} The weights have been "
@@ -83,7 +83,7 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest's values. An early checkpoint lacks the loss scale, or the settings."""
+    """The manifest of a checkpoint. An early checkpoint lacks the loss scale, or the settings."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
@@ -95,7 +95,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training had come when it was saved."""
+    """The progress of a training when it was saved."""
 
     steps: int
     updates: tuple[int, ...]
@@ -106,7 +106,7 @@ class Progress:
     """See `hetpipe.pipeline.settings`."""
 
     def updates_under(self, plan: Plan) -> list[int]:
-        """By stage. Under another schedule or other replicas all stages get the highest number."""
+        """Return updates by stage: for another schedule or other replicas, the highest number."""
         same = self.plan.replicas == plan.replicas and self.plan.schedule == plan.schedule
         if same and len(self.updates) == len(plan.stages):
             return list(self.updates)
@@ -114,7 +114,7 @@ class Progress:
 
 
 def progress_of(checkpoint: Checkpoint) -> Progress:
-    """The progress in a checkpoint. Raises `CheckpointError` for one that no pipeline wrote."""
+    """Return the progress in a checkpoint. Raises `CheckpointError` if no pipeline wrote it."""
     record = Source("the checkpoint", CheckpointError).record(_Record, checkpoint.manifest)
     try:
         plan = Plan.from_json(record.plan)
@@ -128,7 +128,7 @@ Kept = Mapping[str, Mapping[str, Any]]
 
 
 def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
-    """Raises `CheckpointError` where the checkpoint is of another model or optimizer."""
+    """Raise `CheckpointError` if the checkpoint belongs to another model or optimizer."""
     saved = checkpoint.manifest.get("optimizer")
     if saved != _described(optimizer):
         raise CheckpointError(
@@ -160,7 +160,7 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
-    """The traits of an optimizer on which its state depends."""
+    """Return the traits of an optimizer on which its state depends."""
     return {"name": optimizer.name, "state": list(optimizer.state)}
 
 

@@ -1,4 +1,4 @@
-"""Schedules of a plan: of one mini-batch with all actions or some kinds of them, and the stream."""
+"""Schedules of a plan: for one mini-batch, with all or some kinds of actions, and for a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 class Schedules:
-    """The schedules of one plan. Each is made once: workers know a schedule by its identity."""
+    """The schedules of one plan. Each is made once: workers identify a schedule by its object."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan
@@ -35,13 +35,13 @@ class Schedules:
         return any(a.op in HALVES for row in self._whole(self._plan.microbatches) for a in row)
 
     def of(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
-        """The actions of these kinds, for one mini-batch by itself."""
+        """Return one mini-batch's schedule with the actions of these kinds."""
         key = (microbatches, ops)
         if key not in self._schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
             whole = self._whole(microbatches, in_flight, self._tied)
             rows = [tuple(a for a in row if a.op in ops) for row in whole]
-            if not self._plan.rule.flushes:  # a row for each replica: the first does it
+            if not self._plan.rule.flushes:  # a row for each replica; the first one runs it
                 turns = places(self._plan.replicas)
                 self._schedules[key] = tuple(
                     rows[n] if replica == 0 else () for n, replica in turns
@@ -51,7 +51,7 @@ class Schedules:
         return self._schedules[key]
 
     def stream(self) -> Stream | None:
-        """The stream of an asynchronous plan. Raises `PlanError` for tied weights on two stages."""
+        """Return the stream of an asynchronous plan. Raises `PlanError` if stages share weights."""
         plan = self._plan
         if plan.rule.flushes:
             return None
@@ -80,7 +80,7 @@ class Schedules:
 
 
 def _lanes(rows: Sequence[tuple[Action, ...]], workers: Sequence[int]) -> list[tuple[Action, ...]]:
-    """The lanes of each worker without the empty ones; at least one per worker."""
+    """Return the lanes of each worker without empty ones; at least one per worker."""
     kept: list[tuple[Action, ...]] = []
     for worker in sorted(set(workers)):
         lanes = [row for row, at in zip(rows, workers, strict=True) if at == worker]

@@ -1,5 +1,5 @@
-"""The settings that decide the numbers of a training: a checkpoint keeps them, and a resume has to
-have the same."""
+"""Settings that decide the numbers of a training: a checkpoint keeps them, and a resume must have
+the same."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def settings_of(subject: Subject) -> dict[str, Any]:
-    """Return the settings that decide the numbers of a training, the learning rate and the plan
-    apart, as JSON values.
+    """Return the settings that decide the numbers of a training, as JSON values, without the
+    learning rate and the plan.
 
-    Micro-batches count where batch norms take their statistics from each of them.
+    With batch norms, whose statistics depend on the micro-batches, their number is a setting.
     """
     captured, optimizer, updates = subject.captured, subject.optimizer, subject.updates
     rule = updates.loss_scale
@@ -42,8 +42,10 @@ def settings_of(subject: Subject) -> dict[str, Any]:
 
 
 def check_settings(resume: Checkpoint | None, subject: Subject) -> None:
-    """Raises `CheckpointError` where a setting is not the checkpoint's, and is not among those
-    that the user says are `changed`. An early checkpoint has none."""
+    """Raise `CheckpointError` if a setting differs from the checkpoint's and is not `changed`.
+
+    An early checkpoint has no settings.
+    """
     if resume is None:
         return
     saved, present = progress_of(resume).settings, settings_of(subject)
@@ -62,7 +64,7 @@ def check_settings(resume: Checkpoint | None, subject: Subject) -> None:
         before = ", ".join(f"{name}={saved[name]!r}" for name in names)
         now = ", ".join(f"{name}={present[name]!r}" for name in names)
         raise CheckpointError(
-            f"the checkpoint was trained with {before}, and would go on with {now}: give the "
+            f"the checkpoint was trained with {before}, and would continue with {now}: give the "
             f"checkpoint's, or say that it has changed, by changed={names} (of `hetpipe train`: "
             f"{' '.join(f'--changed {name}' for name in names)})"
         )

@@ -1,4 +1,4 @@
-"""Stages: a pipeline's stages on its crew's workers, loaded anew or moved."""
+"""Stages: loads a pipeline's stages on its crew's workers, and moves them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """The parts of a pipeline that stay the same while it lives, and its first plan."""
+    """The parts of a pipeline that never change, and its first plan."""
 
     captured: Captured
     crew: Crew
@@ -51,19 +51,19 @@ class _Traced:
 
 
 class Stages:
-    """The stages of a plan at work, with programs for these sizes of micro-batches."""
+    """The loaded stages of a plan, with programs for the sizes of micro-batches in use."""
 
     def __init__(self, subject: Subject, progress: Progress, clip: Clip) -> None:
-        """Nothing is loaded yet. `clip` is that of the training's gradients."""
+        """Loads nothing yet. `clip` is the clip of the training's gradients."""
         self._clip = clip
         self._subject, self._crew = subject, subject.crew
         self._crew.pass_limit_s = subject.passes.pass_limit_s
         self._progress = progress
         self.plan = subject.plan
         self.sizes: set[int] = set()
-        """In training."""
+        """Sizes of micro-batches in training."""
         self.evaluated: set[int] = set()
-        """In evaluation."""
+        """Sizes of micro-batches in evaluation."""
         self.schedules: Schedules
         self.streaming: Streaming | None
         self.took_s = 0.0
@@ -71,7 +71,7 @@ class Stages:
         self._own_load = 0
 
     def check_own(self) -> None:
-        """Raises `HetpipeError` if the crew has been given other stages since."""
+        """Raise `HetpipeError` if somebody has loaded other stages on the crew since."""
         if self._crew.load_count != self._own_load:
             self._crew.check()  # a worker may have failed in a load of ours
             raise HetpipeError(
@@ -80,9 +80,9 @@ class Stages:
             )
 
     def load(self, values: Checkpoint | None, updates: Sequence[int], step: int) -> None:
-        """Give the workers the stages, with the values of a checkpoint, if any.
+        """Load the stages on the workers, with the values of a checkpoint, if there is one.
 
-        There were these `updates` by stage so far, and `step` mini-batches.
+        `updates` are the updates so far, by stage, and `step` the mini-batches so far.
         """
         subject, crew, begin_s = self._subject, self._crew, time.monotonic()
         self._progress("compiling stages", 0, 1)
@@ -107,8 +107,8 @@ class Stages:
         self._progress("compiling stages", 1, 1)
 
     def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
-        """Go on with the stages of another plan, at rest. Values stay on the members that keep
-        their layers.
+        """Change to the stages of another plan, at rest. A member that keeps a layer keeps its
+        values.
 
         Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
         """
@@ -125,7 +125,7 @@ class Stages:
         self._progress("moving layers", 1, 1)
 
     def _traced(self, plan: Plan) -> _Traced:
-        """The graphs for the sizes in use. Raises `HetpipeError`."""
+        """Trace the graphs for the sizes in use. Raises `HetpipeError`."""
         loading = self._loading(plan)
         graphs = loading.graphs(self.sizes, self.evaluated)
         tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
@@ -133,8 +133,8 @@ class Stages:
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
 
     def columns(self) -> Iterator[tuple[list[StageGraphs], list[str]]]:
-        """Per number of a replica, the stages and their members; a stage with fewer replicas has
-        its last one. The passes are for all rows of a micro-batch."""
+        """Yield, for each number of a replica, the stages and their members; a stage with fewer
+        replicas repeats its last one. Passes are for all rows of a micro-batch."""
         loading, devices = self._loading(self.plan), [stage.devices for stage in self.plan.stages]
         for number in range(max(map(len, devices))):
             members = [names[min(number, len(names) - 1)] for names in devices]
@@ -154,7 +154,7 @@ class Stages:
         return Keep(self.plan.policy, tuple(updates), lr, subject.passes.check_finite, late)
 
     def _begin(self, traced: _Traced) -> None:
-        """The workers have these stages now."""
+        """Note that the workers have these stages now."""
         self._own_load = self._crew.load_count
         self.schedules = traced.schedules
         stream, policy = traced.stream, self.plan.policy

@@ -14,7 +14,7 @@ from hetpipe.simulate.timeline import Timeline
 
 
 class Streaming:
-    """Mini-batches on their way through a crew under an asynchronous schedule."""
+    """Hands mini-batches to a crew under an asynchronous schedule."""
 
     def __init__(self, crew: Crew, stream: Stream, policy: WeightPolicy) -> None:
         self._crew = crew
@@ -29,7 +29,7 @@ class Streaming:
         return self._stream.window
 
     def admit(self, request: StepRequest) -> None:
-        """Hand out a mini-batch; the stream's schedule replaces the request's."""
+        """Hand out a mini-batch, with the stream's schedule."""
         number = self.admitted
         segment = self._stream.segment(number)
         stages = range(self._stream.stages)
@@ -43,13 +43,13 @@ class Streaming:
         self.admitted += 1
 
     def collect(self) -> StepResult:
-        """The result of the oldest mini-batch that is under way."""
+        """Return the result of the oldest mini-batch under way."""
         return self._crew.collect()
 
     def flush(self) -> tuple[list[int], StepResult]:
         """Apply all mini-batches that were handed out; all results must have been collected.
 
-        Returns the updates of each stage since the last flush, and the result of the last ones.
+        Returns the updates of each stage since the last flush, and the result of the final updates.
         """
         updates = [-(-self.admitted // count) for count in self._stream.per_update]
         if self.admitted == 0:
@@ -65,6 +65,6 @@ class Streaming:
         return StreamPart(first, begins, self._stream.microbatches, self._closing)
 
     def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
-        """Per micro-batch, the number of updates that are predicted for its forward."""
+        """Return, per micro-batch, how many updates ahead its forward predicts the weights."""
         stream, ahead = self._stream, self._policy.ahead
         return tuple(ahead(stream, stage, m) for m in stream.microbatches_of(mini_batch))

@@ -1,4 +1,4 @@
-"""Training: the mini-batches of one plan on their way through a crew (stations 1 and 16 of
+"""Training: runs the mini-batches of one plan on a crew (stations 1 and 16 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
-"""The number of mini-batches of a run whose timelines are kept."""
+"""The number of last mini-batches of a run whose timelines are kept."""
 
 
 @dataclass(frozen=True)
 class Result:
     """One mini-batch of a run.
 
-    By stage, `versions` are the numbers of mini-batches that were applied to the weights of its
-    (last) forward, and `live_versions` the most versions that lived at once.
+    By stage, `versions` are the numbers of mini-batches applied to the weights of its (last)
+    forward, and `live_versions` the most versions that were alive at once.
     """
 
     index: int
@@ -60,17 +60,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Ran:
-    """What ran last: its schedule, None for a stream, and the samples of its micro-batches."""
+    """The last run: its schedule (None for a stream), and the samples of its micro-batches."""
 
     schedule: Schedule | None
     samples: tuple[int, ...]
 
 
 class Training:
-    """The state of a training on a crew's workers. Micro-batches of a new size load stages anew.
+    """The state of a training on a crew's workers. A new size of micro-batches loads stages again.
 
-    Under a schedule that flushes, `step` trains a mini-batch. Else `admit` hands it in, and
-    `collect` returns its result later.
+    Under a schedule that flushes, `step` trains a mini-batch. Under any other, `admit` hands it in
+    and `collect` returns its result later.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Training:
         self.stages = Stages(subject, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None
-        """The schedule of the latest of these results; None before the first."""
+        """The latest run; None before the first."""
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
-        """It is called with the result of every mini-batch that was trained, and its samples."""
+        """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
-        """The message of the first loss that was not finite and was applied all the same."""
+        """The message of the first loss that was not finite and was still applied."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
         self._accumulated: list[float] = []  # the counts of mini-batches since the last update
         self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
@@ -113,12 +113,12 @@ class Training:
 
     @property
     def under_way(self) -> int:
-        """The number of mini-batches that were handed in and not collected."""
+        """The number of mini-batches that were handed in and not yet collected."""
         return len(self._handed_out)
 
     @property
     def accumulated(self) -> int:
-        """The number of mini-batches that are accumulated since the last update."""
+        """The number of mini-batches that were accumulated since the last update."""
         return len(self._accumulated)
 
     @property
@@ -128,16 +128,16 @@ class Training:
         return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
-        """Whether its stages' sizes are loaded. Raises `HetpipeError` if it is refused."""
+        """Whether stages for a mini-batch are loaded. Raises `HetpipeError` if it is refused."""
         samples = sizes_of(rows_of(self.subject.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
 
     def step(self, x: Any, y: Any) -> Result:
-        """Train on one mini-batch, completely, under a schedule that flushes.
+        """Train on one whole mini-batch, under a schedule that flushes.
 
-        Raises `NotFiniteError` if its loss is not finite. Then neither it nor the mini-batches that
-        were accumulated before it are applied.
+        Raises `NotFiniteError` if its loss is not finite. Then neither it nor the mini-batches
+        accumulated before it are applied.
         """
         self.stages.check_own()
         request = self.request(x, y)
@@ -176,8 +176,8 @@ class Training:
         self.steps += 1
 
     def collect(self) -> Result:
-        """The result of the oldest mini-batch under way. Raises `NotFiniteError` if its loss is not
-        finite. It has been applied by then, and `not_finite` keeps the message."""
+        """Return the result of the oldest mini-batch under way. Raises `NotFiniteError` if its loss
+        is not finite: it was applied nevertheless, and `not_finite` keeps the message."""
         streaming = self.stages.streaming
         assert streaming is not None
         self.stages.check_own()
@@ -190,7 +190,7 @@ class Training:
             loss = mean_loss(result, samples, index)
             check_gradients(result, index)
         except NoMeanError:
-            raise  # it was applied with gradients of zero
+            raise  # it was applied with zero gradients
         except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
@@ -202,34 +202,34 @@ class Training:
         if (streaming := self.stages.streaming) is not None:
             applied, rest = streaming.flush()
             self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
-            if rest.culprit and self.not_finite is None:  # else the user knows
+            if rest.culprit and self.not_finite is None:  # otherwise the user knows already
                 self.not_finite = f"{rest.culprit} was not finite"
                 check_gradients(rest, self.steps - 1)
 
     def apply(self) -> None:
-        """Update with the gradients that are accumulated, if there are any."""
+        """Update with the accumulated gradients, if there are any."""
         if self._accumulated:
             self._update(1.0 / (sum(self._accumulated) * self.scaling.scale))
 
     def evaluate(self, x: Any, y: Any) -> float:
-        """The mean loss of one mini-batch in eval mode, at rest."""
+        """Return the mean loss of one mini-batch in eval mode, at rest."""
         self.stages.check_own()
         request = self.request(x, y, evaluates=True)
         return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
 
     def taken(self, asked: str) -> Sequence[StepResult]:
-        """The results of the last mini-batches. Raises `HetpipeError` before the first."""
+        """Return the results of the last mini-batches. Raises `HetpipeError` before the first."""
         if not self.recent:
             raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
         return self.recent
 
     def read(self, role: str) -> dict[str, Array]:
-        """Present values of PARAM, BUFFER, STATE or GRAD, by name in the model, at rest."""
+        """Return the present values of PARAM, BUFFER, STATE or GRAD, by model name, at rest."""
         self.stages.check_own()
         return self.subject.captured.parts.join(self._crew.read(role))
 
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
-        """Run the actions of these kinds, for one mini-batch by itself."""
+        """Run one mini-batch with only the actions of these kinds."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent = deque([result], RECENT)
@@ -265,7 +265,7 @@ class Training:
         )
 
     def _prepare(self, sizes: set[int], ready: set[int]) -> None:
-        """Load stages with passes for these sizes as well, if they are not all `ready`."""
+        """Load stages with passes for these sizes too, unless all are in `ready`."""
         if sizes <= ready:
             return
         self.flush()
@@ -280,7 +280,7 @@ class Training:
             raise
 
     def move(self, plan: Plan) -> None:
-        """Go on under a plan with other cuts or members, at rest; nothing may be accumulated.
+        """Change to a plan with other cuts or members, at rest; nothing may be accumulated.
 
         Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
         """
@@ -289,7 +289,7 @@ class Training:
         self.stages.move(plan, self.updates, self.steps)
 
     def _accumulating(self) -> tuple[str, ...]:
-        """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""
+        """Sum accumulated gradients on their owners; return the roles to keep: GRAD, or none."""
         if not self._accumulated:
             return ()
         if max(self.plan.replicas) > 1:
@@ -313,7 +313,7 @@ class Training:
             self._record(result)
 
     def _record(self, result: StepResult) -> None:
-        """An update was made, or left out."""
+        """Count an update that was made or skipped."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
 
@@ -321,9 +321,9 @@ class Training:
 def state_dict(
     training: Training, captured: Captured, names: Iterable[str], prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of these names in the model, at rest.
+    """Return the parameters and buffers with these names in the model, at rest.
 
-    With `prefix` they are of the loss: captured names have it and the results do not.
+    With `prefix` they belong to the loss: captured names have the prefix, the results do not.
     """
     values = {**captured.parameters, **captured.buffers}
     values.update(training.read(PARAM))
@@ -333,7 +333,7 @@ def state_dict(
 
 
 def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Host arrays as torch's tensors."""
+    """Return host arrays as torch tensors."""
     import torch
 
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""Plans of which everything is given but the costs, which nobody has measured."""
+"""Plans without prices: the user decides everything, and nobody has measured costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS_NBYTES = 1 << 62
 
 
 def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Label) -> CostTable:
-    """Costs of 0 for all layers on all devices, and memory without end."""
+    """Return a table with zero costs for all layers on all devices, and unlimited memory."""
     row = DeviceCost((LayerCost(0.0, 0.0, 0.0),) * len(graph), 0.0, ENDLESS_NBYTES, "", label=label)
     crossing = (*graph.cut_nbytes, 0)
     layers = tuple(
@@ -30,6 +30,6 @@ def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Lab
 
 
 def without_price(plan: Plan) -> Plan:
-    """A plan made by a `free_table`, which says that its costs are unknown."""
+    """Return a plan of a `free_table` with unknown costs."""
     stages = tuple(replace(stage, capacity_nbytes=0) for stage in plan.stages)
     return replace(plan, stages=stages, interval_s=None, notes=(NOTE,))

@@ -1,4 +1,4 @@
-"""The entries of a model's `state_dict` that no stage holds: they stay as they are."""
+"""Untrained state: the entries of a model's `state_dict` that no stage holds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXTRA = "_extra_state"
 
 
 class ExtraStateWarning(UserWarning):
-    """A checkpoint does not hold what a module's `get_extra_state` returns."""
+    """A checkpoint does not hold the result of a module's `get_extra_state`."""
 
 
 class ModelState:
-    """A model's `state_dict`: `state` with what was trained in it.
+    """A model's `state_dict`, with the present values of trained entries.
 
     It keeps copies of the other entries: buffers that nobody reads, and modules' extra state.
     Captured names begin with `prefix`.

@@ -1,7 +1,7 @@
-"""Costs with boards among the members: those of boards are modelled, those of devices measured.
+"""Costs for a cluster with boards: models the boards, and measures the attached devices.
 
-A worker of a board runs its numerics. Nothing is measured there: it says which layers it can run,
-and no more. Attached devices are measured by themselves, since boards would not disturb them.
+A worker of a board opens its numerics, and says which layers they can run; nothing is measured
+there. Attached devices are measured by themselves, since boards would not disturb them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 def modelled_costs(
     captured: Captured, cluster: Cluster, optimizer: Optimizer, sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """The tables of the boards alone, by micro-batch size, and all links as they are described.
+    """Return the costs of the boards alone, by micro-batch size, and all links as described.
 
     Passes are priced in the dtype in which they compute. Raises `CostError` for a board without a
-    peak for it, `ClusterError` for a link that nothing describes.
+    peak for that dtype, `ClusterError` for a link without a description.
     """
     boards = {member.id: board(member.board) for member in cluster.described}
     links, dtype = link_costs(cluster), captured.precision.compute or "float32"
@@ -46,7 +46,7 @@ def modelled_costs(
 
 
 def attached(cluster: Cluster) -> Cluster | None:
-    """The cluster without its boards; None if it has nothing else."""
+    """Return the cluster without its boards; None if it has only boards."""
     members = tuple(member for member in cluster.members if not member.board)
     if not members:
         return None
@@ -56,7 +56,7 @@ def attached(cluster: Cluster) -> Cluster | None:
 
 
 def joined(measured: CostTable, modelled: CostTable) -> CostTable:
-    """Both tables' devices; links as they are measured, and else as they are described."""
+    """Return the devices of both tables, and links as measured, or else as described."""
     return replace(
         measured,
         devices={**modelled.devices, **measured.devices},
@@ -72,10 +72,10 @@ def board_costs(
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> dict[int, CostTable]:
-    """A table per micro-batch size for a crew with boards, whose workers are idle meanwhile.
+    """Return a table per micro-batch size for a crew with boards, whose workers are idle meanwhile.
 
-    A board cannot run what its numerics cannot. Attached members are profiled on workers of their
-    own. Raises `HetpipeError` as `modelled_costs` and `profile` do.
+    A board cannot run a layer that its numerics cannot. Attached members are profiled on separate
+    workers. Raises `HetpipeError` as `modelled_costs` and `profile` do.
     """
     progress("counting operations for boards", 0, 1)
     tables = modelled_costs(captured, crew.cluster, optimizer, samples)
@@ -93,7 +93,7 @@ def board_costs(
 def _reasons(
     captured: Captured, crew: Crew, optimizer: Optimizer, size: int
 ) -> dict[str, dict[int, str]]:
-    """Why the numerics of each board cannot run layers, by their numbers."""
+    """Return, by board and layer number, why its numerics cannot run the layer."""
     members: dict[str, list[str]] = {}
     for each in crew.cluster.described:
         members.setdefault(crew.infos[each.id].backend, []).append(each.id)
@@ -114,7 +114,7 @@ def _reasons(
 
 
 def _refusing(table: CostTable, reasons: Mapping[str, Mapping[int, str]]) -> CostTable:
-    """The table with endless times for layers that the numerics of a board cannot run."""
+    """Return the table with infinite times for layers that the numerics of a board cannot run."""
 
     def able(cost: DeviceCost, own: Mapping[int, str]) -> DeviceCost:
         endless = (math.inf, math.inf, math.inf)

@@ -1,6 +1,6 @@
-"""The cache of measurements on disk, which serve again while nothing has changed.
+"""The cache of measurements on disk, valid while nothing that they depend on has changed.
 
-One JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
+It has one JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ENVIRONMENT = "HETPIPE_CACHE"
 
 
 def folder() -> Path:
-    """The folder of the entries. Warns with `CacheWarning` if it is not the usual one."""
+    """Return the folder of the entries. Issues a `CacheWarning` if it is not the usual one."""
     return cache_folder("costs", ENVIRONMENT)
 
 
 def key(parts: Mapping[str, Any]) -> str:
-    """The name of an entry: a hash of `parts`, on which its content depends.
+    """Return the name of an entry: a hash of `parts`, on which its content depends.
 
-    For a profile they are the model's fingerprint, the devices' infos with their drivers, the
+    A profile's parts are the model's fingerprint, the devices' infos with their drivers, the
     samples of a micro-batch, the cores, and the versions of the software. `parts` is hashed as
     JSON, so the order of its keys does not matter; a value without a JSON form (an enum) counts by
     its text.
@@ -37,9 +37,9 @@ def key(parts: Mapping[str, Any]) -> str:
 
 
 def load(entry: str) -> dict[str, Any] | None:
-    """The content stored under a key; None if there is none.
+    """Return the content stored under a key; None if there is none.
 
-    Warns with `CacheWarning`, and returns None, if the file is damaged or may be another user's.
+    Issues a `CacheWarning`, and returns None, if the file is damaged or may be another user's.
     """
     there = optional_folder("costs", ENVIRONMENT)
     if there is None:
@@ -62,7 +62,7 @@ def load(entry: str) -> dict[str, Any] | None:
 def store(entry: str, content: Mapping[str, Any]) -> None:
     """Store a JSON-able dict; readers see the old entry or the new one, never a part.
 
-    Warns with `CacheWarning` if that fails, as on a full disk, and goes on.
+    Issues a `CacheWarning`, and returns, if the store fails, as on a full disk.
     """
     there = optional_folder("costs", ENVIRONMENT)
     if there is None:

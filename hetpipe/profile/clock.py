@@ -1,7 +1,7 @@
-"""Times that a measurement believes: a pass takes more than nothing and less than ten minutes.
+"""Credible times: a pass takes more than nothing and less than ten minutes.
 
 A clock may stop, go back, or jump by an hour when a machine sleeps, and a device may report
-nonsense. Such times are kept apart; costs are made of the others, or refused.
+nonsense. Such times are kept apart: costs come from the others, or are refused.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ QUARTILES = 4
 
 
 class ClockWarning(UserWarning):
-    """Some times could not be believed; costs are made of the others."""
+    """Some times were not credible; costs come from the others."""
 
 
 def now_s() -> float:
-    """The clock of all measurements in a worker."""
+    """Return the time of the clock that all measurements in a worker use."""
     return time.monotonic()
 
 
 def begin() -> Moment:
-    """The begin of a measurement."""
+    """Return the moment at which a measurement begins."""
     return Moment.now()._replace(clock_s=now_s())
 
 
 def since_s(begin: Moment, emulation: Emulation) -> float:
-    """Seconds since the begin, at the emulated speed unless they cannot be believed."""
+    """Return the seconds since `begin`, at the emulated speed unless they are not credible."""
     time_s = now_s() - begin.clock_s
     return emulation.lasts_s(begin) if emulation.speed < 1 and credible(time_s) else time_s
 
 
 def catch_up(begin: Moment, lasts_s: float, emulation: Emulation) -> None:
-    """Wait until something that began then has taken as long as it lasts at the emulated speed.
+    """Wait until `lasts_s` seconds after `begin`, if the speed is emulated.
 
-    Nothing waits for a time that cannot be believed.
+    Does not wait for a time that is not credible.
     """
     if emulation.speed < 1 and credible(lasts_s):
         emulation.wait_until(begin.clock_s + lasts_s)
 
 
 def credible(time_s: float) -> bool:
-    """Whether a pass may have taken this time; NaN may not."""
+    """Whether a pass may have taken this time; NaN is not credible."""
     return 0.0 < time_s <= LONGEST_S
 
 
 @dataclass
 class Samples:
-    """Seconds of one thing, time after time."""
+    """Seconds of repeated measurements of one thing, credible ones apart from others."""
 
     good: list[float] = field(default_factory=list)
     bad: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(times_s: Iterable[float]) -> Samples:
-        """The samples of these times."""
+        """Return the samples of these times."""
         samples = Samples()
         samples.extend(times_s)
         return samples
@@ -73,7 +73,7 @@ class Samples:
             (self.good if credible(time_s) else self.bad).append(time_s)
 
     def check(self, subject: str) -> None:
-        """Raises `CostError` if most of the times cannot be believed."""
+        """Raise `CostError` if most of the times are not credible."""
         if len(self.bad) > len(self.good):
             raise CostError(
                 f"{subject} took {self.bad[-1]} s, in {len(self.bad)} of "
@@ -83,22 +83,23 @@ class Samples:
 
     @property
     def median_s(self) -> float:
-        """The median of the good ones."""
+        """The median of the credible times."""
         return statistics.median(self.good)
 
     @property
     def mean_s(self) -> float:
-        """The mean of the good ones."""
+        """The mean of the credible times."""
         return statistics.fmean(self.good)
 
     @property
     def spread(self) -> float:
-        """Half of the distance between the quartiles, over the median."""
+        """Half the distance between the quartiles, over the median."""
         return half_width_s(self.good) / self.median_s
 
     @property
     def error_s(self) -> float:
-        """Half of an interval for the median: the notch of a box plot (McGill, Tukey, Larsen 1978).
+        """Half the width of an interval for the median: the notch of a box plot (McGill, Tukey,
+        Larsen 1978).
 
         It is infinite for fewer than three times.
         """
@@ -108,7 +109,7 @@ class Samples:
 
 
 def half_width_s(times_s: Sequence[float]) -> float:
-    """Half of the distance between the quartiles; 0 for fewer than two times."""
+    """Return half the distance between the quartiles; 0 for fewer than two times."""
     if len(times_s) < 2:
         return 0.0
     quartiles_s = statistics.quantiles(times_s, n=QUARTILES, method="inclusive")

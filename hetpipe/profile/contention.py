@@ -1,7 +1,7 @@
-"""Contention: the share of the cores that other processes took during a profile.
+"""Contention: the share of the cores that other processes used during a profile.
 
 Costs that are measured beside other work are too high, by a factor that differs between devices.
-They are kept with that share as their mark.
+A table records that share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STAT = Path("/proc/stat")
 
 
 class ContentionWarning(UserWarning):
-    """Costs were measured beside other work, so predictions by them are unreliable."""
+    """Costs were measured beside other work, so predictions from them are unreliable."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Usage:
 
 
 def usage(_device: object = None) -> Usage:
-    """The usage of this process. Cores are empty if the system does not report them."""
+    """Return the usage of this process. Cores are empty if the system does not report them."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())
 
 
 def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
-    """The share, 0..1, of the cores' time that other processes than these took in between.
+    """Return the share, 0..1, of the cores' time between two usages that other processes used.
 
-    Time that a hypervisor took counts too. 0 if no system reports it.
+    Time that a hypervisor used counts too. 0 if no system reports it.
     """
     busy_s, own_s, elapsed_s = {}, {}, {}
     for start, end in zip(before, after, strict=True):
@@ -57,12 +57,12 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
 
 
 def mark(share: float) -> float:
-    """Return the share of other work as costs keep it: 0 where it leaves costs as they are."""
+    """Return the share of other work that a table records: 0 if it is too small to matter."""
     return min(share, 1.0) if share > LIMIT else 0.0
 
 
 def _busy_s() -> dict[int, float]:
-    """By core, seconds of work of any kind and of a hypervisor."""
+    """Return the seconds of any work, and of a hypervisor, by core."""
     try:
         lines = STAT.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Counts the operations and bytes of captured programs, operator by operator.
 
-torch's own flop counter knows matrix products, convolutions and attention; ours are here. All other
-operators count by the bytes that they move, and views by nothing.
+torch's flop counter knows matrix products, convolutions and attention; this file has hetpipe's own
+operators. Every other operator counts one operation per number of its result, and views count zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VIEWS = frozenset(
 
 
 def layer_work(stage: StageGraphs, samples: int) -> LayerWork:
-    """The work of a stage that is one layer."""
+    """Return the work of a stage with one layer."""
     passes = stage.passes[samples]
     return LayerWork(
         kernels(passes.forward),
@@ -42,12 +42,12 @@ def layer_work(stage: StageGraphs, samples: int) -> LayerWork:
 
 
 def kernels(program: Program) -> tuple[Kernel, ...]:
-    """The operators of a program, views left out."""
+    """Return the work of a program's operators, without views."""
     return tuple(kernel for _, kernel in counted(program.graph.graph))
 
 
 def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
-    """The calls of a graph that are no views, each with its work."""
+    """Yield the calls of a graph that are not views, each with its work."""
     for node in graph.nodes:
         if node.op != "call_function" or _name(node) in VIEWS:
             continue
@@ -61,7 +61,7 @@ def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
 def _operations(
     node: fx.Node, arguments: Sequence[Any], options: Mapping[str, Any], result: Any
 ) -> float:
-    """Multiplications and additions, each counted; by default one for each number of the result."""
+    """Return multiplications plus additions; by default, one for each number of the result."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
         return float(flop_registry[packet](*arguments, **options, out_val=result))
@@ -72,18 +72,18 @@ def _operations(
 
 
 def _attention(arguments: Sequence[Any]) -> float:
-    """Two products of queries, keys and values: 2 B H S T D each."""
+    """Count two products of queries, keys and values: 2 B H S T D each."""
     query, key = _tensors(arguments)[:2]
     return 4.0 * query.numel() * key.shape[-2]
 
 
 def _attention_backward(arguments: Sequence[Any]) -> float:
-    """Five such products, as the forward's weights are computed again."""
+    """Count five such products, because the forward's weights are computed again."""
     return 2.5 * _attention([tensor for tensor in _tensors(arguments) if tensor.dim() == 4][-3:])
 
 
 def _lstm_layer(arguments: Sequence[Any]) -> float:
-    """For each step and sample a product with both weights: 2 (inputs + hidden) 4 hidden."""
+    """Count, per step and sample, a product with both weights: 2 (inputs + hidden) 4 hidden."""
     tensors = _tensors(arguments)
     weights = [tensor for tensor in tensors if tensor.dim() == 2]
     steps = tensors[0].numel() // tensors[0].shape[-1]
@@ -91,7 +91,7 @@ def _lstm_layer(arguments: Sequence[Any]) -> float:
 
 
 def _lstm_layer_backward(arguments: Sequence[Any]) -> float:
-    """The products for the inputs' and for the weights' gradients."""
+    """Count the products for the gradients of inputs and weights."""
     return 2.0 * _lstm_layer(arguments)
 
 

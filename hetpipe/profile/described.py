@@ -1,4 +1,4 @@
-"""Costs of a captured model on boards that are only described: all of them modelled.
+"""Modelled costs of a captured model on boards.
 
 The network is cut after every layer, as for a profile, and the operators of each pattern of layers
 are counted once. No device is opened.
@@ -34,10 +34,10 @@ def described_table(
     dtype: str = "float32",
     designs: Mapping[str, ProductDesign] | None = None,
 ) -> CostTable:
-    """The costs of all layers on each member's board, for micro-batches of `samples`.
+    """Return the costs of all layers on each member's board, for micro-batches of `samples`.
 
-    `designs` says by the id of an FPGA board how it computes matrix products.
-    Raises `CostError` for a board without a peak for `dtype`, `CaptureError` as a capture does.
+    `designs` says, by the id of an FPGA board, how the board computes matrix products. Raises
+    `CostError` for a board without a peak for `dtype`, `CaptureError` as a capture does.
     """
     count = len(captured.layer_graph(samples).layers)
     stages = captured.stage_graphs(range(1, count), [{}] * count, [samples], optimizer, extras=())
@@ -57,7 +57,7 @@ def table_of(
     tied: tuple[TiedBytes, ...] = (),
     designs: Mapping[str, ProductDesign] = MappingProxyType({}),
 ) -> CostTable:
-    """The costs of counted work on each member's board."""
+    """Return the costs of counted work on each member's board."""
     by_id = {board.id: board for board in boards.values()}
 
     @cache

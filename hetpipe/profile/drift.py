@@ -1,4 +1,4 @@
-"""How far the devices of a crew have drifted since their costs were measured."""
+"""Drift: how much slower or faster devices have become since their costs were measured."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan, StagePlan
 
 TURNS = 5
-"""Takes of a probe that is compared with an earlier one."""
+"""Number of times that a probe is repeated for a comparison with an earlier probe."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A plan's step as predicted when it was made, and by costs corrected for drift since."""
+    """A plan's predicted step: as planned, and by costs corrected for drift since then."""
 
     raw_s: float
     corrected_s: float
-    interval_s: tuple[float, float] | None  # of the corrected one
-    drifts: dict[str, float]  # by member; those without a probe are left out
+    interval_s: tuple[float, float] | None  # of the corrected step
+    drifts: dict[str, float]  # by member; a member without a probe is absent
     by_passes: bool = False
     """Whether the drifts come from the training's last passes, not from probes."""
 
     def scaled(self, factor: float) -> Correction:
-        """The same prediction, with its interval, multiplied. The raw one stays."""
+        """Return the correction with the corrected step and its interval multiplied."""
         interval_s = self.interval_s
         if interval_s is not None:
             interval_s = factor * interval_s[0], factor * interval_s[1]
@@ -57,7 +57,7 @@ class Correction:
 
 
 def mean_correction(corrections: Sequence[Correction]) -> Correction:
-    """The mean of corrections of one plan, taken at several times."""
+    """Return the mean of several corrections of one plan."""
     first = corrections[0]
     intervals = [one.interval_s for one in corrections if one.interval_s is not None]
     return Correction(
@@ -70,12 +70,12 @@ def mean_correction(corrections: Sequence[Correction]) -> Correction:
 
 
 def probes_of(table: CostTable) -> dict[str, Probe]:
-    """The probes that were taken with a table's costs; devices without one are left out."""
+    """Return the probes in a table, by device; a device without a probe is absent."""
     return {id: cost.probe for id, cost in table.devices.items() if cost.probe is not None}
 
 
 def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[str, Probe]:
-    """Probes of these members now, all at once, of the sizes that the table's have."""
+    """Probe these members together, with the sizes of the table's probes."""
     like = {id: probe for id, probe in probes_of(table).items() if id in members}
     if not like:
         return {}
@@ -84,9 +84,9 @@ def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[
 
 
 def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict[str, Drift]:
-    """The drifts of devices from the table's probes to those of `now`.
+    """Return the drifts of devices from the table's probes to the probes `now`.
 
-    `count` devices took theirs at once. Raises `CostError` for probes of other programs.
+    `count` devices were probed together. Raises `CostError` for probes of other programs.
     """
     devices = table.beside(count).devices
     return {
@@ -97,9 +97,9 @@ def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict
 
 
 def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
-    """The prediction for a plan made by `table`, if its devices, all at once, have these probes.
+    """Return the prediction for a plan made by `table`, corrected by these probes of its devices.
 
-    Without probes it is the plan's own.
+    Without probes it is the plan's own prediction.
     """
     if not now:
         return Correction(plan.step_s, plan.step_s, plan.interval_s, {})
@@ -113,7 +113,7 @@ def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correct
 
 
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
-    """The prediction for a plan made by `table`, corrected by probes that are taken now."""
+    """Probe the devices now, and return the corrected prediction for a plan made by `table`."""
     return corrected(plan, table, probe_again(crew, table, plan.all_devices))
 
 
@@ -129,7 +129,7 @@ def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -
 
 
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
-    """A stage with replicas after a drift. Its times are those of the slowest for its own rows."""
+    """Return a stage with replicas after a drift: each time grows by the largest drift."""
     if len(stage.devices) == 1:
         return stage
     factor = max(factors.get(device, 1.0) for device in stage.devices)

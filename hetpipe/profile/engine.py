@@ -1,7 +1,7 @@
-"""The engine's part of an action: its seconds beyond those of the program on the device.
+"""The engine's part of an action: the seconds beyond the device's program.
 
-A worker that has waited for its device finds little of its own in the caches of its core. So the
-program is a product as long as a probe's, and not the smallest there is.
+A worker that has waited for its device finds few of its own data in the caches of its core. So the
+measurement runs a product as long as a probe's, and not the smallest program.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WARM_UP = 2  # actions that do not count
 
 
 def engine_s(crew: Crew, orders: Mapping[str, int]) -> dict[str, float]:
-    """By member, the seconds from one forward to the next, less those of its program.
+    """Return, by member, the seconds from one forward to the next, without its program.
 
-    `orders` are the rows of a product's matrices. It is 0 for a device without products.
+    `orders` are the rows of a product's matrices. 0 for a device without products.
     """
     return {member: _beyond_s(crew, member, order) for member, order in orders.items()}
 
@@ -61,7 +61,7 @@ def _beyond_s(crew: Crew, member: str, order: int) -> float:
 
 @cache
 def product_stage(order: int) -> StageGraphs:
-    """A stage that multiplies its input, `order` rows and columns, by itself."""
+    """Return a stage that squares its input, a matrix of `order` rows."""
 
     def body(x: torch.Tensor) -> tuple[Any, ...]:
         square = x.reshape(order, order)

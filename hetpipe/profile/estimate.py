@@ -1,4 +1,4 @@
-"""From the times of rounds to the costs of layers, with their spread. It runs nothing."""
+"""Estimates the costs of layers, with their spread, from the times of rounds. It runs nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
 
-PRECISION = 0.02  # relative error of a median that is small enough
-LEAST_ALONE = 0.05  # of the time beside others; less is no measurement
+PRECISION = 0.02  # sufficient relative error of a median
+LEAST_ALONE = 0.05  # of the time beside others; a smaller one is not a measurement
 
 
 @dataclass(frozen=True)
 class Series:
-    """All rounds of a member, `name` for messages: beside the others, and alone.
+    """All rounds of a member, beside the others and alone. `name` is for messages.
 
-    `updates` are updates with the passes after them, and then the passes after these.
+    `updates` are first updates with the passes after them, then the passes after those.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Series:
     updates: tuple[Taken, Taken] = field(default_factory=lambda: (Taken(), Taken()))
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raises `CostError` for a pass most of whose times cannot be believed, or that has none.
+        """Raise `CostError` for a pass without times, or with mostly incredible ones.
 
-        Warns once if others have such times.
+        Warns once if other passes have incredible times.
         """
         every = Samples()
         for size in sizes:
@@ -56,7 +56,7 @@ class Series:
         warn_of_bad(f"{self.name}: a pass", every)
 
     def layers(self, size: int) -> tuple[LayerCost, ...]:
-        """The costs of every layer at this size."""
+        """Return the costs of every layer at this size."""
         usual = self.usual(size)
         costs = {pattern: self._cost(size, pattern).scaled(usual) for pattern in self.able}
         endless = (math.inf, math.inf, math.inf)
@@ -64,23 +64,23 @@ class Series:
         return tuple((costs | refusals)[pattern] for pattern in self.network.layers)
 
     def spread(self, size: int) -> float:
-        """The relative spread of the network's time from slice to slice."""
+        """Return the relative spread of the network's time from slice to slice."""
         ratios = self._ratios(size)
         return half_width_s(ratios) / statistics.median(ratios) if len(ratios) > 1 else 0.0
 
     def usual(self, size: int) -> float:
-        """The network's time in the usual slice over the sum of its passes' medians.
+        """Return the network's time in the usual slice over the sum of its passes' medians.
 
-        It is above 1 where something interrupts now and then: most passes do not notice, and a step
+        It exceeds 1 if something interrupts now and then: most passes do not notice, but a step
         does.
         """
         ratios = self._ratios(size)
         return statistics.median(ratios) if ratios else 1.0
 
     def alone_factor(self, size: int) -> float:
-        """The network's time while the other devices are idle, over the time beside them.
+        """Return the network's time while other devices are idle, over its time beside them.
 
-        It is 1 if it was not measured, or is no further from 1 than one slice is from another.
+        It is 1 if it was not measured, or differs from 1 by less than slices differ.
         """
         alone_s = beside_s = 0.0
         for pattern in self.able:
@@ -94,10 +94,10 @@ class Series:
         return factor if factor < 1 - self.spread(size) else 1.0
 
     def usual_probe(self, probes: Sequence[Probe], sizes: Collection[int]) -> Probe | None:
-        """The probe of the usual slice, from those that followed the slices; None without any.
+        """Return the probe of the usual slice, from the probes after each slice; None without any.
 
-        Where other work slowed a slice it slowed its probe too. So each is divided by the slice's
-        time over the usual one: costs and probe are then of one and the same speed.
+        Other work that slowed a slice also slowed its probe. So each probe is divided by the
+        slice's time over the usual one: then costs and probe belong to the same speed.
         """
         ratios = [self._ratio(taken, sizes) for taken in self.beside]
         pairs = [(p, ratio) for p, ratio in zip(probes, ratios, strict=True) if ratio is not None]
@@ -107,13 +107,13 @@ class Series:
         return median_probe([p.scaled(usual / ratio, usual / ratio) for p, ratio in pairs])
 
     def uncertain(self, size: int) -> list[int]:
-        """The patterns whose median is not known well enough: within `PRECISION` of themselves, or
-        of an even share of the network."""
+        """Return the patterns whose median is not known precisely: within `PRECISION` of its value,
+        or of an even share of the network."""
         times_s, errors_s = {}, {}
         for pattern in self.able:
             passes = [_samples(self.beside, size, pattern, n) for n in (FORWARD, BACKWARD)]
             known = [samples for samples in passes if samples.good]
-            if known:  # else `check` refuses it
+            if known:  # otherwise `check` refuses it
                 count = self._counts[pattern]
                 times_s[pattern] = count * sum(samples.median_s for samples in known)
                 errors_s[pattern] = count * sum(samples.error_s for samples in known)
@@ -147,7 +147,7 @@ class Series:
 
     @cached_property
     def _added_s(self) -> dict[int, float]:
-        """By pattern, the seconds that an update adds to the passes after it."""
+        """Seconds that an update adds to the passes after it, by pattern."""
         after, then = self.updates
         changes_s = {
             pattern: sum(
@@ -165,14 +165,14 @@ class Series:
         return samples.median_s if samples.good else 0.0
 
     def _ratios(self, size: int) -> list[float]:
-        """`_ratio` of each slice that has passes of this size."""
+        """Return `_ratio` of each slice that has passes of this size."""
         ratios = (self._ratio(taken, {size}) for taken in self.beside)
         return [ratio for ratio in ratios if ratio is not None]
 
     def _ratio(self, taken: Taken, sizes: Collection[int]) -> float | None:
-        """The time of a slice's passes of these sizes over as many medians of theirs.
+        """Return the time of a slice's passes of these sizes, over the sum of their medians.
 
-        A slice without some patterns is compared by those that it has; None if it has none.
+        Compares only the patterns that the slice has; None if it has none.
         """
         now_s = usual_s = 0.0
         for place, times_s in taken.times_s.items():
@@ -185,17 +185,17 @@ class Series:
 
 
 def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
-    """The median by which a pass after an update takes longer than the next one; 0 if unknown."""
+    """Return the median extra time of a pass after an update, over the next one; 0 if unknown."""
     pairs = zip(after_s, then_s, strict=False)
     changes_s = [one_s - two_s for one_s, two_s in pairs if credible(one_s) and credible(two_s)]
     return statistics.median(changes_s) if changes_s else 0.0
 
 
 def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """Changes of layers without their noise: none is below 0, and their sum stays.
+    """Return the changes of layers without their noise: none is below 0, and the sum stays.
 
-    The noise of one layer makes another's good: without it many small changes that are none would
-    add up. `counts` are the layers of each pattern.
+    The noise of one layer compensates another's. Dropping only the negative changes would add up
+    many small changes that are noise. `counts` are the layers of each pattern.
     """
     total_s = sum(counts[pattern] * one_s for pattern, one_s in changes_s.items())
     above_s = sum(counts[pattern] * max(one_s, 0.0) for pattern, one_s in changes_s.items())
@@ -204,7 +204,7 @@ def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[i
 
 
 def _samples(taken: Sequence[Taken], size: int, pattern: int, which: int) -> Samples:
-    """The times of a pass."""
+    """Return the times of a pass."""
     place = size, pattern, which
     return Samples.of(
         time_s for one in taken if place in one.times_s for time_s in one.times_s[place]

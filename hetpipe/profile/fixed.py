@@ -1,4 +1,4 @@
-"""Fixed small graphs that the profiler runs beside layers, and the bytes that it passes over."""
+"""Small fixed graphs that the profiler runs beside layers, and a pass over the caches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Shape = tuple[int, ...]
 
 
 def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
-    """An operator on `count` float32 tensors of a shape, with a result of that shape, compiled;
-    None if the device lacks it."""
+    """Compile an operator on `count` float32 tensors of a shape, with a result of that shape.
+
+    Returns None if the device lacks the operator.
+    """
     try:
         return device.compile(graph_of(operator, count, shape))
     except UnsupportedOperatorError:
@@ -29,10 +31,10 @@ def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executa
 
 
 def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
-    """The graph of an operator on `count` float32 tensors of a shape, with a result of that shape.
+    """Return the graph of an operator on `count` float32 tensors, with a result of their shape.
 
-    It is not traced: workers may be threads, and only one thread may trace. Nor is torch asked for
-    the result's shape: it would import its compilers, for two seconds.
+    It is not traced, because workers may be threads, and only one thread may trace. Nor does torch
+    infer the result's shape: that would import its compilers, for two seconds.
     """
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(count)]
@@ -44,14 +46,14 @@ def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
 
 
 def filled(device: Device, shape: Shape) -> Buffer:
-    """A buffer on the device, of small numbers."""
+    """Return a buffer on the device, filled with small numbers."""
     buffer, event = check_uploaded(device, device.upload(np.full(shape, 0.5, np.float32)))
     event.wait()
     return buffer
 
 
 class Stirrer:
-    """Reads and writes bytes on a device, so that they and not others are in its caches."""
+    """Reads and writes bytes on a device, so that they replace other bytes in its caches."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -60,13 +62,13 @@ class Stirrer:
         self._next = 0
 
     def pass_over(self, nbytes: int) -> None:
-        """Read and write about this number of bytes, in whole pieces; nothing below one."""
+        """Read and write about this number of bytes, in whole pieces; nothing below one piece."""
         for _ in range(nbytes // PIECE):
             if not self._ring:
                 shape = (PIECE // 4,)
                 self._executable = compiled(self._device, torch.ops.aten.neg.default, 1, shape)
                 self._ring = [filled(self._device, shape) for _ in range(PIECES)]
-            if self._executable is None:  # the device cannot: caches stay as they are
+            if self._executable is None:  # the device cannot: the caches do not change
                 return
             ran = self._executable.run([self._ring[self._next]])
             _, event, _ = check_ran(self._device, ran, 1)

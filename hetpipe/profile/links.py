@@ -1,4 +1,4 @@
-"""Measures links: the time of a tensor between members, and the controller's per step."""
+"""Measures links: the time of a tensor between members, and the controller's time per step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Links = dict[tuple[str, str], LinkCost]
 
 
 def measure_links(crew: Crew) -> tuple[Links, float]:
-    """Latency and bandwidth of every ordered pair of members, and the controller's seconds per
-    step.
+    """Return latency and bandwidth of every ordered pair of members, and the controller's seconds
+    per step.
 
     Tensors of several sizes cross one at a time, through the transport that training uses, from
     the end of one pass to the begin of the next. A line through the medians gives both figures.
@@ -58,7 +58,7 @@ def _fit(times_s: list[float], label: str) -> LinkCost:
 
 
 def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
-    """Median seconds for one tensor, and for the step beyond its own actions."""
+    """Return median seconds for one tensor, and for the step beyond its own actions."""
     count = nbytes // 4
     members = [source] if target is None else [source, target]
     stages = [probe_stage(index, len(members), count) for index in range(len(members))]
@@ -82,7 +82,7 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
 
 
 def _request(count: int, transfers: bool) -> StepRequest:
-    """One micro-batch of `count` floats through one probe stage, or two with a transfer."""
+    """Return a request for one micro-batch of `count` floats, through one probe stage or two."""
     schedule = [[Action(0, Op.FORWARD, 0)]]
     if transfers:
         schedule[0].append(Action(0, Op.SEND_FORWARD, 0))
@@ -101,15 +101,15 @@ def _request(count: int, transfers: bool) -> StepRequest:
 
 @cache
 def small_stages() -> list[StageGraphs]:
-    """Stages as they are loaded to measure links and the fixed seconds of a pass."""
+    """Return the stages that measure links and the fixed seconds of a pass."""
     counts = [nbytes // 4 for nbytes in NBYTES]
     return [probe_stage(0, 1, 4), *(probe_stage(n, 2, count) for count in counts for n in range(2))]
 
 
 def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
-    """A stage that passes a tensor of `count` floats on, or ends with its sum.
+    """Return a stage that passes on a tensor of `count` floats, or the last one, which sums it.
 
-    Its graph is written here: to trace it, torch would import its compiler, which takes a second.
+    The graph is written here: tracing it would import torch's compiler, which takes a second.
     """
     last = index == stages - 1
     role, name = (INPUT, "x") if index == 0 else (CUT, "t")

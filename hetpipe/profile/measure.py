@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 SMALL_DRIFT = 0.05
-"""Stored costs stay as they are below this drift, so that equal plans are made of them."""
+"""Stored costs do not change below this drift, so that they make equal plans."""
 
 log = logging.getLogger(__name__)
 
@@ -51,20 +51,21 @@ def profile(
     half_s: float = HALF_S,
     again: bool = False,
 ) -> dict[int, CostTable]:
-    """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
+    """Return a table per micro-batch size in `samples`, from the cache on disk where it is valid.
 
     All devices are measured at the same time, as they will run (`hetpipe.profile.rounds`). Times of
     a member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
-    measured while other work took part of the cores are marked. They serve now and later, with a
-    `ContentionWarning`, until `again` asks to measure what is stored once more. Stored costs are
-    corrected for a drift of the devices since they were measured.
-    `report` is told what a measurement took; it is not called if nothing is measured. Each of two
-    halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device whose
-    times cannot be believed, `ClusterError` for boards: their costs are modelled.
+    measured while other work used part of the cores are marked. They are used, now and later, with
+    a `ContentionWarning`, until `again` repeats all measurements. Stored costs are corrected for a
+    drift of the devices since they were measured.
+
+    `report` gets the effort of a measurement; nobody calls it if nothing is measured. Each of two
+    halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device without
+    credible times, `ClusterError` for boards: their costs are modelled.
     """
     if boards := [member.id for member in crew.cluster.described]:
         raise ClusterError(
-            f"{', '.join(boards)}: what is measured on numerics is no time of a board, so boards "
+            f"{', '.join(boards)}: a time measured on numerics is no time of a board, so boards "
             "are not profiled; plan with them, or name attached devices"
         )
     say = progress or (lambda text, done, total: None)
@@ -114,7 +115,7 @@ def profile(
 def stored_costs(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Those of the tables that an earlier `profile` has stored; nothing is measured."""
+    """Return the tables that an earlier `profile` has stored; measures nothing."""
     return _stored(_entries(captured, crew, optimizer, samples))
 
 
@@ -124,9 +125,9 @@ def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
 
 
 def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
-    """Stored tables, corrected where a device has drifted by more than a little."""
+    """Return stored tables, corrected where a device has drifted noticeably."""
     members = list(crew.infos)
-    # Tables of one profile have one probe, those of several can have probes of other programs.
+    # Tables of one profile share a probe; tables of several may have probes of other programs.
     now: dict[frozenset[tuple[str, int, int]], dict[str, Probe]] = {}
     corrected = {}
     for size, table in tables.items():
@@ -140,7 +141,7 @@ def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
 
 
 def _probes_of_any(tables: Mapping[int, CostTable]) -> dict[str, Probe]:
-    """Probes whose programs the next ones should have; none if there is no table."""
+    """Return probes whose programs the next probes should repeat; empty without tables."""
     return next((probes_of(table) for table in tables.values()), {})
 
 
@@ -160,13 +161,13 @@ def _listed(sizes: Sequence[int]) -> str:
 def _entries(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, str]:
-    """The names in the cache, by micro-batch size: they differ if costs may differ."""
+    """Return the names in the cache, by micro-batch size: they differ if costs may differ."""
     parts = cost_parts(captured, crew, optimizer)
     return {size: cache.key({**parts, "samples": size}) for size in samples}
 
 
 def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str, object]:
-    """Everything on which the costs of any micro-batch depend."""
+    """Return everything on which the costs of any micro-batch depend."""
     return {
         "model": captured.fingerprint,
         "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
@@ -180,7 +181,7 @@ def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str
 
 
 def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
-    """Warn that other work had a large share of the cores while these sizes were profiled."""
+    """Warn that other work used a large share of the cores while these sizes were profiled."""
     text = (
         f"other work took {foreign:.0%} of the cores (at most {contention.LIMIT:.0%} leaves costs "
         f"as they are) while micro-batches of {_listed(sizes)} were profiled: predictions by these "
@@ -191,7 +192,7 @@ def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
 
 
 def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
-    """The links, measured once, since they do not depend on the micro-batch size."""
+    """Return the links, measured once, since they do not depend on the micro-batch size."""
     for table in tables.values():
         return dict(table.links), table.step_overhead_s
     return measure_links(crew)
@@ -204,10 +205,10 @@ def _networks(
     sizes: Sequence[int],
     stages: dict[str, list[StageGraphs]],
 ) -> Iterator[tuple[list[str], Network]]:
-    """The network cut after every layer, in the operators of each backend, and the members that
-    have it; its stages go into `stages`, by backend.
+    """Yield, per backend, its members and the network cut after every layer in its operators.
 
-    Backends that compile ahead come first, and begin with the first size.
+    The network's stages go into `stages`, by backend. Backends that compile ahead come first, and
+    begin with the first size.
     """
     count = len(captured.layer_graph(sizes[0]).layers)
     members: dict[str, list[str]] = {}
@@ -235,8 +236,8 @@ def _device_costs(
     overheads_s: Mapping[str, float],
     beyond_s: Mapping[str, float],
 ) -> dict[str, DeviceCost]:
-    """The costs of all members. `beyond_s`, the engine's part of an action, is in each layer's
-    passes and in the fixed seconds, so it counts once for a stage."""
+    """Return the costs of all members. `beyond_s`, the engine's part of an action, is in each
+    layer's passes and in the fixed seconds, so it counts once for a stage."""
     devices = {}
     for member in crew.cluster.members:
         own = series[member.id]
@@ -261,7 +262,7 @@ def _device_costs(
 def layer_bytes(
     captured: Captured, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[LayerBytes, ...]:
-    """The bytes of every layer; every stage is one layer."""
+    """Return the bytes of every layer; every stage is one layer."""
     graph = captured.layer_graph(samples)
     return tuple(
         LayerBytes(
@@ -278,7 +279,7 @@ def layer_bytes(
 
 
 def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
-    """The parameters that several layers share; here every stage is one layer."""
+    """Return the parameters that several layers share; every stage is one layer."""
     sizes = {
         slot.name: slot.nbytes
         for stage in stages
@@ -290,7 +291,7 @@ def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, 
 
 
 def _empty_s(crew: Crew) -> dict[str, float]:
-    """The fixed seconds of any compute action, by member: those of the smallest graph."""
+    """Return the fixed seconds of any compute action, by member: the time of the smallest graph."""
     stage = probe_stage(0, 1, 4)
     arguments = {id: (stage, emulation) for id, emulation in crew.emulations.items()}
     taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)
@@ -298,7 +299,7 @@ def _empty_s(crew: Crew) -> dict[str, float]:
     for member, times_s in taken.items():
         name = f"{member} ({crew.infos[member].id})"
         if isinstance(times_s, str):
-            raise CostError(f"{name} cannot run the smallest graph there is: {times_s}")
+            raise CostError(f"{name} cannot run the smallest graph: {times_s}")
         samples = Samples.of(times_s)
         samples.check(f"{name}: the smallest graph")
         overheads_s[member] = samples.median_s

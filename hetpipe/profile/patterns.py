@@ -1,4 +1,4 @@
-"""Patterns: layers whose programs differ in names alone cost the same, and are measured once."""
+"""Patterns: layers whose programs differ only in names cost the same, and are measured once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.sdk.graph import graph_structure
 
 @dataclass(frozen=True)
 class Network:
-    """A network cut after every layer, with the graphs of one layer per pattern: the first one.
+    """A network cut after every layer, with the graphs of the first layer of each pattern.
 
     `layers` has the pattern of every layer, by number.
     """
@@ -25,28 +25,28 @@ class Network:
 
     @staticmethod
     def of(stages: Sequence[StageGraphs]) -> Network:
-        """The network of `stages`, a stage per layer."""
+        """Return the network of `stages`, a stage per layer."""
         numbers: dict[str, int] = {}
         layers = tuple(numbers.setdefault(pattern_of(stage), len(numbers)) for stage in stages)
         return Network(tuple(stages[layers.index(n)] for n in range(len(numbers))), layers)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The layer whose graphs stand for each pattern."""
+        """The first layer of each pattern, whose graphs stand for the pattern."""
         return tuple(self.layers.index(n) for n in range(len(self.patterns)))
 
     def nbytes(self, pattern: int, samples: int) -> int:
-        """Bytes that a forward of this pattern reads and writes."""
+        """Return the bytes that a forward of this pattern reads and writes."""
         forward = self.patterns[pattern].passes[samples].forward
         return sum(slot.nbytes for slot in (*forward.inputs, *forward.outputs))
 
 
 def pattern_of(stage: StageGraphs) -> str:
-    """A key of a stage's programs without the names of layers, values and nodes.
+    """Return a key of a stage's programs without the names of layers, values and nodes.
 
     Stages with equal keys have the same operators, arguments, shapes and dtypes at every size of
-    micro-batch, the same roles of inputs and outputs, and the same constants. Which inputs and
-    outputs are one value is part of it; names serve for nothing else.
+    micro-batch, the same roles of inputs and outputs, and the same constants. Aliasing of inputs
+    and outputs counts; names do not.
     """
     digest = hashlib.sha256()
     names: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Takes probes: short fixed programs on the devices of a crew, all at once as in training.
+"""Probes: short fixed programs on the devices of a crew, all at once as in training.
 
 The programs are graphs like a layer's: a square matrix product, and an elementwise pass over some
 MiB. They grow with the device until a run takes `ENOUGH_S`; later probes of a device have the sizes
@@ -32,19 +32,21 @@ TAKE_S = 0.02
 LEAST = 3  # runs of each program in a take
 
 Run = Callable[[], float]
-"""Runs a program and waits for it; its seconds."""
+"""Runs a program, waits for it, and returns its seconds."""
 Sizes = tuple[int, int]
 """Rows of the product's matrices, bytes that the elementwise pass reads."""
 Taken = tuple[list[float], list[float]]
-"""Seconds of every run of the two."""
+"""Seconds of every run of product and elementwise pass."""
 
 _own = threading.local()
 """A worker's programs: all its calls come on one thread, and workers may share a process."""
 
 
 def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes | None:
-    """Compile both programs, at the `sizes` of an earlier probe if there was one. Their sizes; None
-    if the device cannot run them."""
+    """Compile both programs, at the `sizes` of an earlier probe if there was one.
+
+    Returns their sizes; None if the device cannot run them.
+    """
     room = device.info.memory_nbytes // SHARE
     orders = [n for n in ORDERS if 12 * n * n <= room] if sizes is None else [sizes[0]]
     nbytes = [n for n in NBYTES if 2 * n <= room] if sizes is None else [sizes[1]]
@@ -57,9 +59,9 @@ def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes 
 
 
 def take(device: Device) -> Taken:
-    """Run both in turn for `TAKE_S`, and `LEAST` times at least."""
+    """Run both programs in turn for `TAKE_S`, and `LEAST` times at least."""
     product, elementwise = _own.runs
-    product()  # they find their own data in the caches, whatever ran before
+    product()  # brings its own data into the caches, whatever ran before
     elementwise()
     taken: Taken = ([], [])
     begin_s = time.perf_counter()
@@ -75,7 +77,7 @@ def release(device: Device) -> None:
 
 
 class Probes:
-    """Probes of some members of a crew; a context manager, which frees the programs.
+    """Probes members of a crew; a context manager, which frees the programs.
 
     Members whose devices cannot run the programs have no probe.
     """
@@ -92,16 +94,16 @@ class Probes:
 
     @property
     def orders(self) -> dict[str, int]:
-        """By member, the rows of the product's matrices."""
+        """Rows of the product's matrices, by member."""
         return {member: order for member, (order, _) in self._sizes.items()}
 
     def together(self, turns: int = 1) -> dict[str, Probe]:
-        """The probe of every member, while the others take theirs; the median of `turns`."""
+        """Probe all members at once, and return the median of `turns` probes for each."""
         taken = [self._take(list(self._sizes)) for _ in range(turns)]
         return {member: median_probe([one[member] for one in taken]) for member in self._sizes}
 
     def alone(self, member: str) -> Probe | None:
-        """The probe of a member while the others are idle."""
+        """Probe a member while the others are idle; None if its device cannot run the programs."""
         return self._take([member])[member] if member in self._sizes else None
 
     def _take(self, members: Sequence[str]) -> dict[str, Probe]:
@@ -115,7 +117,7 @@ class Probes:
         for subject, samples in (("product", product), ("elementwise pass", elementwise)):
             samples.check(f"{name}: the probe's {subject}")
             warn_of_bad(f"{name}: the probe's {subject}", samples)
-        # Means: an interruption of one run in ten slows training by as much as it slows them.
+        # Means: an interruption of one run in ten slows training as much as these runs.
         spread = max(product.spread, elementwise.spread)
         return Probe(product.mean_s, elementwise.mean_s, spread, *self._sizes[member])
 
@@ -123,12 +125,12 @@ class Probes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # else the workers may be gone
+        if error[0] is None:  # otherwise the workers may have ended
             self._crew.call(list(self._sizes), "hetpipe.profile.probe:release")
 
 
 def median_probe(probes: Sequence[Probe]) -> Probe:
-    """The probe of several, taken some time apart: their medians, and the spread between them."""
+    """Return one probe for several of the same programs: medians, and the spread among them."""
     if len(probes) == 1:
         return probes[0]
     product, elementwise = (
@@ -140,7 +142,7 @@ def median_probe(probes: Sequence[Probe]) -> Probe:
 
 
 def warn_of_bad(subject: str, samples: Samples) -> None:
-    """Warns of times that cannot be believed and were left out."""
+    """Warn of times that are not credible and do not count."""
     if samples.bad:
         text = (
             f"{subject} took {samples.bad[0]} s, which cannot be: {len(samples.bad)} of "
@@ -154,7 +156,7 @@ PRODUCT, ELEMENTWISE = (torch.ops.aten.mm.default, 2), (torch.ops.aten.neg.defau
 
 
 def probe_graphs(order: int, nbytes: int) -> dict[str, bytes]:
-    """The programs of a probe of these sizes, by name, as `dump_graph` writes them."""
+    """Return the programs of a probe of these sizes, by name, as `dump_graph` writes them."""
     product = graph_of(*PRODUCT, (order, order))
     elementwise = graph_of(*ELEMENTWISE, (nbytes // 4,))
     return {
@@ -181,7 +183,7 @@ def _fitting(
     sizes: Sequence[int],
     make: Callable[[Device, int], tuple[Executable, list[Buffer]] | None],
 ) -> tuple[int, Run] | None:
-    """The first of these sizes at which a run takes long enough, or the last; and the run."""
+    """Return the first size at which a run takes long enough, or the last; and the run."""
     for size in sizes:
         program = make(device, size)
         if program is None:

@@ -1,4 +1,4 @@
-"""The matrix products that operators consist of, by the shapes of their arguments."""
+"""The matrix products of operators, from the shapes of their arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hetpipe.cost.work import ProductShape
 
 
 def products(name: str, arguments: Sequence[Any], result: Any) -> tuple[ProductShape, ...]:
-    """Those of the operator `name`, which has tensors among its arguments; empty if it has none.
+    """Return the matrix products of the operator `name`; empty for other operators.
 
-    Of a gradient those that its mask asks for.
+    For a backward operator, only the products that `output_mask` requests.
     """
     of = _OPERATORS.get(name)
     return () if of is None else of(arguments, result)
@@ -40,7 +40,7 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[Produc
     want_x, want_weight = arguments[10][:2]
     shapes = [_pixels_of(dy, weight, x, groups)] if want_x else []
     if want_weight:
-        inner = x if transposed else dy  # its pixels count: those that windows belong to
+        inner = x if transposed else dy  # each of its pixels has a window
         pixels = inner.shape[0] * math.prod(inner.shape[2:])
         shapes.append(
             ProductShape(groups, weight.shape[0] // groups, math.prod(weight.shape[1:]), pixels)
@@ -49,9 +49,9 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[Produc
 
 
 def _pixels_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, groups: int) -> ProductShape:
-    """Every pixel of y sums the taps of all channels of x in its group.
+    """Return the product in which every pixel of y sums the taps of all channels of x in its group.
 
-    So it is in a gradient where windows have steps: taps between them are multiplied with zeros.
+    It also counts for a gradient with strides: taps between windows are multiplied with zeros.
     """
     taps = math.prod(weight.shape[2:])
     pixels = y.shape[0] * math.prod(y.shape[2:])

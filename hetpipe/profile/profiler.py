@@ -1,15 +1,15 @@
 """Measures the layers of a network on a device, inside the device's own worker.
 
 The network is cut after every layer. Layers of one pattern (`hetpipe.profile.patterns`) are
-compiled and run once. A round goes forward through the network in its order, and back again, as a
-micro-batch does. The layers that it leaves out would have used the caches: in their place as many
-bytes are passed over, at most `MOST_STIRRED`. A tensor that they would have handed on is written
-again just before it is read, so a layer finds its input as in training. Each pattern has weights of
-its own, which no round changes: what a backend keeps of steady inputs serves as it does between two
-updates.
+compiled and run once. A round walks forward through the network in its order, and back again, as a
+micro-batch does. A layer that the round skips would have used the caches, so the round reads and
+writes as many other bytes, at most `MOST_STIRRED`. A tensor that a skipped layer would have passed
+on is written again just before its reader, so a layer finds its input in the caches, as it does in
+training. Each pattern has separate weights, which no round changes: a backend may keep packed
+weights, as it does between two updates.
 
 The controller calls `prepare`, `rounds`, `updates` and `release` on all workers at once
-(`hetpipe.profile.rounds`), and makes costs of the times.
+(`hetpipe.profile.rounds`), and estimates costs from the times.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from hetpipe.worker.emulation import OWN_SPEED, Emulation
 
 Environment = dict[tuple[str, str], Buffer]
 Place = tuple[int, int, int]
-"""Of a time: micro-batch size, pattern and pass. An update has the size 0."""
+"""The key of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
 FORWARD, BACKWARD, UPDATE = range(3)
-RULES = 6  # version of the measurement: cached costs of another one are not read
+RULES = 6  # version of the measurement: a cache entry of another version is not used
 ROUNDS = 12  # of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 
 @dataclass
 class Taken:
-    """What a worker measured: times by place, and the seconds of each round over all sizes."""
+    """The times that a worker measured, by place, and the seconds of each round over all sizes."""
 
     times_s: dict[Place, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds_s: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Why patterns cannot run, by number; how many graphs were compiled, and run once."""
+    """Why patterns cannot run, by number; and how many graphs were compiled, and run once."""
 
     refused: dict[int, str]
     compilations: int
@@ -75,15 +75,15 @@ class Prepared:
 
 
 _own = threading.local()
-"""The session of a worker, all of whose calls come on one thread; workers may share a process."""
+"""The session of a worker, whose calls all come on one thread; workers may share a process."""
 
 
 def prepare(
     device: Device, network: Network, sizes: Sequence[int], emulation: Emulation, seed: int = 0
 ) -> Prepared:
-    """Compile the patterns, and run each once; they wait for `rounds`.
+    """Compile the patterns, and run each once; then `rounds` can measure them.
 
-    Some runtimes compile when a program first runs. A speed below 1 is emulated from then on.
+    Some runtimes compile a program at its first run. A speed below 1 is emulated from then on.
     """
     session = _own.session = Session(device, network, seed=seed)
     taken = Taken()
@@ -95,9 +95,9 @@ def prepare(
 
 
 def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Taken:
-    """One round or more, up to `most`, for `least_s` seconds.
+    """Run rounds, at least one and up to `most`, for `least_s` seconds.
 
-    A round goes through the network at one size after another, with the `active` patterns of each.
+    A round walks through the network at one size after another, with the `active` patterns of each.
     """
     session: Session = _own.session
     taken = Taken()
@@ -113,15 +113,15 @@ def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, 
 
 
 def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Taken, Taken]:
-    """All updates, the passes that follow them, and those that follow these: `least` times or more,
-    for `least_s` seconds.
+    """Run all updates and two passes after each, at least `least` times, for `least_s` seconds.
 
-    The first passes find new weights, which are not in the caches and must be packed again. How
-    long that takes does not depend on the micro-batch, and is seen best beside a small one.
+    Returns the times of updates and first passes, and of second passes. The first passes find new
+    weights, which are not in the caches and must be packed again. That extra time does not depend
+    on the micro-batch, and is most visible beside a small one.
     """
     session: Session = _own.session
     after, usual = Taken(), Taken()
-    session.walk(size, session.able, Taken())  # finds the caches as others left them
+    session.walk(size, session.able, Taken())  # brings its own data into the caches
     begin_s = time.perf_counter()
     while len(usual.rounds_s) < least or time.perf_counter() - begin_s < least_s:
         start_s = time.perf_counter()
@@ -133,13 +133,12 @@ def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Take
 
 
 def release(device: Device) -> None:
-    """Free all that was prepared."""
+    """Free everything that was prepared."""
     del _own.session
 
 
 def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[float] | str:
-    """Seconds of every forward of the smallest stage there is, for one sample; or why it cannot
-    run."""
+    """Return the seconds of every forward of a tiny stage, for one sample; or why it cannot run."""
     session, taken = Session(device, Network.of([stage]), emulation), Taken()
     if session.refused:
         return session.refused[0]
@@ -186,10 +185,10 @@ class Session:
         self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
     def walk(self, size: int, active: frozenset[int], taken: Taken) -> None:
-        """One micro-batch forward through the network and back, by the `active` patterns."""
+        """Run one micro-batch forward through the network and back, by the `active` patterns."""
         order = range(len(self._network.layers))
         fresh: set[tuple[str, str]] = set()  # tensors written in this walk
-        skipped = 0  # bytes of the layers left out since the last one that ran
+        skipped = 0  # bytes of the layers skipped since the last one that ran
         for which, layers in ((FORWARD, order), (BACKWARD, reversed(order))):
             begin, ahead_s = clock.begin(), 0.0
             for layer in layers:
@@ -203,14 +202,14 @@ class Session:
             clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def update(self, taken: Taken) -> None:
-        """The updates of all patterns."""
+        """Run the updates of all patterns."""
         begin, ahead_s = clock.begin(), 0.0
         for pattern in sorted(self.able):
             ahead_s += self._run((0, pattern, UPDATE), 0, taken, set())
         clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> float:
-        """The seconds by which the device is ahead of its emulated speed afterwards."""
+        """Run a pass, and return the seconds by which the device is ahead of its emulated speed."""
         if place not in self._programs:
             return 0.0
         program, executable = self._programs[place]
@@ -237,7 +236,7 @@ class Session:
         return ahead_s
 
     def _input(self, slot: Slot, size: int, pattern: int, fresh: set[tuple[str, str]]) -> Buffer:
-        """The buffer of an input, made up unless something has written it; see the module."""
+        """Return the buffer of an input, with made-up values unless a pass has written it."""
         room = self._room(slot, size, pattern)
         handed = slot.role in _HANDED and slot.key not in fresh
         if handed or slot.key not in room:
@@ -253,7 +252,7 @@ class Session:
         return room[slot.key]
 
     def _room(self, slot: Slot, size: int, pattern: int) -> Environment:
-        if slot.role == SAVED:  # the names of saved tensors are a layer's own
+        if slot.role == SAVED:  # each layer has its own names of saved tensors
             return self._saved[size, pattern]
         return self._passing[size] if slot.role in _PASSING else self._kept
 

@@ -1,10 +1,10 @@
 """Rounds: all devices of a crew measure the patterns of a network at the same time.
 
-A slice is some rounds of every worker, and then a probe. All sizes of micro-batches take turns
-within a round, and all devices work on until the slowest has done its round, so a disturbance hits
-all alike. A pattern whose median is known well enough is left out of further rounds. There are two
-halves, some time apart; of halves that other work disturbed only the least disturbed one counts,
-and none if the other was quiet. So each half measures everything.
+A slice consists of some rounds of every worker, and then a probe. All sizes of micro-batches take
+turns within a round, and all devices continue until the slowest has ended its round, so a
+disturbance affects all of them. Later rounds skip a pattern whose median is known precisely. There
+are two halves, some time apart. If other work disturbed one half, only the other counts; if it
+disturbed both, only the less disturbed one. So each half measures everything.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hetpipe.profile.profiler import Prepared, Taken
 LEAST = 3  # slices in a half
 MOST = 50  # rounds in a slice
 SLICE_S = 0.1
-HALF_S = 0.3  # a half's least: shares of cores are counted in hundredths of a second
-BUDGET_S = 0.6  # a half's most for each size, after the least slices
+HALF_S = 0.3  # least seconds of a half: shares of cores are counted in hundredths of a second
+BUDGET_S = 0.6  # most seconds of a half for each size, after the least slices
 UPDATES = 2  # at least
 ALONE = 2  # rounds of a device alone, after a half
 
@@ -35,7 +35,7 @@ WORKER = "hetpipe.profile.profiler"
 
 @dataclass(frozen=True)
 class Effort:
-    """What a profile took, over all devices."""
+    """The effort of a profile, over all devices."""
 
     layers: int
     patterns: int
@@ -46,7 +46,7 @@ class Effort:
 
 @dataclass
 class _Half:
-    """The slices of a half, and the share of the cores that other work took in it."""
+    """The slices of a half, and the share of the cores that other work used during it."""
 
     taken: dict[str, list[Taken]]
     probes: dict[str, list[Probe]] = field(default_factory=dict)
@@ -54,10 +54,10 @@ class _Half:
 
 
 class Rounds:
-    """The measurement of a network.
+    """Measures a network on all members of a crew.
 
-    `networks` has it in the operators of each backend, with the members that have that backend. The
-    members of one compile it while the next one is made.
+    `networks` has the network in the operators of each backend, with the backend's members. The
+    members of one backend compile while the network of the next is traced.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Rounds:
         self._alone_probes: dict[str, list[Probe]] = {member: [] for member in self._members}
         self._updates: dict[str, tuple[Taken, Taken]] = {}
         self._able = {member: list(self._series(member, ()).able) for member in self._members}
-        self._slice_s = SLICE_S  # the first round of all tells little of the others
+        self._slice_s = SLICE_S  # the first round says little about the others
 
     def half(self, probes: Probes) -> float:
-        """Measure until all patterns are known well enough, or time is up.
+        """Measure until all patterns are known precisely, or time is up.
 
-        Returns the share of the cores that other work took.
+        Returns the share of the cores that other work used.
         """
         half = _Half({member: [] for member in self._members})
         self._halves.append(half)
@@ -119,9 +119,9 @@ class Rounds:
         return half.foreign
 
     def finish(self) -> dict[str, Series]:
-        """Measure the updates, and free what the workers have prepared. The rounds that count.
+        """Measure the updates, free the workers' programs, and return the rounds that count.
 
-        Raises `CostError` for times that cannot be believed.
+        Raises `CostError` if times are not credible.
         """
         size = min(self._sizes)
         taken = self._crew.call(self._members, f"{WORKER}:updates", size, UPDATES, self._half_s)
@@ -134,7 +134,7 @@ class Rounds:
 
     @property
     def foreign(self) -> float:
-        """The share of the cores that other work took while the rounds that count were run."""
+        """The share of the cores that other work used during the rounds that count."""
         return max(half.foreign for half in self._counting)
 
     @property
@@ -153,7 +153,7 @@ class Rounds:
         )
 
     def probes(self, member: str) -> tuple[Probe | None, Probe | None]:
-        """The probe of a member beside the others, and that of it alone if there are others."""
+        """Return the probes of a member beside the others, and alone; None where there is none."""
         beside = [probe for half in self._counting for probe in half.probes.get(member, [])]
         alone = self._alone_probes[member]
         series = self._series(member, self._counting)
@@ -186,7 +186,7 @@ class Rounds:
         return dict.fromkeys(self._sizes, self._able[member])
 
     def _uncertain(self, member: str, half: _Half) -> dict[int, list[int]]:
-        """By size, the patterns to measure again; sizes without any are left out."""
+        """Return the patterns to measure again, by size; a size without any is absent."""
         series = self._series(member, [half])
         uncertain = {size: series.uncertain(size) for size in self._sizes}
         return {size: patterns for size, patterns in uncertain.items() if patterns}
@@ -204,11 +204,11 @@ class Rounds:
         return self._crew.call_each(f"{WORKER}:rounds", arguments)
 
     def _slowest_s(self, latest: Mapping[str, Taken]) -> float:
-        """The length of a slice in which the slowest device ends a round."""
+        """Return the length of a slice in which the slowest device ends a round."""
         return max(SLICE_S, *(min(taken.rounds_s) for taken in latest.values()))
 
     def _measure_alone(self, probes: Probes) -> None:
-        """Some rounds of each device while the others are idle, at the smallest size."""
+        """Run some rounds of each device while the others are idle, at the smallest size."""
         if len(self._members) == 1:
             return
         for member in self._members:

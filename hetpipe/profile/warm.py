@@ -1,6 +1,6 @@
-"""Runs the small programs of a measurement once, so that what a runtime compiles for them is there.
+"""Runs the small programs of a measurement once, so that the runtime has compiled them.
 
-The workers do it while the controller captures the model.
+The workers do so while the controller captures the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _own = threading.local()
 
 
 def begin(crew: Workers) -> None:
-    """Have all workers warm up, and go on meanwhile. A second time it does nothing."""
+    """Start the warm-up of all workers, without waiting. A second call does nothing."""
     stages = small_stages()
     arguments = {member.id: (stages,) for member in crew.cluster.members}
     crew.begin_each("hetpipe.profile.warm:warm_up", arguments)

@@ -1,4 +1,4 @@
-"""Simulation: a schedule on a virtual clock gives a timeline."""
+"""Simulation: runs a schedule on a virtual clock, and returns its timeline."""
 
 from typing import TYPE_CHECKING
 

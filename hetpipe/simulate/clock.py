@@ -1,13 +1,13 @@
 """Clock: the simulator's rules for any schedule (`hetpipe.simulate.simulator` states them).
 
-Each row is a generator. It goes on until something takes time, and yields when that ends:
+Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
-    pass, update        at once known, unless lanes share the device
-    receive             when the message arrives; if it has not been sent, the send will say
-    after sums          when the last of them ends; if one has not begun, that one will say
+    pass, update        known at once, unless lanes share the device
+    receive             the arrival of the message; if nobody has sent it, the send sets the event
+    after sums          the end of the last sum; if one has not begun, that sum sets the event
 
-Where nothing shares a medium, the end of a message or sum is known when it is posted, and is a
-number. Else messages and sums have events of their own (`hetpipe.simulate.network`).
+If nothing shares a medium, the end of a message or sum is known when it is posted, and is a number.
+Otherwise messages and sums have separate events (`hetpipe.simulate.network`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hetpipe.simulate.steps import COMPUTE, RECEIVE, SEND, SUM, Step, Steps
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Row = Generator[float | None, float, None]
-"""Yields when it goes on, or None if something else will set that event; takes the time then."""
+"""Yields the time at which it resumes, or None if another row sets that event; is sent the time."""
 
 NOTHING, SUMS = -1, -2
-"""In place of the key of a message that a row waits for."""
+"""Special values for the key of the message that a row waits for."""
 
 
 class Clock:
@@ -41,11 +41,11 @@ class Clock:
         self._events: list[Event] = []
         self._media = Media(self._events)
         self._network = Network(self._media, len(schedule)) if times.shares_media else None
-        self._free_s: dict[Channel, float] = {}  # when it is free; without a network
+        self._free_s: dict[Channel, float] = {}  # when a channel is free; without a network
         self._open: dict[tuple[int, int], int] = {}  # loads by key and target; with a network
-        self._targets: dict[int, list[int]] = {}  # of a message, the rows that receive it
-        self._takers: Counter[int] = Counter()  # of a sum, the number of rows that take part
-        self._gathering: dict[int, list[int]] = {}  # those that have come to it
+        self._targets: dict[int, list[int]] = {}  # rows that receive a message, by its key
+        self._takers: Counter[int] = Counter()  # number of rows in a sum, by its key
+        self._gathering: dict[int, list[int]] = {}  # rows that have reached a sum, by its key
         steps = Steps(times)
         self._steps = [[steps[action.op, action.stage] for action in row] for row in schedule]
         for row, (own, actions) in enumerate(zip(self._steps, schedule, strict=True)):
@@ -56,12 +56,12 @@ class Clock:
                     self._takers[step.key(action.number)] += 1
         self._arrivals_s: list[dict[int, float]] = [{} for _ in schedule]  # by row and key
         self._awaited = [NOTHING] * len(schedule)  # the key of the message that a row waits for
-        self._waits_at = [0] * len(schedule)  # the index of the action that waits for it
-        self._sums = [0] * len(schedule)  # that a row has begun, and that have not ended
-        self._summed_s = [0.0] * len(schedule)  # when the last one that has ended, did
+        self._waits_at = [0] * len(schedule)  # the index of the action that waits
+        self._sums = [0] * len(schedule)  # number of sums that a row has begun and not ended
+        self._summed_s = [0.0] * len(schedule)  # when the row's last sum ended
 
     def run(self) -> None:
-        """Go through all events. Rows that are `stuck` then will be for ever."""
+        """Process all events. Rows that are `stuck` afterwards wait for ever."""
         events, rows = self._events, len(self._schedule)
         resume = []
         for number in range(rows):
@@ -82,7 +82,7 @@ class Clock:
 
     @property
     def stuck(self) -> dict[int, Action]:
-        """By row, the action that waits for what has not been sent, or for a sum."""
+        """The action, by row, that waits for a message that nobody sends, or for a sum."""
         return {
             row: self._schedule[row][self._waits_at[row]]
             for row, awaited in enumerate(self._awaited)
@@ -90,10 +90,10 @@ class Clock:
         }
 
     def _row(self, row: int) -> Row:
-        """Do the actions of a row in order."""
+        """Run the actions of a row in order."""
         actions, arrivals_s, record = self._schedule[row], self._arrivals_s[row], self.spans.append
         is_lane = self._lanes[self._workers[row]] > 1
-        network, first_s = self._network, None  # when the pass before made its first chunk
+        network, first_s = self._network, None  # end of the previous pass's first chunk
         meets_others = is_lane or network is not None
         now_s = yield None
         for index, step in enumerate(self._steps[row]):
@@ -130,16 +130,16 @@ class Clock:
         yield None
 
     def _until_s(self, row: int, work_s: float, now_s: float) -> float | None:
-        """When the row's device will have done some work; None if its other lanes decide that."""
+        """Return when the row's device has done this work; None if other lanes decide that."""
         if self._lanes[self._workers[row]] == 1:
             return now_s + work_s
         self._media.begin(row, work_s, (self._workers[row],), now_s)
         return None
 
-    # Results that leave in chunks, from the first one on.
+    # Results that leave in chunks, beginning with the first.
 
     def _is_sent_next(self, row: int, index: int) -> bool:
-        """Whether the action after that at `index` sends its result."""
+        """Whether the action after `index` sends the result of the action at `index`."""
         actions = self._schedule[row]
         if index + 1 == len(actions):
             return False
@@ -148,7 +148,7 @@ class Clock:
         return same and sender.number == maker.number
 
     def _send_early(self, network: Network, row: int, index: int, now_s: float) -> None:
-        """Put a message on its edges, whose media others share, before it is complete."""
+        """Put an incomplete message on its edges, whose media others share."""
         step, action = self._steps[row][index], self._schedule[row][index]
         key, worker = step.key(action.number), self._workers[row]
         for target in self._targets.get(key, ()):
@@ -161,7 +161,7 @@ class Clock:
     def _post(
         self, row: int, step: Step, action: Action, first_s: float | None, now_s: float
     ) -> None:
-        """Put a message on its edges, behind those already there; within a worker it is free."""
+        """Queue a message on its edges; a message within a worker is free."""
         key, worker = step.first_key + step.key_step * action.number, self._workers[row]
         for target in self._targets.get(key, ()):
             if self._workers[target] == worker:
@@ -171,7 +171,7 @@ class Clock:
                 latency_s, occupancy_s, _ = step.transfer or self._transfer(action)
                 start_s = max(now_s if first_s is None else first_s, self._free_s.get(edge, 0.0))
                 left_s = start_s + occupancy_s
-                if first_s is not None:  # at least the last chunk leaves now
+                if first_s is not None:  # the last chunk, at least, leaves now
                     left_s = max(left_s, now_s + occupancy_s / step.chunks)
                 self._free_s[edge] = left_s
                 self._arrive(row, target, action, key, start_s, left_s + latency_s)
@@ -190,14 +190,14 @@ class Clock:
         return Load(action, key, (row, target), transfer, (edge,), is_open=is_open)
 
     def _transfer(self, action: Action) -> Transfer:
-        """The cost of a message between tied stages, of which its number names one."""
+        """Return the cost of a message between tied stages, which depends on its number."""
         assert action.message is not None
         return self._times.transfer(action.message)
 
     def _arrive(
         self, row: int, target: int, action: Action, key: int, start_s: float, end_s: float
     ) -> None:
-        """A message arrives at `end_s`, or will."""
+        """Record that a message arrives at `end_s`, now or later."""
         self.spans.append((row, action, start_s, end_s))
         self._arrivals_s[target][key] = end_s
         if self._awaited[target] == key:
@@ -205,7 +205,7 @@ class Clock:
             heappush(self._events, (end_s, target, ALONE))
 
     def _leave(self, number: int, now_s: float) -> None:
-        """A message or a sum has left its media."""
+        """Record that a message or a sum has left its media."""
         assert self._network is not None
         load = self._network.leave(number, now_s)
         if load is None or load.start_s is None:
@@ -220,7 +220,7 @@ class Clock:
     # Sums over replicas.
 
     def _gather(self, row: int, step: Step, action: Action, now_s: float) -> None:
-        """A row has come to a sum; the last begins it."""
+        """Record that a row has reached a sum; the last row begins it."""
         self._sums[row] += 1
         key = step.key(action.number)
         rows = self._gathering.setdefault(key, [])
@@ -239,7 +239,7 @@ class Clock:
         self._summed(rows, action, start_s, end_s)
 
     def _summed(self, rows: Sequence[int], action: Action, start_s: float, end_s: float) -> None:
-        """A sum ends at `end_s`, or will."""
+        """Record that a sum ends at `end_s`, now or later."""
         for row in rows:
             self.spans.append((row, action, start_s, end_s))
             self._sums[row] -= 1
@@ -251,7 +251,7 @@ class Clock:
     def _wait_for_sums(
         self, row: int, index: int, now_s: float
     ) -> Generator[float | None, float, float]:
-        """Wait for all sums that the row has begun. Returns the time then."""
+        """Wait for all sums that the row has begun. Returns the time of the last end."""
         if self._sums[row]:
             self._awaited[row], self._waits_at[row] = SUMS, index
             now_s = yield None

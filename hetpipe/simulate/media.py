@@ -1,4 +1,4 @@
-"""Media: work that shares devices, buses and links evenly."""
+"""Media: divide devices, buses and links evenly among their work."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 Event = tuple[float, int, int]
-"""Seconds, the number of a row or a flow, and ALONE or the flow's state for which it was set."""
+"""Seconds, the number of a row or a flow, and ALONE or the flow's state when it was set."""
 
 ALONE = -1
-"""In an event: nothing but the time decides when it happens."""
+"""The state of an event whose time never changes."""
 
 Medium = int | str  # a worker's device, or a shared medium by name
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A flow on several media, or one that may get more work."""
+    """A flow on several media, or a flow that may get more work."""
 
     media: Sequence[Medium]
-    left_s: float  # seconds of work that were left at `since_s`, if it were alone
+    left_s: float  # seconds of work left at `since_s`, on free media
     since_s: float
     is_open: bool  # more work may come, so it does not end
-    among: int = 1  # it goes on at 1 / this number
+    among: int = 1  # its speed is 1 / this number
     state: int = 0
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A medium. The flows on it alone all go at one speed, so they end in the order of their work.
+    """A medium. Flows on this medium alone have one speed, so they end in the order of their work.
 
-    A clock of their common work saves setting all their ends anew whenever the speed changes: a
-    flow that begins at 5 s of it and takes 2 s alone ends at 7 s.
+    A clock of their common work makes it unnecessary to reset all ends whenever the speed changes:
+    a flow that begins at 5 s of common work and takes 2 s alone ends at 7 s.
     """
 
     flows: dict[int, _Flow] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Shared:
         return len(self.flows) + len(self.ends)
 
     def go_on(self, now_s: float) -> None:
-        """Do the common work until now."""
+        """Advance the common work to `now_s`."""
         if self.ends:
             self.done_s += (now_s - self.since_s) / self.among
         else:
@@ -58,16 +58,16 @@ class _Shared:
 
 
 class Media:
-    """Flows, each at 1 / the greatest number of flows among its media.
+    """Flows, each with a speed of 1 / the largest number of flows on any of its media.
 
-    An event is set for the end of each flow, of those on one medium alone for the first. When the
-    speed of a flow changes, its state does too, and the event that was set before means nothing.
+    Each flow has an event for its end; flows on one medium alone have one event, for the first end.
+    When the speed of a flow changes, so does its state, and the earlier event becomes invalid.
     """
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self._flows: dict[int, _Flow] = {}
-        self._alone: dict[int, _Shared] = {}  # by flow, the one medium that it is on
+        self._alone: dict[int, _Shared] = {}  # the medium of a flow that is on one alone
         self._on: dict[Medium, _Shared] = defaultdict(_Shared)
         self._states = 0
 
@@ -79,7 +79,7 @@ class Media:
         now_s: float,
         is_open: bool = False,
     ) -> None:
-        """Begin a flow that would take `work_s` alone."""
+        """Begin a flow that takes `work_s` on free media."""
         if len(media) == 1 and not is_open:
             shared = self._on[media[0]]
             shared.go_on(now_s)
@@ -96,7 +96,7 @@ class Media:
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
-        """Whether the flow ends now: its event was set for its present state, and it is closed."""
+        """Whether the flow ends now: the event has its present state, and it is closed."""
         if (shared := self._alone.get(number)) is not None:
             if shared.state != state:
                 return False
@@ -117,7 +117,7 @@ class Media:
         return True
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """Let an open flow end, after `least_s` seconds of work from now or more."""
+        """Close an open flow: it ends after `least_s` seconds of work from now, or more."""
         flow = self._flows[number]
         done_s = (now_s - flow.since_s) / flow.among
         flow.left_s, flow.since_s = max(flow.left_s - done_s, least_s), now_s
@@ -125,12 +125,12 @@ class Media:
         self._set(number, flow)
 
     def _share(self, media: Sequence[Medium], now_s: float) -> None:
-        """Give all flows on these media their present speed."""
+        """Update the speed of all flows on these media."""
         for medium in media:
             self._share_one(self._on[medium], now_s)
 
     def _share_one(self, shared: _Shared, now_s: float) -> None:
-        """Give all flows on a medium their present speed."""
+        """Update the speed of all flows on a medium."""
         count = len(shared.flows) + len(shared.ends)
         if shared.ends:
             if shared.since_s != now_s:

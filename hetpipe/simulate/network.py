@@ -1,4 +1,4 @@
-"""Network: messages and sums that wait for their edges, and then share media."""
+"""Network: queues messages and sums for their edges, and then puts them on their media."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from hetpipe.simulate.media import Media
 from hetpipe.simulate.times import Transfer
 
 Channel = int | tuple[int, int]
-"""What carries one load at a time: a worker's sums, or an edge from worker to worker."""
+"""Carries one load at a time: a worker's sums, or an edge from worker to worker."""
 
 
 @dataclass(slots=True)
 class Load:
-    """A message or a sum on its way."""
+    """A message or a sum under way."""
 
     action: Action
     key: int
-    rows: Sequence[int]  # sender and receiver, or all that sum
+    rows: Sequence[int]  # sender and receiver, or all rows of a sum
     transfer: Transfer
     channels: Sequence[Channel]
-    hold_s: float = 0.0  # how long it holds its channels after it has left the media
-    is_open: bool = False  # whether its pass is still under way
-    start_s: float | None = None  # when it has all its channels
+    hold_s: float = 0.0  # seconds for which it holds its channels after leaving the media
+    is_open: bool = False  # whether its pass is still running
+    start_s: float | None = None  # when it got all its channels
 
 
 class Network:
-    """Channels, each with its loads in the order of coming. The first ones are on their media."""
+    """Channels with their queues of loads. The first load of each queue is on its media."""
 
     def __init__(self, media: Media, first_number: int) -> None:
         self._media = media
-        self._next = first_number  # a load's number is that of its flow
+        self._next = first_number  # a load and its flow have the same number
         self._loads: dict[int, Load] = {}
         self._queues: dict[Channel, deque[int]] = defaultdict(deque)
 
     def put(self, load: Load, now_s: float) -> int:
-        """Put a load behind those that are there; it begins if there are none. Its number."""
+        """Queue a load, begin it if its channels are free, and return its number."""
         number, self._next = self._next, self._next + 1
         self._loads[number] = load
         for channel in load.channels:
@@ -47,16 +47,16 @@ class Network:
         return number
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """The pass of an open load has ended: what is left takes `least_s` alone, or more."""
+        """Note that the pass of an open load has ended: the last part takes `least_s` or more."""
         load = self._loads[number]
         load.is_open = False
         if load.start_s is not None:
             self._media.close(number, least_s, now_s)
 
     def leave(self, number: int, now_s: float) -> Load | None:
-        """Free the channels of a load that has left its media, and begin those behind it.
+        """Free the channels of a load that has left its media, and begin the next loads.
 
-        Returns None if it holds them for a time.
+        Returns None if it still holds them for a time.
         """
         load = self._loads[number]
         if load.hold_s:

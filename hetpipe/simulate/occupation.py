@@ -1,4 +1,4 @@
-"""Occupation: the shares of a step in which workers compute, and the causes of the rest."""
+"""Occupation: the share of a step in which workers compute, and why they do not in the rest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Occupation:
     """Shares of a step, means over the workers; their sum is 1.
 
     A worker that does not compute waits for a message that has not left yet (`waiting`, for another
-    worker or at the step's end) or is on its way (`transfer`); all else is the `engine`, also the
-    controller's time before and after the spans.
+    worker or at the step's end) or is under way (`transfer`). All other time is the `engine`'s,
+    including the controller's time before and after the spans.
     """
 
     computing: float
@@ -34,7 +34,7 @@ class Occupation:
 
 
 def occupation(timeline: Timeline) -> Occupation:
-    """The occupation of a step; all of it is the engine's if it has no spans."""
+    """Return the occupation of a step; the engine has all of it if there are no spans."""
     if not timeline.spans:
         return Occupation(0.0, 0.0, 1.0, 0.0)
     begin_s, end_s = min(s.start_s for s in timeline.spans), max(s.end_s for s in timeline.spans)
@@ -42,7 +42,7 @@ def occupation(timeline: Timeline) -> Occupation:
     sends = {s.action.message: s for s in timeline.spans if s.action.op.is_send}
     computing_s = transfer_s = waiting_s = 0.0
     for worker in range(len(timeline.workers)):
-        at_s = begin_s  # the worker has computed until then
+        at_s = begin_s  # the worker's time is accounted for until then
         own = [s for s in timeline.spans if s.worker == worker and s.action.op.is_compute]
         for span in sorted(own, key=lambda span: span.start_s):
             receive = of_action.get(_receive_before(span.action))
@@ -61,7 +61,7 @@ def occupation(timeline: Timeline) -> Occupation:
 
 
 def _receive_before(action: Action) -> Action:
-    """The action that receives the input of a pass; the action itself if it needs none."""
+    """Return the action that receives the input of a pass; the action itself if it needs none."""
     return replace(action, op=BEFORE.get(action.op, action.op))
 
 

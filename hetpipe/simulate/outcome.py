@@ -1,4 +1,4 @@
-"""Outcome: what a step costs each worker and link: its bubble, its memory over time, its bytes."""
+"""Outcome: the cost of a step for each worker and link: bubble, memory over time, bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Array = np.ndarray[Any, Any]
 class Memory:
     """Bytes of a stage.
 
-    `resident_nbytes` lives for ever: weights, gradients, optimizer state, buffers. A micro-batch
-    keeps `saved_nbytes` from its forward's start to its backward's end. Where a backward has two
-    halves, they live until the first half ends, and `deferred_nbytes` of them until the second
-    does. `cut_nbytes` crosses to the next stage, and as gradients back.
+    `resident_nbytes` never changes: weights, gradients, optimizer state, buffers. A micro-batch
+    keeps `saved_nbytes` from its forward's start to its backward's end. If a backward has two
+    halves, it keeps them until the first half ends, and `deferred_nbytes` of them until the second
+    half ends. `cut_nbytes` crosses to the next stage, and back as gradients.
     """
 
     resident_nbytes: int = 0
@@ -50,7 +50,7 @@ class MemoryUse:
 class Outcome:
     """A step by worker; its bubble is 1 - its busy share. Lanes of a worker count together.
 
-    Replicas that do the same row count as one worker, since a timeline has one row for them.
+    Replicas with the same row count as one worker, since a timeline has one row for them.
     """
 
     workers: tuple[str, ...]
@@ -58,7 +58,7 @@ class Outcome:
     bubble: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
     link_nbytes: Mapping[tuple[int, int], int]
-    """By source and target worker, bytes of activations and their gradients."""
+    """Bytes of activations and their gradients, by source and target worker."""
 
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ class Outcome:
 
 
 def outcome(timeline: Timeline, memory: Sequence[Memory]) -> Outcome:
-    """The outcome of a step, with `memory` by stage.
+    """Return the outcome of a step, with `memory` by stage.
 
-    Raises `ScheduleError` if there is memory for another number of stages.
+    Raises `ScheduleError` if `memory` has another number of stages.
     """
     stages = 1 + max((span.action.stage for span in timeline.spans), default=-1)
     if stages != len(memory):
@@ -95,7 +95,7 @@ def outcome(timeline: Timeline, memory: Sequence[Memory]) -> Outcome:
 
 
 def _names(rows: Sequence[str], worker_of: Sequence[int]) -> tuple[str, ...]:
-    """The workers' names, without the lanes of those that have several."""
+    """Return the workers' names; a worker with several lanes is named without them."""
     names: dict[int, str] = {}
     for row, worker in zip(rows, worker_of, strict=True):
         several = worker_of.count(worker) > 1
@@ -104,7 +104,7 @@ def _names(rows: Sequence[str], worker_of: Sequence[int]) -> tuple[str, ...]:
 
 
 def _bubble(spans: Iterable[Span], step_s: float) -> float:
-    """The share of a step in which none of these spans computes."""
+    """Return the share of a step in which none of these spans computes."""
     busy_s, until_s = 0.0, -np.inf
     computing = [(s.start_s, s.end_s) for s in spans if s.action.op.is_compute]
     for start_s, end_s in sorted(computing):
@@ -114,7 +114,7 @@ def _bubble(spans: Iterable[Span], step_s: float) -> float:
 
 
 def _memory_use(spans: Sequence[Span], memory: Sequence[Memory], begin_s: float) -> MemoryUse:
-    """The bytes of a worker over time. What is freed and kept at one instant is one change."""
+    """Return the bytes of a worker over time. Changes at the same instant count as one."""
     stages = {span.action.stage for span in spans}
     changes = Counter({begin_s: sum(memory[stage].resident_nbytes for stage in stages)})
     for _, action, start_s, end_s in spans:
@@ -134,7 +134,7 @@ def _memory_use(spans: Sequence[Span], memory: Sequence[Memory], begin_s: float)
 def _link_nbytes(
     spans: Sequence[Span], worker_of: Sequence[int], memory: Sequence[Memory]
 ) -> dict[tuple[int, int], int]:
-    """By source and target worker, the bytes of what crosses cuts, both ways."""
+    """Return the bytes that cross cuts in both directions, by source and target worker."""
     target_of: dict[Message | None, int] = {
         span.action.message: worker_of[span.worker]
         for span in spans

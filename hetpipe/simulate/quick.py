@@ -1,8 +1,8 @@
-"""The length of a step without its timeline, for planners that price many partitions.
+"""Quick pricing: the length of a step without its timeline, for planners that price many plans.
 
-Under a schedule that flushes, the order of all steps depends on the schedule alone. So it is kept,
-and every price is one walk through it. Schedules with lanes or sums over replicas are left to the
-simulator.
+Under a schedule that flushes, the order of all steps depends on the schedule alone. So the order is
+kept, and every price is one walk through it. Schedules with lanes or with sums over replicas need
+the simulator.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEPT = 256
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices of a step under one schedule."""
+    """Prices steps under one schedule."""
 
     order: Order
 
     def step_s(self, times: StageTimes) -> float:
-        """Seconds of a step without the controller's overhead."""
+        """Return the seconds of a step without the controller's overhead."""
         return max(moments_of(self.order, times).arrivals_s)
 
 
@@ -43,7 +43,7 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Pricing | None:
-    """The prices under a rule; None if only the simulator can find them.
+    """Return the pricing under a rule; None if only the simulator can price it.
 
     `pairs` are stages that share parameters. Raises `ScheduleError` if the rule does, or if its
     schedule deadlocks.

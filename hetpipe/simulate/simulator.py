@@ -1,25 +1,25 @@
-"""Simulator: a schedule on a virtual clock.
+"""Simulator: runs a schedule on a virtual clock.
 
 The rules are the engine's:
 
-- A worker does its actions in order. A compute action holds the worker. A send is posted and costs
+- A worker runs its actions in order. A compute action holds the worker. A send is posted and costs
   the worker nothing. A receive holds the worker until the message has arrived.
 - An edge is one direction between two workers. It carries one message at a time, in the order of
   posting. A message in chunks holds its edge from the first chunk until the last has left.
-- A message is on its media while it is on its edge, without its latency. Those on a medium share it
-  evenly: the speed of each is 1 / the greatest number of messages among its media.
-- The lanes of a worker run at once. While several compute, each has an even share of its speed.
-- A worker does one sum over replicas at a time, beside the passes that follow. An update waits for
-  the sums. Where replicas have a row each, a sum begins when all of them have come to it.
-  A sum is on its media as one more message.
-- A replica that sends a gradient to all the others uses an edge of its own to each of them.
+- A message is on its media while it is on its edge, without its latency. The messages on a medium
+  share it: each has a speed of 1 / the largest number of messages on any of its media.
+- The lanes of a worker run at once. While several compute, they share its speed evenly.
+- A worker runs one sum over replicas at a time, beside the following passes. An update waits for
+  the sums. If each replica has a row, a sum begins when all of them have reached it. A sum is on
+  its media as one more message.
+- A replica that sends a gradient to all the others uses a separate edge to each of them.
 
-Two messages of 2 s each that meet on a bus, on edges of their own; a column is half a second:
+Two messages of 2 s each that meet on a bus, on separate edges; a column is half a second:
 
     a  ==----       = alone
     b    ----==     - together, at half the speed
 
-Plain schedules need no clock (`hetpipe.simulate.walk`), all others have `hetpipe.simulate.clock`.
+Plain schedules need no clock (`hetpipe.simulate.walk`); all others use `hetpipe.simulate.clock`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def simulate(
     workers: Sequence[str] = (),
     label: str = "predicted",
 ) -> Timeline:
-    """The timeline of one mini-batch, a row per lane. `workers` names them; default `worker 0`, ...
+    """Return the timeline of one mini-batch, a row per lane. `workers` are their names, by default
+    `worker 0`, ...
 
-    A compute action's span lasts while it holds the worker. A send's lasts from the moment when the
-    edge takes the message to the arrival, a receive's from the moment when the worker comes to it
-    to the arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not
-    match `times`.
+    The span of a compute action lasts while it holds the worker. The span of a send begins when the
+    edge takes the message, the span of a receive when the worker reaches it; both end at the
+    arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not match
+    `times`.
     """
     stages = 1 + int(columns_of(schedule).stages.max(initial=-1))
     worker_of = row_workers(schedule)
@@ -68,7 +69,8 @@ def simulate(
 def _by_clock(
     schedule: Schedule, times: StageTimes, worker_of: Sequence[int], names: Sequence[str]
 ) -> tuple[Span, ...]:
-    """The spans of any schedule, by start, end and row. Raises `ScheduleError` for a deadlock."""
+    """Return the spans of any schedule, by start, end and row. Raises `ScheduleError` for a
+    deadlock."""
     clock = Clock(schedule, times, worker_of)
     clock.run()
     for row, action in sorted(clock.stuck.items()):

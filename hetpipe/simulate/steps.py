@@ -1,7 +1,7 @@
-"""Steps: what all actions of one operation at one stage have in common, for the clock.
+"""Steps: the common data of all actions of one operation at one stage, for the clock.
 
-They differ in their numbers alone. So the clock asks for the costs of an operation once, and knows
-a message by one integer.
+These actions differ only in their numbers. So the clock computes the costs of an operation once,
+and identifies a message by one integer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hetpipe.schedule.action import AFTER_SUMS, MOST_NUMBER, MOST_STAGE, TIED, A
 from hetpipe.simulate.times import StageTimes, Transfer
 
 COMPUTE, SEND, RECEIVE, SUM = range(4)
-"""What an action does to its worker."""
+"""The effect of an action on its worker."""
 
 _SENDS = {
     Op.FORWARD: Op.SEND_FORWARD,
@@ -30,18 +30,18 @@ class Step:
     compute_s: float  # of a pass or an update
     transfer: Transfer | None  # of a message or a sum; None if it depends on the number
     chunks: float  # in which the stage's results leave
-    after_sums: bool  # whether it waits for the sums that have begun before it
-    sent_by: Op | None  # sends the result of a pass
-    first_key: int  # of the message, or the sum, with number 0
-    key_step: int  # from number to number
+    after_sums: bool  # whether it waits for the sums that began before it
+    sent_by: Op | None  # the operation that sends the result of a pass
+    first_key: int  # key of the message, or the sum, with number 0
+    key_step: int  # difference of keys from number to number
 
     def key(self, number: int) -> int:
-        """The integer of the message, or the sum, with that number."""
+        """Return the key of the message, or the sum, with this number."""
         return self.first_key + self.key_step * number
 
 
 class Steps(dict[tuple[Op, int], Step]):
-    """Steps by operation and stage; each is made when it is first asked for."""
+    """Steps by operation and stage, each made at its first use."""
 
     def __init__(self, times: StageTimes) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Steps(dict[tuple[Op, int], Step]):
 
 
 def _key(action: Action) -> int:
-    """The integer of an action's message; it grows evenly with the action's number."""
+    """Return the key of an action's message; it grows linearly with the action's number."""
     source, target, kind, number = action.message or Message(0, 0, "", 0)
     way = (source * (MOST_STAGE + 2) + target) * len(_KINDS) + _KINDS.index(kind)
     return way * (MOST_NUMBER + 1) + number

@@ -1,12 +1,12 @@
 """Stream: the time between two mini-batches of a pipeline that never drains.
 
-Without a flush, every action waits for earlier actions alone, and the waiting has the same pattern
-in each mini-batch. Let x be the end times of all actions of some consecutive mini-batches, as many
-as are in flight, and y the same T mini-batches later. The actions after y start from y as those
-after x start from x. So the period P of the endless stream lies between the least and the largest
-element of (y - x) / T (Collatz and Wielandt, for sums and maxima in place of products and sums).
+Without a flush, every action waits only for earlier actions, in the same pattern for each
+mini-batch. Let x be the end times of all actions of some consecutive mini-batches, as many as are
+in flight, and y the same, T mini-batches later. The actions after y follow from y as those after x
+follow from x. So the period P of the endless stream is between the least and the largest element
+of (y - x) / T (Collatz and Wielandt, with sums and maxima for products and sums).
 
-The last mini-batches of a simulated stream meet no forwards behind them and go faster. They do not
+The last mini-batches of a simulated stream meet no later forwards and are faster. They do not
 count.
 """
 
@@ -20,15 +20,15 @@ from hetpipe.schedule.codes import CODES, Array
 from hetpipe.simulate.timeline import SpanColumns, Timeline
 
 EXACT = 1e-9
-"""Relative; ends nearer to each other count as one."""
+"""Relative difference below which both bounds of the period count as equal."""
 
 
 def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tuple[float, float]:
-    """Return the lower and upper end of the seconds between two mini-batches of an endless stream.
+    """Return bounds of the seconds between two mini-batches of an endless stream.
 
-    `timeline` has `mini_batches` of the stream, from an empty pipeline on. Its pattern repeats
-    every `turn` mini-batches, and no action waits for one more than `reach` mini-batches earlier.
-    The ends are 0 and infinity if the timeline is too short.
+    `timeline` has `mini_batches` of the stream, beginning with an empty pipeline. Its pattern
+    repeats every `turn` mini-batches, and no action waits for one more than `reach` mini-batches
+    earlier. The bounds are 0 and infinity if the timeline is too short.
     """
     reach = -(-reach // turn) * turn
     ends_s = _by_mini_batch(timeline, mini_batches)
@@ -44,7 +44,7 @@ def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tu
 
 
 def _by_mini_batch(timeline: Timeline, mini_batches: int) -> Array:
-    """The ends of all actions, a row for each mini-batch and a column for each kind of action."""
+    """Return the ends of all actions: a row per mini-batch, a column per kind of action."""
     codes, stages, numbers, ends_s = _columns(timeline)
     kinds = codes * (1 + int(stages.max(initial=0))) + stages
     order = np.lexsort((ends_s, numbers, kinds))
@@ -56,7 +56,7 @@ def _by_mini_batch(timeline: Timeline, mini_batches: int) -> Array:
 
 
 def _columns(timeline: Timeline) -> tuple[Array, Array, Array, Array]:
-    """The operation's code, the stage, the number and the end of every action."""
+    """Return the operation's code, the stage, the number and the end of every action."""
     spans = timeline.spans
     if isinstance(spans, SpanColumns):
         return spans.schedule.codes, spans.schedule.stages, spans.schedule.numbers, spans.ends_s

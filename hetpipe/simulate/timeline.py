@@ -1,4 +1,4 @@
-"""Timeline: when each worker did each action, predicted or measured."""
+"""Timeline: when each worker ran each action, predicted or measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class SpanColumns(Sequence[Span]):
-    """A span of each action of a schedule, as columns; sorted objects where somebody looks at them.
+    """The spans of a schedule's actions, as columns; `Span` objects only at their first use.
 
     `starts_s` and `ends_s` are in the order of the schedule.
     """
@@ -51,11 +51,11 @@ class SpanColumns(Sequence[Span]):
         return tuple(map(Span._make, zip(*columns, strict=True)))
 
     def step_s(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return float(self.ends_s.max(initial=0.0) - self.starts_s.min(initial=0.0))
 
     def busy_s(self) -> tuple[float, ...]:
-        """By row, seconds of compute."""
+        """Return the seconds of compute, by row."""
         computes = ROLES[self.schedule.codes] == COMPUTE
         rows, lasts_s = self.schedule.rows[computes], (self.ends_s - self.starts_s)[computes]
         return tuple(np.bincount(rows, lasts_s, len(self.schedule)).tolist())
@@ -95,7 +95,7 @@ class Timeline:
     workers: tuple[str, ...]  # member id per worker, or per lane if a worker has several
     spans: Sequence[Span]  # a tuple, or `SpanColumns`
     label: str
-    overhead_s: float = 0.0  # before and after all spans: handing the batch out, gathering
+    overhead_s: float = 0.0  # before and after all spans: the controller's part
 
     @property
     def step_s(self) -> float:
@@ -112,7 +112,7 @@ class Timeline:
         return self.step_s + self.overhead_s
 
     def busy_s(self) -> tuple[float, ...]:
-        """Per worker, seconds of compute."""
+        """Return the seconds of compute, by worker."""
         if isinstance(self.spans, SpanColumns):
             return self.spans.busy_s()
         busy_s = [0.0] * len(self.workers)
@@ -122,16 +122,17 @@ class Timeline:
         return tuple(busy_s)
 
     def busy_share(self) -> tuple[float, ...]:
-        """Per worker, compute over `step_s`; the rest is its bubble."""
+        """Return compute over `step_s`, by worker; the rest is the worker's bubble."""
         step_s = self.step_s
         return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
 
     def under_way_s(self) -> tuple[float, float]:
-        """Two sums in seconds: messages' times from leaving to arrival, and their hidden parts.
+        """Return two sums in seconds: messages' times from leaving to arrival, and their hidden
+        parts.
 
         A part is hidden if the receiving worker computes meanwhile. A message arrives when its
-        receive ends, or, if a predicted receive has no length, when its send ended: the message had
-        come before the worker asked for it.
+        receive ends. If a predicted receive has no length, the message came before the worker
+        needed it, and arrived when its send ended.
         """
         sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
         total_s = hidden_s = 0.0
@@ -149,7 +150,7 @@ class Timeline:
         return total_s, hidden_s
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write; actions as text."""
+        """Return a dict that `json` can write; actions are text."""
         return {
             "version": VERSION,
             "workers": list(self.workers),
@@ -160,9 +161,9 @@ class Timeline:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "") -> Timeline:
-        """The inverse of `to_json`; `where` is the file.
+        """Return the timeline of a dict from `to_json`; `where` is its file.
 
-        Raises `ScheduleError` for another version, and for a wrong entry, with its place.
+        Raises `ScheduleError` for an unknown version, and for a wrong entry, with its place.
         """
         source = Source("the timeline", ScheduleError, where)
         record = source.versioned(_Timeline, data, VERSION)

@@ -13,8 +13,8 @@ from hetpipe.schedule.action import Action, Message, Op
 class Transfer(NamedTuple):
     """One message on an edge: it holds the edge for `occupancy_s` and arrives `latency_s` later.
 
-    `media` names what it shares with messages of other edges while it is on its own: a bus, a
-    half-duplex link, a switch's uplink. `occupancy_s` is for a message that is alone there.
+    `media` are the names of media that it shares with messages on other edges: a bus, a half-duplex
+    link, a switch's uplink. `occupancy_s` is the time of a message that is alone there.
     """
 
     latency_s: float = 0.0
@@ -26,9 +26,9 @@ FREE = Transfer()
 
 
 def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -> float:
-    """Seconds of a ring's sum: 2 (r - 1) (latency + nbytes / (r bandwidth)).
+    """Return the seconds of a ring's sum: 2 (r - 1) (latency + nbytes / (r bandwidth)).
 
-    Raises `ScheduleError` for numbers that no ring can have.
+    Raises `ScheduleError` for impossible numbers.
     """
     if replicas < 1 or bandwidth_Bps <= 0:
         raise ScheduleError(
@@ -42,11 +42,11 @@ def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -
 class StageTimes:
     """Seconds per stage for one micro-batch, and per cut (stage n to n+1) for one transfer.
 
-    `input_s` and `weight_s` are the two halves of a backward, which zero-bubble schedules have.
-    `chunks` is BaPipe's execution model (section 3.2): a stage with 1 sends the result of a pass
-    after the pass (synchronous); a stage with n sends n equal pieces during the pass
-    (asynchronous); `math.inf` is a stream. `tied` has, by (source stage, target stage), the
-    transfer of shared gradients or parameters; between other stages it is free.
+    `input_s` and `weight_s` are the two halves of a backward, in zero-bubble schedules. `chunks` is
+    BaPipe's execution model (section 3.2): a stage with 1 sends the result of a pass after the pass
+    (synchronous); a stage with n sends n equal pieces during the pass (asynchronous); `math.inf` is
+    a stream. `tied` has the transfer of shared gradients or parameters, by (source stage, target
+    stage); between other stages it is free.
     """
 
     forward_s: tuple[float, ...]
@@ -60,8 +60,8 @@ class StageTimes:
     weight_s: tuple[float, ...] = ()  # empty: the other half
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
-    gradient_links: tuple[Transfer, ...] = ()  # from replica to replica of a stage; empty: free
-    sums: tuple[Transfer, ...] = ()  # over replicas, in place of `all_reduce_s`
+    gradient_links: tuple[Transfer, ...] = ()  # between replicas of a stage; empty: free
+    sums: tuple[Transfer, ...] = ()  # over replicas; replaces `all_reduce_s`
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -87,12 +87,12 @@ class StageTimes:
 
     @property
     def shares_media(self) -> bool:
-        """Whether any message or sum has a medium that others may be on."""
+        """Whether any message or sum uses a medium that others may use."""
         links = *self.forward_links, *self.backward_links, *self.gradient_links
         return any(each.media for each in (*links, *self.tied.values(), *self.sums))
 
     def compute_s(self, action: Action) -> float:
-        """Seconds that a pass, sum or update takes on a whole device."""
+        """Return the seconds of a pass, sum or update on a whole device."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]
@@ -108,13 +108,13 @@ class StageTimes:
         return self.update_s[stage] if self.update_s else 0.0
 
     def sum_of(self, stage: int) -> Transfer:
-        """The cost of a sum over the stage's replicas."""
+        """Return the cost of a sum over the stage's replicas."""
         if self.sums:
             return self.sums[stage]
         return Transfer(0.0, self.all_reduce_s[stage]) if self.all_reduce_s else FREE
 
     def transfer(self, message: Message) -> Transfer:
-        """The cost of a message on its edge."""
+        """Return the cost of a message on its edge."""
         if message.kind == "F":
             return self.forward_links[message.source] if self.forward_links else FREE
         if message.kind == "B":

@@ -1,8 +1,8 @@
 """A walk through a plain schedule: the simulator's rules, without its clock.
 
-A step begins when its row has done the one before it, and when the message that it receives has
+A step begins when the previous step of its row has ended, and the message that it receives has
 arrived. Its message leaves when its edge is free. `hetpipe.schedule.order` says why steps can be
-done one by one, in any order that keeps these.
+processed one by one, in any order that respects these rules.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hetpipe.simulate.times import FREE, StageTimes
 
 
 class Moments(NamedTuple):
-    """Of each step in order, when it has computed, and when its message leaves and arrives.
+    """The end of each step's computation, and when its message leaves and arrives, in order.
 
-    A step without a message has one that takes no time. The arrivals begin with a 0, for steps that
-    receive nothing.
+    A step without a message has a message that takes no time. The arrivals begin with a 0, for
+    steps that receive nothing.
     """
 
     ends_s: list[float]
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
 
 
 def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
-    """The spans of all actions; None if the schedule needs the clock, or deadlocks."""
+    """Return the spans of all actions; None if the schedule needs the clock, or deadlocks."""
     columns = columns_of(schedule)
     order = columns.order
     if order is None:
@@ -44,7 +44,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
     ends_s[order.places] = moments.ends_s
     leaves_s[order.places] = moments.leaves_s
     sent_s[order.places] = arrivals_s[1:]
-    asks_s = np.concatenate(([0.0], ends_s[:-1]))  # when the step before on the row has ended
+    asks_s = np.concatenate(([0.0], ends_s[:-1]))  # end of the row's previous step
     asks_s[order.step_of[(columns.ends - columns.lengths)[columns.lengths > 0]]] = 0.0
     begins_s = np.maximum(asks_s, received_s)
     of_role = [order.roles == RECEIVE, order.roles == SEND]
@@ -56,7 +56,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
 
 
 def moments_of(order: Order, times: StageTimes) -> Moments:
-    """The moments of all steps, while nothing shares a medium."""
+    """Return the moments of all steps; nothing shares a medium."""
     if any(chunks > 1 for chunks in times.chunks):
         return _with_chunks(order, times)
     works_s = [0.0, *map(times.compute_s, order.passes)]
@@ -84,9 +84,9 @@ def moments_of(order: Order, times: StageTimes) -> Moments:
 
 
 def _with_chunks(order: Order, times: StageTimes) -> Moments:
-    """The moments where a message may leave in chunks while its pass still computes.
+    """Return the moments if a message may leave in chunks while its pass still computes.
 
-    It holds its edge from its first chunk on, at least until its last one has left.
+    A message holds its edge from its first chunk until its last one has left.
     """
     works_s = [0.0, *map(times.compute_s, order.passes)]
     chunks = [1.0, *(times.chunks[action.stage] for action in order.passes)]

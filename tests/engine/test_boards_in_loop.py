@@ -206,7 +206,7 @@ def test_a_plan_of_boards_is_saved_loaded_and_given(tmp_path: Path) -> None:
 
 def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
-    with pytest.raises(HetpipeError, match="time of gpu, fpga is modelled, so none that is measur"):
+    with pytest.raises(HetpipeError, match="time of gpu, fpga is modelled, so no measurement"):
         pipeline(cluster, cuts=None, rebalance="auto")
     with pipeline(cluster) as pipe:
         with pytest.raises(HetpipeError, match="time of gpu, fpga is modelled"):
@@ -218,7 +218,7 @@ def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> N
     captured = Captured(MLP(), F.cross_entropy, batches(1)[0])
     with (
         Crew.start(cluster) as crew,
-        pytest.raises(ClusterError, match="gpu, fpga: what is measured on numerics is no time"),
+        pytest.raises(ClusterError, match="gpu, fpga: a time measured on numerics is no time"),
     ):
         profile(captured, crew, hp.optim.sgd(0.1), [4])
     options = {"cuts": None, "microbatches": None, "schedule": "auto"}

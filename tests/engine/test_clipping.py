@@ -77,7 +77,7 @@ def test_each_stage_by_itself(crew: Crew) -> None:
 
 def test_what_cannot_be_clipped_is_refused(crew: Crew) -> None:
     task = MLP(), F.cross_entropy, batches(1)[0], "01"
-    with pytest.raises(HetpipeError, match="clip each stage's with clip_each=True"):
+    with pytest.raises(HetpipeError, match="clip each stage alone with clip_each=True"):
         pipeline(crew, *task, "pipedream", clip_norm=1.0, optimizer=SGD)
     with pytest.raises(HetpipeError, match="clip_norm=0"):
         pipeline(crew, *task, "1f1b", 4, clip_norm=0, optimizer=SGD)

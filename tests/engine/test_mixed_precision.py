@@ -238,7 +238,7 @@ def test_gradients_that_no_scale_makes_finite() -> None:
     scaling = Scaling(hp.LossScale(start=2.0), 2.0)
     scaling.record(skipped=True)
     assert scaling.scale == 1.0
-    with pytest.raises(HetpipeError, match="not the scale that is too high"):
+    with pytest.raises(HetpipeError, match="the scale is not too high"):
         scaling.record(skipped=True)
 
 

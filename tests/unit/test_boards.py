@@ -214,7 +214,7 @@ def test_a_users_folder(path: Path) -> None:
 
 
 def test_a_folder_that_is_none(path: Path) -> None:
-    with pytest.raises(CostError, match="is no folder; name one that has a TOML file"):
+    with pytest.raises(CostError, match="is no folder; name a folder with a TOML file"):
         boards(path)
 
 

@@ -271,7 +271,7 @@ def test_a_backward_node_of_no_forward_node_is_named(tmp_path):
 
 
 def test_arguments_fit_the_file():
-    with pytest.raises(CostError, match=r"metis\.json: .* does not say what crosses a cut"):
+    with pytest.raises(CostError, match=r"metis\.json: .* lacks the bytes that cross a cut"):
         read_chain(DATA / "metis.json")
     with pytest.raises(CostError, match="cut_nbytes is -1"):
         read_chain(DATA / "metis.json", cut_nbytes=-1)
