@@ -1,4 +1,4 @@
-"""Baselines: the plans that a balanced one is compared with, priced by the same costs."""
+"""Baselines: plans to compare a balanced plan with, priced by the same costs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def even_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """Equal numbers of layers for the devices, in the given order; the last ones get one more.
+    """Return a plan with equal numbers of layers, in the given order; the last ones get one more.
 
     (The last stages keep fewer micro-batches in flight.) Raises `PlanError` if a device cannot run
     its share.
     """
     share, over = divmod(len(table.layers), max(len(devices), 1))
-    # If layers are too few, make_plan raises.
+    # With too few layers, make_plan raises.
     more = [max(0, n - len(devices) + over) for n in range(1, len(devices))]
     cuts = [share * n + extra for n, extra in enumerate(more, 1)] if share else None
     plan = make_plan(
@@ -48,7 +48,7 @@ def speed_blind_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """The partition that is best for equal, average devices in the given order, at its true price.
+    """Return the best partition for equal, average devices in the given order, at its true price.
 
     Layers that a device cannot run stay impossible. Raises `PlanError` as `make_plan` does.
     """
@@ -73,7 +73,7 @@ def link_blind_plan(
     mini_batch: int,
     schedules: Sequence[str] = ("gpipe", "1f1b"),
 ) -> Plan:
-    """The plan over all `devices` that is best for transfers without cost, at its true price.
+    """Return the best plan over all `devices` for free transfers, at its true price.
 
     `tables` are by micro-batch size. Raises `PlanError` as `explore` does.
     """
@@ -89,7 +89,7 @@ def link_blind_plan(
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
-    """The table with the mean times of all devices that can run a layer."""
+    """Return the table with the mean times of all devices that can run a layer."""
     costs = [table.devices[device] for device in devices]
     overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
     means = [

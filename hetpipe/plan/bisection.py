@@ -1,16 +1,16 @@
-"""The exact partition at scale: a bisection on the slowest stage, for a fixed order of devices.
+"""Bisection: the exact partition at scale, for a fixed order of devices.
 
-With prefix sums W of a device's times, layers i..j are a stage of at most T seconds where
+With prefix sums W of a device's times, layers i..j are a stage of at most T seconds if
 
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`
 
-so the cuts that k devices can reach follow from those of fewer by one running maximum. Only a band
-of cuts counts: those that computation alone lets the devices before reach, and from which it lets
-the devices after reach the end. Where memory may bind within a band, all its pairs are looked at.
-A partition lowers T to its own slowest stage, until none exists below that; so the result is exact,
-up to the rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains without transfers and
-memory.)
+so the cuts that k devices can reach follow from those of fewer devices by one running maximum. Only
+a band of cuts matters: by computation alone, the devices before can reach each of them, and the
+devices after can reach the end from it. If memory may be short within a band, the search tries all
+its pairs. Each partition found lowers T to its slowest stage, until none exists below; so the
+result is exact, except for rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains without
+transfers and memory.)
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ ROUNDING = 2.0**-49
 """More than all rounding errors of a stage's time, relative to the prefix sums."""
 
 COARSE = 1e-6
-"""How near the bound by computation alone is brought before transfers and memory count."""
+"""Precision of the bound by computation alone, before transfers and memory count."""
 
 NEAR = 2e-3
-"""From which width on of the bracket every other limit is just below the best partition."""
+"""Relative width of the bracket below which every other limit is just below the best partition."""
 
 GALLOP = 4
-"""How much farther from that bound the next limit is, while none has been met."""
+"""Factor by which the limit grows above that bound until a partition meets it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage on the devices `first` to `end` (excluded) of the order, whatever its layers.
+    """A possible stage on the devices `first` to `end` (excluded) of the order, with any layers.
 
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
     `overhead_s`; `arrive_s[i]` and `leave_s[j]` are its transfers at its two cuts. `blocked[i]` is
-    the first layer from i on that it cannot run. It needs `nbytes[j] - nbytes[i]` and the
-    `buffers` of both cuts. Raises `PlanError` for arrays that are none of these.
+    the first layer from i on that it cannot run. It needs `nbytes[j] - nbytes[i]` and the `buffers`
+    of both cuts. Raises `PlanError` for invalid arrays.
     """
 
     first: int
@@ -87,20 +87,20 @@ class Stage:
         return bool(need <= self.capacity and self.blocked[0] == len(self.compute_s) - 1)
 
     def seconds(self, lo: int, hi: int, objective: Objective) -> float:
-        """The time of layers lo..hi (hi excluded)."""
+        """Return the seconds of layers lo..hi (hi excluded)."""
         compute_s = self.overhead_s + self.compute_s[hi] - self.compute_s[lo]
         if objective == "sum":
             return float(compute_s + self.arrive_s[lo] + self.leave_s[hi])
         return float(max(compute_s, self.arrive_s[lo], self.leave_s[hi]))
 
     def farthest(self, lo: int, limit_s: float) -> int:
-        """The last cut that it reaches from `lo` by computation alone; `lo` if none."""
+        """Return the last cut that it reaches from `lo` by computation alone; `lo` if none."""
         end_s = limit_s - self.overhead_s + self.compute_s[lo]
         reached = int(self.compute_s.searchsorted(end_s, "right")) - 1
         return max(lo, min(reached, int(self.blocked[lo])))
 
     def nearest(self, hi: int, limit_s: float) -> int:
-        """The first cut from which it reaches `hi` by computation alone; `hi` if none."""
+        """Return the first cut from which it reaches `hi` by computation alone; `hi` if none."""
         begin_s = self.compute_s[hi] - (limit_s - self.overhead_s)
         return min(hi, int(self.compute_s.searchsorted(begin_s, "left")))
 
@@ -116,7 +116,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Band:
-    """The cuts `low`, `low + 1`, ... that may follow some devices, and which of them can."""
+    """The cuts `low`, `low + 1`, ... after some devices; `reached` says which are possible."""
 
     low: int
     reached: Array
@@ -129,11 +129,11 @@ class _Band:
 def fixed_order(
     stages: Sequence[Stage], objective: Objective, *, below_s: float = math.inf
 ) -> tuple[float, tuple[Placement, ...]] | None:
-    """The lowest slowest stage, and its partition into some of `stages`, one after another.
+    """Return the lowest slowest stage, and its partition into some of `stages`, one after another.
 
-    Together they use all devices, each once, and all layers; every one has a layer or more. None
-    if there is no such partition, or none with a slowest stage below `below_s`. Raises `PlanError`
-    for no stages, or stages of unlike numbers of layers.
+    They use all devices, each once, and all layers; each has a layer or more. None if there is no
+    such partition, or none with a slowest stage below `below_s`. Raises `PlanError` without stages,
+    or for stages with different numbers of layers.
     """
     lengths = sorted({len(stage.compute_s) - 1 for stage in stages})
     if len(lengths) != 1:
@@ -148,7 +148,7 @@ def fixed_order(
         slowest_s = math.inf
         if placements is not None:
             slowest_s = max(p.stage.seconds(p.lo, p.hi, objective) for p in placements)
-        if slowest_s >= high_s or placements is None:  # a rounding above the limit is none below it
+        if slowest_s >= high_s or placements is None:  # beyond the limit by rounding: none below
             low_s = trial_s
         else:
             best, high_s = placements, slowest_s
@@ -163,7 +163,7 @@ def fixed_order(
 
 
 class _Search:
-    """Which cuts can be reached, for one limit after another."""
+    """Finds the cuts that devices can reach, for one limit after another."""
 
     def __init__(self, stages: Sequence[Stage], objective: Objective) -> None:
         self.objective = objective
@@ -189,11 +189,11 @@ class _Search:
         )
 
     def just_below(self, limit_s: float) -> float:
-        """The highest limit that no rounding lets a stage of `limit_s` meet."""
+        """Return the highest limit that no stage of `limit_s` meets by a rounding error."""
         return limit_s * STRICTLY - 2 * self.rounding_s
 
     def computed_s(self) -> float:
-        """A limit that computation alone does not meet, close to the lowest one that it does.
+        """Return a limit just below the lowest one that computation alone meets.
 
         Infinite if it meets none.
         """
@@ -210,7 +210,7 @@ class _Search:
         return low_s
 
     def below(self, limit_s: float) -> tuple[Placement, ...] | None:
-        """A partition whose stages all take `limit_s` at most; None if there is none."""
+        """Return a partition whose stages all take `limit_s` at most; None if there is none."""
         lasts, firsts = self._farthest(limit_s), self._nearest(limit_s)
         bands, alive = [_Band(0, np.ones(1, bool))], 0
         for end in range(1, self.devices + 1):
@@ -238,7 +238,7 @@ class _Search:
         return self._walked(bands, limit_s)
 
     def _fewest(self, stages: Sequence[Sequence[Stage]], order: range, side: str) -> list[int]:
-        """By count of devices, the fewest stages that those on one side of it can be."""
+        """Return, by count of devices, the fewest stages possible on one side of them."""
         fewest = [self.layers + 1] * (self.devices + 1)
         fewest[order[0]] = 0
         for count in order[1:]:
@@ -247,18 +247,18 @@ class _Search:
         return fewest
 
     def _farthest(self, limit_s: float) -> list[int]:
-        """By count of devices, the last cut that these reach by computation alone; -1 if none."""
+        """Return, by count of devices, the last cut that they reach by computation; -1 if none."""
         lasts = [0] + [-1] * self.devices
         for end in range(1, self.devices + 1):
             for stage in self.ending[end]:
                 begin = lasts[stage.first]
                 if begin >= 0:
-                    most = self.layers - self._after[end]  # the others have a layer each
+                    most = self.layers - self._after[end]  # later stages have a layer each
                     lasts[end] = max(lasts[end], min(stage.farthest(begin, limit_s), most))
         return lasts
 
     def _nearest(self, limit_s: float) -> list[int]:
-        """By count of devices, the first cut from which the others reach the end."""
+        """Return, by count of devices, the first cut from which the others reach the end."""
         beyond = self.layers + 1
         firsts = [beyond] * self.devices + [self.layers]
         for first in range(self.devices - 1, -1, -1):
@@ -270,7 +270,7 @@ class _Search:
         return firsts
 
     def _reached(self, stage: Stage, before: _Band, low: int, high: int, limit_s: float) -> Array:
-        """Which of the cuts `low` to `high` a stage reaches from some cut of the band before."""
+        """Return which cuts `low` to `high` a stage reaches from some cut of the band before."""
         begin, end = before.low, before.low + len(before.reached)
         room_s = limit_s - stage.overhead_s + stage.compute_s[begin:end]
         if self.objective == "sum":
@@ -289,7 +289,7 @@ class _Search:
             timely = (needed_s <= allowed_s) & (stage.leave_s[low : high + 1] <= limit_s)
         if stage.unbounded:
             return np.asarray(timely)
-        # Of the begins with the most room the last is looked at: its stage needs the least memory.
+        # Among begins with the most room, the last one leaves the stage that needs least memory.
         places = np.maximum.accumulate(np.where(room_s == most_s, np.arange(len(room_s)), 0))
         fits = timely & self._fits(stage, begin + places[last], ends, limit_s)
         others = np.flatnonzero(timely & ~fits)
@@ -298,7 +298,7 @@ class _Search:
         return np.asarray(fits)
 
     def _reached_by_pairs(self, stage: Stage, before: _Band, ends: Array, limit_s: float) -> Array:
-        """Likewise, with all pairs of cuts that are no farther apart than the limits allow."""
+        """Return the same by trying all pairs of cuts within the distance that the limits allow."""
         first = stage.compute_s.searchsorted(stage.compute_s[ends] - (limit_s - stage.overhead_s))
         roomy = stage.nbytes.searchsorted(stage.nbytes[ends] - stage.capacity)
         longest = int((ends - np.maximum(first, roomy)).max())
@@ -310,7 +310,7 @@ class _Search:
         return np.any(reached & self._fits(stage, lo, ends[None, :], limit_s), axis=0)
 
     def _fits(self, stage: Stage, lo: Array, hi: Array, limit_s: float) -> Array:
-        """Which runs of layers lo..hi are a stage within the limits of time and memory."""
+        """Return which runs of layers lo..hi are a stage within the limits of time and memory."""
         compute_s = stage.overhead_s + stage.compute_s[hi] - stage.compute_s[lo]
         if self.objective == "sum":
             timely = compute_s + stage.arrive_s[lo] + stage.leave_s[hi] <= limit_s
@@ -321,7 +321,7 @@ class _Search:
         return timely & (lo < hi) & (need <= stage.capacity) & (stage.blocked[lo] >= hi)
 
     def _walked(self, bands: Sequence[_Band], limit_s: float) -> tuple[Placement, ...]:
-        """One of the partitions that reach the end, from there to the beginning."""
+        """Return one of the partitions that reach the end, walking back to the beginning."""
         placements: list[Placement] = []
         end, hi = self.devices, self.layers
         while end:

@@ -1,13 +1,13 @@
-"""The lower bound of a step on given devices, whatever the partition, replicas and schedule.
+"""The lower bound of a step on given devices, for any partition, replicas and schedule.
 
 A micro-batch's work on layer l may go to any device, in any shares x_ld. The slowest device then
 takes T = min over x of max_d sum_l x_ld t_ld, a linear programme. Its dual is
 
     T = max over y >= 0, sum y = 1, of sum_l min_d y_d t_ld
 
-so every choice of y gives a lower bound, however good it is. It is raised by the subgradient, which
-is the load that each device would have. A step takes at least the micro-batches' work, and one
-micro-batch at least its passes through all layers, each on the quickest device.
+so every choice of y gives a lower bound. The subgradient, the load that each device would have,
+raises it. A step takes at least the micro-batches' work, and one micro-batch at least its passes
+through all layers, each on the fastest device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
 SLOW_S = 1e12
-"""Stands for the time of a layer that a device cannot run."""
+"""The time of a layer that a device cannot run."""
 
 
 def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
-    """Seconds below which no step on (some of) these devices can come, at any size of the tables.
+    """Return seconds below which no step on (some of) these devices is possible.
 
-    Sizes between those that `options` allow are not among them: a plan's micro-batches are of one
-    size, and a replica's share costs no less per sample than the smallest time per sample known.
+    All sizes of the tables count. Sizes between the ones that `options` allow need no cost: a plan's
+    micro-batches have one size, and a replica's share costs at least the smallest time per sample.
     """
     names = list(dict.fromkeys(devices))
     per_sample_s = np.min(
@@ -44,15 +44,15 @@ def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOption
 
 
 def shared_s(times_s: Array) -> float:
-    """A lower bound of the slowest device's time if layers are divided freely.
+    """Return a lower bound of the slowest device's time if layers are divided freely.
 
-    `times_s[d, l]` is the time of layer l on device d. Devices without a difference count as one.
+    `times_s[d, l]` is the time of layer l on device d. Equal devices count as one kind.
     """
     kinds, counts = np.unique(times_s, axis=0, return_counts=True)
     sums_s = kinds.sum(axis=1)
     if not sums_s.all():
-        return 0.0  # a device does all in no time
-    weights = 1 / sums_s  # the exact dual where devices differ by a factor alone
+        return 0.0  # a device needs no time at all
+    weights = 1 / sums_s  # the exact dual if devices differ only by a factor
     best_s = 0.0
     for number in range(ROUNDS):
         weights = weights / (weights @ counts)
@@ -66,7 +66,7 @@ def shared_s(times_s: Array) -> float:
 
 
 def _passes_s(table: CostTable, devices: list[str]) -> Array:
-    """Forward and backward of every layer on every device, without the fixed overhead."""
+    """Return the seconds of every layer on every device, without the fixed overhead."""
     costs = [table.devices[device] for device in devices]
     return np.array(
         [

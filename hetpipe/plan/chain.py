@@ -1,4 +1,4 @@
-"""Chains: a cost table as the planners for equal devices see it."""
+"""Chains: cost tables for planners that assume equal devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hetpipe.errors import PlanError
 
 
 def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
-    """The layers' costs on a device that has the mean times of these.
+    """Return the layers' costs on a device with the mean times of these devices.
 
-    Devices that cannot run a layer do not count there; where none can, its time is infinite.
+    A device that cannot run a layer does not count for it; if none can, its time is infinite.
     """
     costs = [table.devices[device] for device in devices]
     rows = list(zip(*(cost.layers for cost in costs), strict=True))
@@ -33,7 +33,7 @@ def _mean(times_s: Sequence[float]) -> float:
 
 
 def check_finite(chain: ChainCosts) -> None:
-    """Raises `PlanError` for a chain without layers, or with a layer whose time is not finite."""
+    """Raise `PlanError` for a chain without layers, or with a layer whose time is not finite."""
     if not chain.names:
         raise PlanError("the chain has 0 layers; give 1 or more")
     for name, *times_s in zip(chain.names, chain.forward_s, chain.backward_s, strict=True):

@@ -1,7 +1,7 @@
 """StageCosts: time and memory of any run of layers on any device, from prefix sums.
 
-A stage is always layers lo..hi (hi excluded), and cut c lies between layers c-1 and c. Cuts 0 and L
-are the ends of the model, which nothing crosses. lo, hi and c may be arrays.
+A stage is always layers lo..hi (hi excluded), and cut c is between layers c-1 and c. Cuts 0 and L
+are the ends of the model, which no tensor crosses. lo, hi and c may be arrays.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hetpipe.cost.table import CostTable, DeviceCost
 
 Objective = Literal["sum", "max"]
 """How a stage's time counts transfers. `sum`: a sync device hides none of its sends (BaPipe's
-1F1B-SNO), an async one all. `max`: all are hidden, and the longest of compute and transfers
-counts."""
+1F1B-SNO), an async device all of them. `max`: all are hidden, and the longest of compute and
+transfers counts."""
 
 Array = Any  # an index or time, or a numpy array of them
 
@@ -26,8 +26,8 @@ Array = Any  # an index or time, or a numpy array of them
 class StageCosts:
     """Prices stages of one cost table.
 
-    With `recompute` a stage keeps its input alone for the backward, which begins with the forward
-    once more; one micro-batch at a time has all that a forward saves.
+    With `recompute` a stage keeps only its input for the backward, which repeats the forward first;
+    one micro-batch at a time has all tensors that a forward saves.
     """
 
     def __init__(self, table: CostTable, recompute: bool = False) -> None:
@@ -40,13 +40,13 @@ class StageCosts:
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
         self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
-        # Partitions share most stages: the price of a stage is looked up again and again.
+        # Partitions share most stages, so the price of a stage is needed many times.
         self.stage_passes_s = cache(self._stage_passes_s)
         self.stage_compute_s = cache(self._stage_compute_s)
         self.stage_memory_nbytes = cache(self._stage_memory_nbytes)
 
     def _stage_passes_s(self, device: str, lo: int, hi: int) -> tuple[float, float, float]:
-        """Forward, backward and update of one stage."""
+        """Return the seconds of a stage's forward, backward and update."""
         table, span = self.table, (device, lo, hi)
         return passes_s(table, span, self.recompute)
 
@@ -57,16 +57,17 @@ class StageCosts:
         return int(self.memory_nbytes(lo, hi, in_flight, versions))
 
     def params_nbytes(self, lo: Array, hi: Array) -> Array:
-        """Bytes of the parameters; one that layers of the stage share counts once."""
+        """Return the bytes of a stage's parameters; a shared parameter counts once."""
         return self._params[hi] - self._params[lo] - self._repeated(lo, hi)
 
     def memory_nbytes(
         self, lo: Array, hi: Array, in_flight: int, versions: int = 1, share: float = 1.0
     ) -> Array:
-        """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
+        """Return weights x versions, gradients, optimizer state, saved x in-flight, cut buffers.
 
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
-        the tensors that cross forward and their gradients. `share` is a replica's of micro-batches.
+        the tensors that cross forward and their gradients. `share` is a replica's share of
+        micro-batches.
         """
         return (
             self._weights[hi]
@@ -78,20 +79,20 @@ class StageCosts:
         )
 
     def additive_nbytes(self, in_flight: int, versions: int, share: float) -> tuple[Array, Array]:
-        """`memory_nbytes` in two parts, by cut: prefix sums over the layers, and the buffers.
+        """Return `memory_nbytes` in two parts, by cut: prefix sums over the layers, and buffers.
 
-        They are its whole where no parameter is tied and nothing is computed again.
+        They add up to all of it unless a parameter is tied or forwards are repeated.
         """
         sums = self._weights + (versions - 1) * self._params + share * in_flight * self._saved
         return sums, share * 2 * self._cuts
 
     def _saved_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
-        """Bytes that are kept for the backwards of the micro-batches in flight."""
+        """Return the bytes kept for the backwards of the micro-batches in flight."""
         saved = self._saved[hi] - self._saved[lo]
         return saved + in_flight * self._cuts[lo] if self.recompute else in_flight * saved
 
     def _repeated(self, lo: Array, hi: Array) -> Array:
-        """Bytes of the parameters that a layer shares with an earlier one of the same stage."""
+        """Return the bytes of parameters that a layer shares with an earlier one of the stage."""
         if not self.table.tied:
             return 0.0
         nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
@@ -102,8 +103,8 @@ class StageCosts:
         return nbytes
 
     def prefixes(self, device: str) -> tuple[Array, Array, float]:
-        """By cut, seconds of all layers before it without the fixed overhead, and the number of
-        those that the device cannot run; and the overhead."""
+        """Return, by cut, the seconds of all layers before it without the fixed overhead, and how
+        many of them the device cannot run; and the overhead."""
         cost = self.table.devices[device]
         kind = id(cost.layers), cost.overhead_s  # devices of one kind share a tuple of layers
         if kind not in self._passes:
@@ -111,22 +112,22 @@ class StageCosts:
         return self._passes[kind]
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
-        """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""
+        """Return the seconds of a micro-batch; infinite with a layer that the device cannot run."""
         seconds, unsupported, overhead_s = self.prefixes(device)
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
 
     def transfer_s(self, source: str, target: str, cut: Array) -> Array:
-        """One way across a cut."""
+        """Return the seconds of a transfer across a cut, in one direction."""
         link = self.table.link(source, target)
         return link.latency_s + self._cuts[cut] / link.bandwidth_Bps
 
     def stage_s(
         self, devices: Sequence[str], stage: int, lo: Array, hi: Array, objective: Objective
     ) -> Array:
-        """Seconds for which a micro-batch occupies the stage.
+        """Return the seconds for which a micro-batch occupies the stage.
 
-        The stage pays for its sends: activations ahead, gradients back.
+        They include its sends: activations ahead, gradients back.
         """
         device = devices[stage]
         compute_s = self.compute_s(device, lo, hi)
@@ -150,7 +151,7 @@ class StageCosts:
         bounded: bool = True,
         versions: int = 1,
     ) -> Array:
-        """`stage_s` for all [lo, hi]; infinite where empty or (if `bounded`) over the memory."""
+        """Return `stage_s` for all [lo, hi]; infinite if empty, or if `bounded` beyond memory."""
         lo = np.arange(self.count + 1)[:, None]
         hi = np.arange(self.count + 1)[None, :]
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
@@ -161,14 +162,17 @@ class StageCosts:
 def passes_s(
     table: CostTable, span: tuple[str, int, int], recompute: bool = False
 ) -> tuple[float, float, float]:
-    """Forward, backward and update of a span: a device, and layers lo..hi (hi excluded)."""
+    """Return the seconds of a span's forward, backward and update.
+
+    A span is a device, and layers lo..hi (hi excluded).
+    """
     forward_s, backward_s = table.forward_s(*span), table.backward_s(*span)
     return forward_s, backward_s + recompute * forward_s, table.update_s(*span)
 
 
 def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
-    """Prefix seconds of `forwards` forwards and a backward without the fixed overhead, prefix count
-    of unsupported layers, overhead."""
+    """Return prefix seconds of `forwards` forwards and a backward without the fixed overhead, the
+    prefix count of unsupported layers, and the overhead."""
     seconds, unsupported = [], []
     for layer in cost.layers:
         times_s = (*(layer.forward_s,) * forwards, layer.backward_s)

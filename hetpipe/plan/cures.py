@@ -1,4 +1,4 @@
-"""The reason why no plan fits a cluster's memory, and the cheapest cure."""
+"""Cures: says why no plan fits a cluster's memory, and names the cheapest cure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FREE = LinkCost(0.0, float("inf"))
 
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
-    """The stage of the best partition that lacks memory, how many bytes, and a cure."""
+    """Name the stage of the best partition that needs more memory, the bytes, and a cure."""
     asked = priced.options.schedules
     if asked and all(rule_of(name).several_stages for name in asked):
         return (
@@ -61,7 +61,7 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
 
 
 def _schedule(options: PlannerOptions) -> str:
-    """The first of the schedules to choose from that gives each device one stage."""
+    """Return the first available schedule that gives each device one stage."""
     straight = [name for name in options.schedules if not rule_of(name).several_stages]
     return straight[0] if straight else SCHEDULE
 
@@ -69,7 +69,7 @@ def _schedule(options: PlannerOptions) -> str:
 def _bare(
     priced: Priced, members: Sequence[str], schedule: str, count: int, recompute: bool = False
 ) -> Proposal:
-    """A stage on each device, without cuts."""
+    """Return a proposal with a stage on each device, without cuts."""
     layers = len(next(iter(priced.tables.values())).layers)
     groups = grouped(members[:layers] if rule_of(schedule).averages else members[:1])
     depths = in_flight(schedule, len(groups), count)
@@ -79,7 +79,7 @@ def _bare(
 def _remedies(
     priced: Priced, members: Sequence[str], schedule: str, count: int
 ) -> Iterator[tuple[str, Priced, Sequence[str]]]:
-    """Remedies from the cheapest on: their name, the costs with them, and the devices."""
+    """Yield remedies, the cheapest first: their name, the costs with them, and the devices."""
     options, tables = priced.options, dict(priced.tables)
     now = replace(options, microbatches=(count,))
     yield "recompute", Priced(tables, now), members
@@ -105,7 +105,7 @@ def _with(options: PlannerOptions, count: int) -> PlannerOptions:
 
 
 def _another(table: CostTable, member: str) -> CostTable:
-    """The table with a second device like a member, whose links cost nothing."""
+    """Return the table with a second device like a member, whose links cost nothing."""
     new = f"{member} again"
     links = {pair: FREE for other in table.devices for pair in ((new, other), (other, new))}
     devices = {**table.devices, new: replace(table.devices[member], memory_domain=new)}

@@ -30,13 +30,13 @@ def plan_dapple(
     capacity_nbytes: float | None = None,
     width: int = WIDTH,
 ) -> DapplePlan:
-    """The plan with the lowest estimated latency, whose devices are all used.
+    """Return the plan with the lowest estimated latency that uses all devices.
 
     A micro-batch has the profile's `samples`; r replicas take 1 / r of it each, in 1 / r of its
     times. A device keeps Adam's 16 bytes a parameter and the activations of P_A's micro-batches.
-    `width` partial plans stay per layer and devices; the plan is the best one while no more than
-    that are undominated. On more than 16 devices, replicas are powers of two and stages fill
-    server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
+    `width` partial plans stay per layer and devices; the plan is optimal if no more than these are
+    undominated. With more than 16 devices, replicas are powers of two and stages fill server after
+    server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
     """
     batches = _microbatches(chain, samples, global_batch, formula)
     return _plans(chain, machines, batches, formula, capacity_nbytes, width)[0]
@@ -52,10 +52,10 @@ def candidates(
     capacity_nbytes: float | None = None,
     count: int = 8,
 ) -> tuple[DapplePlan, ...]:
-    """Up to `count` good plans in the order of their latency, to be ranked by simulation.
+    """Return up to `count` good plans in the order of their latency, to be ranked by simulation.
 
-    Data parallelism and one device a stage are among them, or what of both fits the capacity.
-    Raises `PlanError` as `plan_dapple` does.
+    They include data parallelism and one device a stage, as far as both fit the capacity. Raises
+    `PlanError` as `plan_dapple` does.
     """
     batches = _microbatches(chain, samples, global_batch, formula)
     plans = _plans(chain, machines, batches, formula, capacity_nbytes, WIDTH)
@@ -77,10 +77,10 @@ def overlapped_data_parallel_s(
     global_batch: int,
     capacity_nbytes: float | None = None,
 ) -> float:
-    """Data parallelism with gradient accumulation and overlap: as few parts as fit the capacity.
+    """Return the seconds of data parallelism with gradient accumulation and overlap.
 
-    A layer's sum begins after its last backward, one sum at a time. Returns infinity where the
-    parameters alone do not fit.
+    It accumulates over the fewest parts that fit the capacity. A layer's sum begins after its last
+    backward, one sum at a time. Infinite if the parameters alone do not fit.
     """
     _microbatches(chain, samples, global_batch, "corrected")
     share = global_batch / samples / machines.devices
@@ -120,8 +120,8 @@ def _plans(
     capacity_nbytes: float | None,
     width: int,
 ) -> list[DapplePlan]:
-    """Complete plans, the best first. Coarse searches, by fewer and fewer
-    replicas, set the bound for each other and for the whole one.
+    """Return complete plans, the best first. Searches with few numbers of replicas come first, to
+    set a bound for the later ones.
 
     Raises `PlanError` if nothing fits the capacity.
     """

@@ -1,8 +1,8 @@
 """The exact partition in a free order, for devices of a few types.
 
-Where transfers do not depend on the order, only the number of devices of each type counts: the
-farthest cut that a of one type and b of another reach, within a limit, follows from those of one
-device fewer. A cut whose transfer takes longer than the limit is passed over. The limit is bisected
+If transfers do not depend on the order, only the number of devices of each type matters: the
+farthest cut that a devices of one type and b of another reach, within a limit, follows from the
+cuts of one device fewer. A cut whose transfer exceeds the limit is skipped. The limit is bisected
 until no partition is below the best one; devices may be left out. (Algorithm of section 7 in
 Benoit, Rehn-Sonigo, Robert 2007 for few types; the general problem is NP-complete.)
 """
@@ -23,15 +23,15 @@ ROUNDING = 2.0**-49
 """More than all rounding errors of a stage's time, relative to the prefix sums."""
 
 NEAR = 2e-3
-"""From which width on of the bracket every other limit is just below the best partition."""
+"""Relative width of the bracket below which every other limit is just below the best partition."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceType:
-    """`count` equal devices. `layers_s` are the seconds of each layer, infinite where they cannot
-    run it; a stage takes `overhead_s` besides, and its layers' `nbytes` need `capacity`.
+    """`count` equal devices. `layers_s` are the seconds of each layer, infinite if they cannot run
+    it; a stage takes `overhead_s` more, and its layers' `nbytes` need `capacity`.
 
-    Raises `PlanError` for numbers below 0 and for none.
+    Raises `PlanError` for numbers below 0 and for no devices.
     """
 
     name: str
@@ -52,7 +52,7 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class TypedStage:
-    """Layers `lo` to `hi` (excluded) on a device of the type `kind`, by its place."""
+    """Layers `lo` to `hi` (excluded) on a device whose type has the index `kind`."""
 
     kind: int
     lo: int
@@ -62,11 +62,11 @@ class TypedStage:
 def free_order(
     types: Sequence[DeviceType], transfers_s: Array | None = None
 ) -> tuple[float, tuple[TypedStage, ...]] | None:
-    """The lowest slowest stage over all orders of the devices; None if none can run all layers.
+    """Return the lowest slowest stage over all orders of devices; None if none can run all layers.
 
-    `transfers_s[c]` is the time of the transfer at cut c, 0 to L, beside the computation. Takes
-    time in proportion to the product of the counts. Raises `PlanError` for no devices, unequal
-    lengths, and transfers that are negative or infinite.
+    `transfers_s[c]` is the time of the transfer at cut c, 0 to L, beside the computation. The
+    search takes time in proportion to the product of the counts. Raises `PlanError` for no devices,
+    unequal lengths, and transfers that are negative or infinite.
     """
     search = _Search(types, transfers_s)
     high_s, best = search.most_s, search.within(search.most_s)
@@ -82,7 +82,7 @@ def free_order(
             trial_s = math.sqrt(low_s * high_s)
         stages = search.within(trial_s)
         slowest_s = np.inf if stages is None else search.slowest_s(stages)
-        if stages is None or slowest_s >= high_s:  # a rounding above the limit is none below it
+        if stages is None or slowest_s >= high_s:  # beyond the limit by rounding: none below
             low_s = trial_s
         else:
             high_s, best = slowest_s, stages
@@ -90,7 +90,7 @@ def free_order(
 
 
 class _Search:
-    """The farthest cuts by counts of devices, for one limit after another."""
+    """Finds the farthest cuts by counts of devices, for one limit after another."""
 
     def __init__(self, types: Sequence[DeviceType], transfers_s: Array | None) -> None:
         if not any(kind.count for kind in types):
@@ -130,16 +130,16 @@ class _Search:
         self.levels = _levels([kind.count for kind in types])
 
     def just_below(self, limit_s: float) -> float:
-        """The highest limit that no rounding lets a stage of `limit_s` meet."""
+        """Return the highest limit that no stage of `limit_s` meets by a rounding error."""
         return limit_s * STRICTLY - ROUNDING * self.most_s
 
     def least_s(self) -> float:
-        """Less than any slowest stage: the quickest time of each layer, shared by all devices."""
+        """Return a bound below any slowest stage: the layers' least times over all devices."""
         quickest_s = np.min([kind.layers_s for kind in self.types if kind.count], axis=0)
         return float(quickest_s.sum() / sum(kind.count for kind in self.types)) * STRICTLY
 
     def slowest_s(self, stages: Sequence[TypedStage]) -> float:
-        """The slowest stage or transfer of a partition."""
+        """Return the slowest stage or transfer of a partition."""
         return max(
             max(
                 self.types[stage.kind].overhead_s
@@ -150,9 +150,9 @@ class _Search:
         )
 
     def within(self, limit_s: float) -> tuple[TypedStage, ...] | None:
-        """A partition whose stages and transfers take `limit_s` at most; None if there is none."""
+        """Return a partition whose stages and transfers meet `limit_s`; None if there is none."""
         reach = [self._reach(n, limit_s) for n in range(len(self.types))]
-        farthest = [np.array([0, self.layers + 1])]  # by level; the last entry is no state
+        farthest = [np.array([0, self.layers + 1])]  # by level; the last entry stands for no state
         for parents in self.levels:
             most = np.full(len(parents[0]) + 1, self.layers + 1)
             most[:-1] = reach[0][farthest[-1][parents[0]]]
@@ -174,10 +174,10 @@ class _Search:
         return tuple(reversed(stages))
 
     def _reach(self, kind: int, limit_s: float) -> Array:
-        """By cut, the farthest cut that one more device of a type reaches, or the cut itself."""
+        """Return, by cut, the farthest cut that one more device of a type reaches, or the cut."""
         own, seconds = self.types[kind], self.seconds[kind]
         cuts = np.arange(self.layers + 1)
-        # A sum of differences may be a rounding above the limit that it was taken from.
+        # A sum of differences may exceed by a rounding error the limit that they came from.
         room_s = (limit_s - own.overhead_s) * (1 + 1e-14)
         last = seconds.searchsorted(seconds + room_s, "right") - 1
         able = self.unable[kind].searchsorted(self.unable[kind], "right") - 1
@@ -190,10 +190,10 @@ class _Search:
 
 
 def _levels(counts: Sequence[int]) -> list[list[Array]]:
-    """States are counts of devices by type, those of 1, 2, ... devices a level.
+    """Return the states by level. States are counts of devices by type, level n has n devices.
 
-    For each state of a level and each type, the place in the level before of the state with one
-    device of that type fewer; -1, the entry after the last, where there is none.
+    Each state of a level has, for each type, the place in the level before of the state with one
+    device of that type fewer; -1, the entry after the last, if there is none.
     """
     states = np.indices([count + 1 for count in counts]).reshape(len(counts), -1)
     totals = states.sum(axis=0)

@@ -11,14 +11,14 @@ from hetpipe.plan.costs import Array
 
 
 def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
-    """Cuts that minimise the slowest stage; None if every partition has an infinite stage.
+    """Return the cuts that minimise the slowest stage; None if no partition is finite.
 
     `costs[n][lo, hi]` is the time of layers lo..hi as stage n, infinite where impossible. Dynamic
-    programme over (stages placed, layers placed), O(N L^2) in numpy: 100 layers on 4 devices
-    take 0.2 ms. A bisection on the bottleneck needs O(N L) a probe, but only for times that are
-    additive and without a bound on memory; here any cost will do. (Pinar, Tabak, Aykanat 2008.)
+    programme over (stages placed, layers placed), O(N L^2) in numpy: 100 layers on 4 devices take
+    0.2 ms. A bisection on the bottleneck needs O(N L) per limit, but only for additive times
+    without a bound on memory; here any costs work. (Pinar, Tabak, Aykanat 2008.)
     """
-    slowest = costs[0][0]  # slowest[hi]: of the stages so far, which hold layers 0..hi
+    slowest = costs[0][0]  # slowest[hi]: slowest stage so far, for layers 0..hi
     choices = []
     for cost in costs[1:]:
         joined = np.maximum(slowest[:, None], cost)
@@ -33,11 +33,11 @@ def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
 
 
 def bottleneck(costs: Sequence[Array], cuts: Sequence[int]) -> float:
-    """The slowest stage of a partition."""
+    """Return the seconds of the slowest stage of a partition."""
     return max(stage_times(costs, cuts))
 
 
 def stage_times(costs: Sequence[Array], cuts: Sequence[int]) -> list[float]:
-    """The stages' times under `cuts`."""
+    """Return the seconds of the stages under `cuts`."""
     ends = [0, *cuts, costs[0].shape[0] - 1]
     return [float(cost[lo, hi]) for cost, lo, hi in zip(costs, ends, ends[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""Plans in files, with their costs, so that `train` need not measure them again."""
+"""Plan files: plans with their costs, so that `train` need not measure them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetpipe.words import short, words
 def write_plan(path: Path, plan: Plan, costs: CostTable | None, workload: str = "") -> None:
     """Write a plan as JSON, its costs under the key `costs`. Raises `HetpipeError`.
 
-    `workload` is the name by which commands know the model, if there is one.
+    `workload` is the model's name for commands, if it has one.
     """
     kept = {} if costs is None else {"costs": costs.to_json()}
     named = {"workload": workload} if workload else {}
@@ -24,7 +24,7 @@ def write_plan(path: Path, plan: Plan, costs: CostTable | None, workload: str = 
 
 
 def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
-    """A plan, and its costs if the file keeps them.
+    """Read a plan, and its costs if the file has them.
 
     Raises `PlanError`, or `CostError` for the costs, with the file and the place in it.
     """
@@ -40,7 +40,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
 
 
 def read_workload(path: Path) -> str:
-    """The name by which commands know the model of a plan; empty if the file has none.
+    """Read the model's name for commands; empty if the file has none.
 
     Raises `PlanError`.
     """
@@ -48,7 +48,7 @@ def read_workload(path: Path) -> str:
 
 
 def _workload(data: Any, path: Path) -> str:
-    """The name, which is taken out of the plan's data."""
+    """Remove the model's name from a plan's data, and return it."""
     name = data.pop("workload", "") if isinstance(data, dict) else ""
     if not isinstance(name, str):
         source = Source("the plan", PlanError, str(path))
@@ -57,7 +57,7 @@ def _workload(data: Any, path: Path) -> str:
 
 
 def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:
-    """Raises `PlanError` if the costs are another model's or lack a device."""
+    """Raise `PlanError` if the costs belong to another model or lack a device."""
     names = tuple(layer.name for layer in table.layers)
     if names != plan.layers:
         why = f"has {len(names)} layers, not the plan's {len(plan.layers)}: of another model"

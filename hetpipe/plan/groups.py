@@ -1,4 +1,4 @@
-"""Groups: stages of several devices, as partitioners see them before a plan has its price."""
+"""Groups: stages of several devices, for partitioners that do not price whole plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hetpipe.plan.costs import Array, Objective, StageCosts
 from hetpipe.plan.exact import exact
 
 MATRICES = 2**15
-"""Up to so many entries in all matrices of a partition the dynamic programme is the quicker one."""
+"""Most entries in all matrices of a partition for which the dynamic programme is faster."""
 
 Groups = Sequence[Sequence[str]]
-"""By stage, the devices of its replicas."""
+"""The devices of the replicas of each stage."""
 
 
 def group_matrix(
@@ -29,10 +29,10 @@ def group_matrix(
     versions: int = 1,
     bounded: bool = True,
 ) -> Array:
-    """Seconds of a micro-batch in stage `stage`, for all [lo, hi]; infinite where it cannot be.
+    """Return the seconds of a micro-batch in a stage, for all [lo, hi]; infinite if impossible.
 
     Replicas divide a micro-batch by their speed; their ring counts for its share of a mini-batch.
-    `versions` of the weights live at once. Memory counts if `bounded`.
+    `versions` of the weights exist at once. Memory counts if `bounded`.
     """
     heads = [group[0] for group in groups]
     group = groups[stage]
@@ -41,7 +41,7 @@ def group_matrix(
     lo = np.arange(costs.count + 1)[:, None]
     hi = np.arange(costs.count + 1)[None, :]
     kinds: dict[tuple[int, float], list[str]] = defaultdict(list)
-    for device in group:  # those of one kind share a tuple of layers
+    for device in group:  # equal devices share a tuple of layers
         cost = costs.table.devices[device]
         kinds[id(cost.layers), cost.overhead_s].append(device)
     with np.errstate(divide="ignore"):
@@ -72,10 +72,10 @@ def best_partition(
     microbatches: int,
     versions: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """The cuts with the lowest slowest stage, one stage on each group; None if there are none.
+    """Return the cuts with the lowest slowest stage, one stage on each group; None without any.
 
-    Large partitions are bisected, small ones and those whose memory is not additive (tied
-    parameters, recompute, unlike replicas) are left to the dynamic programme.
+    Large partitions are bisected. The dynamic programme solves small ones, and those whose memory
+    is not additive (tied parameters, recompute, unlike replicas).
     """
     alike = all(_alike(costs, group) for group in groups)
     additive = alike and not costs.table.tied and not costs.recompute
@@ -108,7 +108,7 @@ def _line(
     microbatches: int,
     versions: int,
 ) -> Stage:
-    """The stage of a group as prefix sums, with the times and bytes of `group_matrix`."""
+    """Return the stage of a group as prefix sums, with the times and bytes of `group_matrix`."""
     heads, group = [group[0] for group in groups], groups[number]
     share, cuts = 1 / len(group), np.arange(costs.count + 1)
     seconds, unsupported, overhead_s = costs.prefixes(heads[number])

@@ -1,18 +1,18 @@
-"""The interval in which a step is expected: four of five measured steps should lie in it.
+"""The interval in which a step is expected: it should hold four of five measured steps.
 
-A spread is half of the distance between the quartiles, relative to the median. Of a stage it is
+A spread is half the distance between the quartiles, relative to the median. A stage's spread is
 
     sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2 + C^2)
 
-with D the spread of the device (of the whole network's time on it, and of the probes by which its
-costs were corrected), t_l and s_l time and spread of its layers, M the spread of the simulator, and
-C the spread by contention. D is common to all layers of a device and does not average out; what a
-layer's spread has beyond it does. Stages with replicas have the largest spread of their devices.
-Other work on a machine disturbs all its devices at once. So the ends of the interval are
-simulations with all passes slower, and all quicker, by their own spread times `WIDTH`.
+with D the spread of the device (of the whole network's time on it, and of the probes that corrected
+its costs), t_l and s_l time and spread of its layers, M the spread of the simulator, and C the
+spread by contention. D is common to all layers of a device and does not average out; the rest of a
+layer's spread does. Stages with replicas have the largest spread of their devices. Other work on a
+machine disturbs all its devices at once. So the ends of the interval are simulations with all
+passes slower, and all faster, by their spread times `WIDTH`.
 
-Where other work took the share c of the cores while costs were measured, it may end, or grow as
-much again: C alone moves each end by the factor 1 / (1 - c).
+If other work used the share c of the cores while costs were measured, it may end, or double: C
+alone moves each end by the factor 1 / (1 - c).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import predicted_step_s
 from hetpipe.plan.times import stage_times
 
-WIDTH = 1.2816 / 0.6745  # of a normal distribution: 80 % of it, over the distance to a quartile
+WIDTH = 1.2816 / 0.6745  # normal distribution: half of its central 80 % over its quartile
 MOST_CONTENTION = 0.9
 """A larger share of the cores counts as this one."""
-SIMULATOR = 0.02  # spread of measured steps around simulated ones, where costs are exact
+SIMULATOR = 0.02  # spread of measured steps around simulated ones with exact costs
 
 
 def with_interval(plan: Plan, table: CostTable) -> Plan:
-    """The plan with its interval by the spreads of `table`, by which it was made."""
+    """Return the plan with its interval by the spreads of `table`, which made it."""
     return replace(plan, interval_s=interval_s(plan, table, as_planned=True))
 
 
 def interval_s(
     plan: Plan, table: CostTable, *, as_planned: bool = False
 ) -> tuple[float, float] | None:
-    """The ends of the interval of a step; None if the table knows no spread of these devices.
+    """Return the ends of the interval of a step; None if the table has no spread of these devices.
 
     Passes are priced by the table, or `as_planned`.
     """
@@ -64,7 +64,7 @@ def interval_s(
 
 
 def stage_spread(stage: StagePlan, table: CostTable) -> float:
-    """The relative spread of a stage's passes, as the module says."""
+    """Return the relative spread of a stage's passes, as the module says."""
     return max(_spread(table, device, stage.lo, stage.hi) for device in stage.devices)
 
 
@@ -79,6 +79,6 @@ def _spread(table: CostTable, device: str, lo: int, hi: int) -> float:
 
 
 def contention_spread(share: float) -> float:
-    """The relative spread of passes beside other work that takes this share of the cores."""
+    """Return the relative spread of passes beside other work that uses this share of the cores."""
     share = min(share, MOST_CONTENTION)
     return share / (1 - share) / WIDTH

@@ -1,7 +1,7 @@
-"""BaPipe's intra-layer partition: a layer between two stages is shared by both (section 3.3.2).
+"""BaPipe's intra-layer partition: two stages share the layer between them (section 3.3.2).
 
-Where whole layers leave the slowest stage and its neighbour unlike, the layer between them is
-split by output channels so that both take as long as each other.
+If whole layers leave the slowest stage and its neighbour unequal, the layer between them is split
+by output channels so that both take equal time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hetpipe.plan.proposal import Priced, Proposal
 from hetpipe.plan.split import Split
 
 GAIN = 0.01
-"""Relative; a split that gains less is not worth two layers."""
+"""A split with a smaller relative gain is not worth two layers."""
 
 
 def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
-    """The plan with the splits that make its predicted step quicker, and the prices of its layers.
+    """Return the plan with all splits that shorten its predicted step, and prices of its layers.
 
     `priced.options.channels` says which layers can be split.
     """
@@ -35,13 +35,13 @@ def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
 
 
 def split_table(table: CostTable, split: Split, channels: Mapping[str, int]) -> CostTable:
-    """The costs after a split. Raises `CostError`."""
+    """Return the costs after a split. Raises `CostError`."""
     return split_costs(table, split.layer, split.layers, split.channels / channels[split.layer])
 
 
 def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
-    """The slowest stage with a share of its first layer at the stage before, or of its last one at
-    the stage after."""
+    """Yield plans in which the slowest stage gives a share of its first layer to the stage before,
+    or a share of its last layer to the stage after."""
     stages, rule = plan.stages, plan.rule
     if max(map(len, (stage.devices for stage in stages))) > 1 or rule.several_stages:
         return
@@ -62,7 +62,7 @@ def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
 
 
 def _split(plan: Plan, priced: Priced, slowest: int, other: int, layer: int) -> Split | None:
-    """The split of a layer with which two stages take as long as each other."""
+    """Return the split of a layer that gives two stages equal times."""
     name = plan.layers[layer]
     channels = priced.options.channels.get(name, 0)
     if channels < 2:
@@ -84,7 +84,7 @@ def _split(plan: Plan, priced: Priced, slowest: int, other: int, layer: int) -> 
 def _planned(
     plan: Plan, priced: Priced, split: Split, cuts: tuple[int, ...]
 ) -> tuple[Plan, Priced]:
-    """The plan after a split, and the prices of its layers. Raises `CostError`, `PlanError`."""
+    """Return the plan after a split, and prices of its layers. Raises `CostError`, `PlanError`."""
     tables = {
         size: split_table(table, split, priced.options.channels)
         for size, table in priced.tables.items()

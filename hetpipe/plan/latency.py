@@ -1,7 +1,7 @@
 """DAPPLE's estimate of a global batch's latency (DAPPLE, sections 4.1 and 4.3).
 
-Transfers are stages of their own. `corrected` equals `printed` up to the pivot; a stage behind it
-ends its last backward when the stages between have theirs before them, not two stages earlier.
+Transfers count as stages. `corrected` equals `printed` up to the pivot. For a stage after it,
+`corrected` subtracts only the backwards of the stages in between from its end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DapplePlan:
         return tuple(len(stage.devices) for stage in self.stages)
 
     def in_flight(self, policy: Depth = "P_A") -> tuple[int, ...]:
-        """Forwards with which each stage starts (section 5.3)."""
+        """Return the number of forwards with which each stage starts (section 5.3)."""
         left = range(len(self.stages), 0, -1)
         deep = left if policy == "P_A" else [2 * stages - 1 for stages in left]
         return tuple(min(depth, self.microbatches) for depth in deep)
@@ -63,7 +63,7 @@ class StageCost(NamedTuple):
 
 
 def pivot_of(stages: Sequence[StageCost], microbatches: float) -> int:
-    """The stage with the fewest bubbles, which sets the pace (algorithm 1)."""
+    """Return the stage with the fewest bubbles, which sets the pace (algorithm 1)."""
     pivot = len(stages) - 1
     for stage in reversed(range(pivot)):
         between_s = sum(cost.both_s for cost in stages[stage + 1 : pivot])
@@ -76,7 +76,7 @@ def pivot_of(stages: Sequence[StageCost], microbatches: float) -> int:
 def latency_s(
     stages: Sequence[StageCost], microbatches: float, formula: Formula = "corrected"
 ) -> float:
-    """Warm-up, steady phase and end (formulas 1 and 2). Bubbles in the steady phase do not count.
+    """Return warm-up, steady phase and end (formulas 1 and 2), without bubbles in the steady phase.
 
     `corrected` is T + H, with T the time up to the pivot's last backward and on to the first
     stage, and H = max_s (all-reduce of s - backwards of the stages before s).
@@ -98,7 +98,7 @@ def latency_s(
 def stage_costs(
     chain: ChainCosts, machines: Machines, stages: Sequence[DappleStage]
 ) -> tuple[StageCost, ...]:
-    """The costs of a plan's stages and, between them, of its transfers."""
+    """Return the costs of a plan's stages and, between them, of its transfers."""
     groups = [_group(machines.counts, stage.devices) for stage in stages]
     costs: list[StageCost] = []
     for number, (stage, group) in enumerate(zip(stages, groups, strict=True)):
@@ -115,7 +115,7 @@ def stage_costs(
 
 
 def stage_memory_nbytes(chain: ChainCosts, plan: DapplePlan) -> tuple[float, ...]:
-    """What a device of each stage keeps: Adam's state, and activations of P_A in flight."""
+    """Return a device's bytes in each stage: Adam's state, and activations of P_A in flight."""
     kept = []
     for stage, depth in zip(plan.stages, plan.in_flight(), strict=True):
         span = slice(stage.first_layer, stage.last_layer + 1)
@@ -130,9 +130,9 @@ def overlapped_s(
     all_reduces_s: Sequence[float],
     accumulated: int,
 ) -> float:
-    """Data parallelism: each layer's sum begins after its backward of the last accumulation.
+    """Return the seconds of data parallelism: a layer's sum follows its last backward.
 
-    Forward and backward are those of a device's whole share of the batch, in `accumulated` parts.
+    Forward and backward are for a device's whole share of the batch, in `accumulated` parts.
     """
     clock_s = sum(forward_s) + sum(backward_s) * (accumulated - 1) / accumulated
     wire_s = clock_s
@@ -159,7 +159,7 @@ class PublishedPlan:
 def published_plans(
     chain: ChainCosts, machines: Machines, *, samples: int, global_batch: int
 ) -> tuple[PublishedPlan, ...]:
-    """What the authors' published program compares, the best first; `latency_s` is its estimate.
+    """Return the plans that the authors' program compares, the best first, with its estimates.
 
     It has four kinds of plans: data parallelism with overlap, any two stages in micro-batches of
     `samples`, two equal halves whose replicas have `samples` each, and one device a stage. The
@@ -213,7 +213,7 @@ class _Published:
                 yield PublishedPlan((replicas, devices - replicas), (cut,), latency_s)
 
     def even(self, stages: int) -> PublishedPlan:
-        """Stages of equally many devices, split for the shortest block."""
+        """Return the plan with equal numbers of devices per stage, cut for the shortest block."""
         replicas = self.machines.devices // stages
         groups = [range(n * replicas, (n + 1) * replicas) for n in range(stages)]
         layers = len(self.chain.names)

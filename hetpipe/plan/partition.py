@@ -13,11 +13,11 @@ from hetpipe.plan.costs import Array
 
 
 def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Places cuts by T = 1 / sum(1 / T_n), then moves boundary layers while that helps.
+    """Place cuts by T = 1 / sum(1 / T_n), then move boundary layers while that helps.
 
     `costs[n][lo, hi]` as in `exact`, `whole_s[n]` = T_n. A move helps if it lowers the slowest
     stage, or keeps it and lowers the next slowest, so that two equally slow stages are no dead end.
-    It ends where no move helps, which may be above the optimum: `exact` is the other candidate.
+    The result may be above the optimum: `exact` is the other candidate.
     """
     cuts, layers = _placed(costs, whole_s), costs[0].shape[0] - 1
     while True:
@@ -40,7 +40,7 @@ def ideal_stage_s(whole_s: Sequence[float]) -> float:
 
 
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Each stage takes layers while it stays within T, and leaves one for each later stage."""
+    """Give each stage layers while it stays within T, and leave one for each later stage."""
     ideal_s = ideal_stage_s(whole_s)
     stages, layers = len(costs), costs[0].shape[0] - 1
     cuts: list[int] = []
@@ -54,7 +54,7 @@ def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]
 
 
 def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
-    """All partitions that differ by one boundary layer and leave no stage empty."""
+    """Yield all partitions that differ by one boundary layer and leave no stage empty."""
     ends = (0, *cuts, layers)
     for index in range(1, len(ends) - 1):
         for cut in (ends[index] - 1, ends[index] + 1):
@@ -63,8 +63,8 @@ def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _quickest(costs: Sequence[Array], cuts: Array, layers: int) -> int:
-    """The index of the partition whose slowest stage is quickest, then its next one, and so on; the
-    first of equal ones. `cuts` has a row for each."""
+    """Return the index of the partition with the lowest slowest stage, then the lowest next one,
+    and so on; the first of equal ones. `cuts` has a row for each partition."""
     ends = np.pad(cuts, ((0, 0), (1, 0)))
     ends = np.pad(ends, ((0, 0), (0, 1)), constant_values=layers)
     times_s = [cost[ends[:, n], ends[:, n + 1]] for n, cost in enumerate(costs)]

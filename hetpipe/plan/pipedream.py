@@ -2,7 +2,7 @@
 
 A level of the hierarchy joins equal components by links of one bandwidth; the components of the
 innermost level are single workers. A plan uses all workers. The profile's T_l, a_l and w_l are
-here `forward_s` + `backward_s`, `cut_nbytes` and `params_nbytes` of a chain of layers.
+`forward_s` + `backward_s`, `cut_nbytes` and `params_nbytes` of a chain of layers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SyncRule = Literal["text", "printed", "published-code"]
 
 `text`: 2 (m-1)/m w / bandwidth beside the computation, as the paper's text says.
 `printed`: 2 (m-1) w / bandwidth beside the computation, as the paper's formula is printed.
-`published-code`: 4 (m-1)/m w / bandwidth after the computation. Besides, the replicas of the later
+`published-code`: 4 (m-1)/m w / bandwidth after the computation. Also, the replicas of the later
 stage share the transfer at a cut. The first stage of a level is a copy on each of its components;
-the components of the level below, of which each sums its share, divide its synchronisation. Its
+the components of the next lower level sum a share each, so they divide its synchronisation. The
 authors drop Input nodes from the profile.
 """
 
@@ -64,7 +64,7 @@ class PipeDreamPlan:
     bottleneck_s: float
 
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, the mini-batches that each replica has in flight (section 3.2).
+        """Return, per stage, the mini-batches that each replica has in flight (section 3.2).
 
         At the input stage this is NOAM: workers over replicas, rounded up.
         """
@@ -78,7 +78,7 @@ def plan_pipedream(
     rule: SyncRule = "text",
     capacity_nbytes: int | None = None,
 ) -> PipeDreamPlan:
-    """The plan with the lowest bottleneck on `levels`, which start with the innermost.
+    """Return the plan with the lowest bottleneck on `levels`, which start with the innermost.
 
     A worker keeps one version of its stage's weights and activations per mini-batch in flight.
     Takes O(L^3 count^2) per level, in numpy, and O(L^2 count^2) at the outermost. Raises
@@ -99,7 +99,7 @@ def plan_pipedream(
 
 
 def data_parallel_s(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule = "text") -> float:
-    """The time of a mini-batch with the whole chain replicated on every worker."""
+    """Return the seconds of a mini-batch with the whole chain replicated on every worker."""
     _check(chain, levels, rule)
     time_s, params_nbytes = sum(chain.forward_s) + sum(chain.backward_s), sum(chain.params_nbytes)
     inside = 1
@@ -110,7 +110,7 @@ def data_parallel_s(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule =
 
 
 def stage_memory_nbytes(chain: ChainCosts, plan: PipeDreamPlan) -> tuple[int, ...]:
-    """What a worker of each stage keeps: weights and activations per mini-batch in flight."""
+    """Return a worker's bytes in each stage: weights and activations per mini-batch in flight."""
     kept = [w + a for w, a in zip(chain.params_nbytes, chain.activation_nbytes, strict=True)]
     return tuple(
         versions * sum(kept[stage.first_layer : stage.last_layer + 1])
@@ -129,9 +129,9 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
 def _replicated_s(
     rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level, sharing: int
 ) -> Array:
-    """T^k: a stage on `replicas` components, each of which takes `time_s` for a mini-batch.
+    """Return T^k: a stage on `replicas` components, each of which takes `time_s` for a mini-batch.
 
-    `sharing` parts of a component share the synchronisation, by the published code.
+    By the published code, `sharing` parts of a component share the synchronisation.
     """
     moved = (replicas - 1) * params / level.bandwidth_Bps
     if rule == "published-code":
@@ -144,7 +144,8 @@ def _replicated_s(
 class _Partition:
     """A^k of all runs of layers [first, last], and for each count of components its last stage.
 
-    `replicas[m][first, last]` is that stage's, `splits[m][first, last]` the layer before it.
+    `replicas[m][first, last]` has that stage's replicas, `splits[m][first, last]` the layer before
+    it.
     """
 
     time_s: Array
@@ -156,7 +157,7 @@ class _Search:
     """The dynamic programme. Depth 0 is one worker, depth k the first k levels.
 
     `behind` is the workers of later stages per worker group of this depth: it decides how many
-    mini-batches are in flight, and matters only under a capacity.
+    mini-batches are in flight, and matters only with a capacity.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class _Search:
         self.replicated = cache(self._replicated)
 
     def stages(self, depth: int, behind: Fraction, run: PipeDreamStage) -> list[PipeDreamStage]:
-        """The stages of the best partition of a run of layers; `run` counts its copies."""
+        """Return the stages of the best partition of a run of layers; `run` counts its copies."""
         if depth == 0:
             return [run]
         partition = self.partition(depth, behind)
@@ -233,12 +234,12 @@ class _Search:
         return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level, sharing)
 
     def _transfer_s(self, level: Level, replicas: int) -> Array:
-        """The activations of a cut and their gradients, by the layer before the cut."""
+        """Return the transfer of a cut's activations and gradients, by the layer before it."""
         sharing = replicas if self.rule == "published-code" else 1
         return 2 * self.cut_nbytes / (level.bandwidth_Bps * sharing)
 
     def _behind(self, depth: int, behind: Fraction, used: int, replicas: int) -> Fraction:
-        """`behind` of a stage's components, if `used` components hold it and the stages before."""
+        """Return `behind` for a stage's components, if it and earlier stages use `used` of them."""
         if self.capacity_nbytes is None:
             return Fraction(0)
         workers = math.prod(level.count for level in self.levels[: depth - 1])
@@ -247,9 +248,10 @@ class _Search:
 
 
 def _best_splits(first: int, before_s: Array, stage_s: Array) -> tuple[Array, Array]:
-    """The layer to cut after, and the slower side, for the runs first .. first + 1, ... to the end.
+    """Return the layer to cut after, and the slower side, for all runs that begin at `first`.
 
-    `before_s[first, split]` is the part up to the cut, `stage_s[split + 1, last]` that after it.
+    `before_s[first, split]` is the part up to the cut, `stage_s[split + 1, last]` the part after
+    it.
     """
     slower = np.maximum(before_s[first, first:-1, None], stage_s[first + 1 :, first + 1 :])
     nearest = slower.argmin(axis=0)
@@ -257,6 +259,6 @@ def _best_splits(first: int, before_s: Array, stage_s: Array) -> tuple[Array, Ar
 
 
 def _runs(costs: Sequence[float]) -> Array:
-    """Sums of all runs of layers [first, last]."""
+    """Return the sums of all runs of layers [first, last]."""
     ends = np.concatenate([[0.0], np.cumsum(costs)])
     return ends[None, 1:] - ends[:-1, None]

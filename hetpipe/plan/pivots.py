@@ -1,8 +1,8 @@
 """The recurrence of DAPPLE's planner (DAPPLE, section 4.3, algorithm 1).
 
-Stages are added from the last to the first. A partial plan is compared with those of the same
-first layer and the same devices by what decides the latency of any completion; the best few stay.
-All partial plans on the same devices are found at once, as columns of one array.
+Stages are added from the last to the first. A partial plan is compared with others that have the
+same first layer and devices, by everything that decides the latency of a completion; the best few
+stay. All partial plans on the same devices are computed at once, as columns of one array.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetpipe.plan.latency import (
 )
 from hetpipe.plan.placement import Counts, Machines, append_first, numbers, places
 
-MANY = 16  # devices; beyond, the search leaves out replicas and places
+MANY = 16  # devices; with more, the search tries fewer replicas and places
 
 
 class _Fronts(NamedTuple):
@@ -48,16 +48,16 @@ class _Choices(NamedTuple):
     first: Array
     last: Array
     behind: Array
-    """The numbers of the choices for the stages behind."""
+    """The numbers of the choices for the later stages."""
 
 
 class Search:
-    """The recurrence. Rows of a partial plan: what decides the latency of all its completions.
+    """The recurrence. Each row of a partial plan helps to decide the latency of its completions.
 
     FIRST is its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
-    and the pivot once, END the latency if nothing came before. LATE is how long the all-reduces
-    go on after the last backward, should the pivot move. DEPTH counts its stages, NUMBER is its
-    last choice, GROUP the group of devices of its first stage.
+    and the pivot once, END the latency without further stages. LATE is how long the all-reduces
+    continue after the last backward if the pivot moves. DEPTH counts its stages, NUMBER is its last
+    choice, GROUP the group of devices of its first stage.
     """
 
     FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER, GROUP = range(8)
@@ -81,20 +81,20 @@ class Search:
         self.sums = np.array([[0.0, *accumulate(values)] for values in costs])
         self.cut_nbytes = np.array([0.0, *chain.cut_nbytes])
         self.lines = cache(machines.transfer_lines)
-        self.starts: list[int] = []  # the number of the first choice of each of `choices`
+        self.starts: list[int] = []  # the number of the first choice in each entry of `choices`
         self.choices: list[_Choices] = []
         self.tails: dict[Counts, _Fronts] = {}
 
     def plans(self) -> list[DapplePlan]:
-        """Complete plans, the best first."""
+        """Return complete plans, the best first."""
         rows = self.fronts((0,) * len(self.machines.counts)).rows
         ends = rows[:, rows[self.FIRST] == 0][[self.END, self.NUMBER]]
         return [self._plan(int(number)) for _, number in sorted(ends.T.tolist())]
 
     def fronts(self, used: Counts) -> _Fronts:
-        """The partial plans on all devices but `used`.
+        """Return the partial plans on all devices but `used`.
 
-        Servers with equal devices are alike, so those with the most used ones are taken first.
+        Servers with equal devices are interchangeable, so the one with most used devices is first.
         """
         order = self._order(used)
         if order != sorted(order):
@@ -112,7 +112,7 @@ class Search:
         return self.tails[used]
 
     def _order(self, used: Counts) -> list[int]:
-        """The servers, if all are alike by how many devices are used, the most first."""
+        """Return the servers by how many devices are used, the most first, if all are equal."""
         alike = len(set(self.machines.counts)) == 1
         return sorted(range(len(used)), key=lambda server: -used[server] * alike)
 
@@ -122,7 +122,7 @@ class Search:
         return places(self.machines.counts, used, replicas)
 
     def _front(self, used: Counts, groups: list[Counts]) -> Array:
-        """Partial plans whose first stage has one of these groups: stages from every layer."""
+        """Return partial plans whose first stage has one of these groups and any first layer."""
         layers = len(self.chain.names)
         behind = self._behind(used, groups)
         lasts, group = behind[[self.FIRST, self.GROUP]].astype(int)
@@ -153,7 +153,7 @@ class Search:
         return best
 
     def _behind(self, used: Counts, groups: list[Counts]) -> Array:
-        """The best partial plans behind each of these groups, with the transfer from it."""
+        """Return the best partial plans after each of these groups, with the transfer from it."""
         ends, sent, times_s = [], [], []
         for number, group in enumerate(groups):
             then = tuple(map(sum, zip(used, group, strict=True)))
@@ -178,10 +178,10 @@ class Search:
         return np.concatenate((last, self._best(rows)), axis=1)
 
     def _hopeful(self, firsts: Array, lasts: Array, used: Counts, count: Array) -> Array:
-        """Whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
+        """Return whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
 
-        Neither the stage, on `count` devices, nor the slowest one before it may be too long; some
-        layers and devices are left for those before, or none of both.
+        Neither the stage, on `count` devices, nor the slowest earlier one may be too long; and
+        either both layers and devices remain for earlier stages, or neither.
         """
         compute_s = self.sums[0] + self.sums[1]
         stage_s = (compute_s[lasts] - compute_s[firsts]) / count
@@ -190,7 +190,7 @@ class Search:
         return (firsts < lasts) & ((firsts > 0) == any(used)) & (steady_s <= self.bound_s)
 
     def _added(self, rows: Array, forward: Array, backward: Array, all_reduce: Array) -> Array:
-        """Partial plans with one more stage in front (algorithm 1 moves the pivot)."""
+        """Return partial plans with one more stage in front (algorithm 1 moves the pivot)."""
         both = forward + backward
         steady = (self.microbatches - 1) * both
         last = rows[self.DEPTH] == 0
@@ -209,9 +209,10 @@ class Search:
         return added
 
     def _best(self, rows: Array) -> Array:
-        """Undominated columns, at most `width` per first layer and group.
+        """Return undominated columns, at most `width` per first layer and group.
 
-        Those stay that may end earliest, with the backwards of all layers before on one device.
+        The columns stay that may end earliest, if one device runs the backwards of all earlier
+        layers.
         """
         compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
         if self.capacity_nbytes < inf:
@@ -251,12 +252,12 @@ class Search:
 
 
 def _at(servers: Sequence[int], counts: Counts) -> Counts:
-    """The counts of these servers, in the servers' order."""
+    """Return the counts of these servers, in the servers' order."""
     return tuple(count for _, count in sorted(zip(servers, counts, strict=True)))
 
 
 def _widths(devices: int) -> tuple[int, ...]:
-    """The replicas that a stage may have: any number, of many devices powers of two, or all."""
+    """Return possible numbers of replicas: any; for many devices, powers of two and all."""
     if devices <= MANY:
         return tuple(range(1, devices + 1))
     powers = {1 << power for power in range(devices.bit_length())}

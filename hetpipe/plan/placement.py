@@ -1,7 +1,7 @@
 """Placement: which devices of which servers a stage gets (DAPPLE, section 4.2, figure 5).
 
-An occupancy, or a group of devices, is a tuple of counts, one a server. Devices of a server are
-alike, and fresh servers are taken in their order: identical servers give one state, not many.
+An occupancy, or a group of devices, is a tuple of counts, one per server. Devices of a server are
+equal, and fresh servers are used in their order: identical servers give one state, not many.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Wire:
 class Machines:
     """Servers of equal devices: `counts` of each, links `inside` and `between` the servers.
 
-    `between` is what one server sends or receives, with all its devices together. With the
-    `samples` of a micro-batch, costs are those of prices: replicas have whole samples, and each
-    pair of devices has a link of its own. Raises `PlanError` without a device.
+    `between` carries what all devices of a server send or receive together. With the `samples` of a
+    micro-batch, costs are counted as in prices: replicas have whole samples, and each pair of
+    devices has its own link. Raises `PlanError` without a device.
     """
 
     counts: Counts
@@ -54,23 +54,23 @@ class Machines:
         return sum(self.counts)
 
     def part(self, replicas: int) -> float:
-        """The share of a micro-batch that the fullest of some replicas has."""
+        """Return the largest share of a micro-batch that one of the replicas has."""
         if self.samples is None:
             return 1 / replicas
         return -(-self.samples // replicas) / self.samples
 
     def transfer_s(self, nbytes: float, source: Counts, target: Counts) -> float:
-        """Seconds that the samples of a cut take from one group to the other, one way.
+        """Return the seconds that the samples of a cut take from one group to the other, one way.
 
-        A replica has an equal share of the samples, the groups' shares come in the order of
-        their devices, and what both sides have on a server stays inside it. The fullest server
-        and the fullest device decide: between servers of one device each, m replicas send to n
-        at max(1 / m, 1 / n) of the bytes.
+        A replica has an equal share of the samples, the groups' shares come in the order of their
+        devices, and samples that both sides have on a server stay inside it. The fullest server and
+        the fullest device decide: between servers of one device each, m replicas send to n at
+        max(1 / m, 1 / n) of the bytes.
         """
         return max(fixed + each * nbytes for fixed, each in self.transfer_lines(source, target))
 
     def transfer_lines(self, source: Counts, target: Counts) -> tuple[tuple[float, float], ...]:
-        """Latency and seconds per byte, between the servers and inside; 0 where nothing goes."""
+        """Return latency and seconds per byte, between servers and inside; 0 for no transfer."""
         senders, receivers = sum(source), sum(target)
         if self.samples is not None:
             together = [max(pair) > 0 for pair in zip(source, target, strict=True)]
@@ -90,7 +90,7 @@ class Machines:
         return tuple(lines)
 
     def all_reduce_s(self, nbytes: float, group: Counts) -> float:
-        """Seconds of a ring over the group: 2 (r-1) (latency + nbytes / (r slowest link))."""
+        """Return the seconds of a ring: 2 (r-1) (latency + nbytes / (r slowest link))."""
         replicas = sum(group)
         wire = self.between if sum(count > 0 for count in group) > 1 else self.inside
         rounds = 2 * (replicas - 1)
@@ -98,11 +98,11 @@ class Machines:
 
 
 def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
-    """The groups of `replicas` free devices that the three policies give, each once.
+    """Return the groups of `replicas` free devices by the three policies, each once.
 
-    Fresh First takes servers without a used device first, Append First those with one; both fill
-    a server before the next. Scatter First deals devices out in turn, among the servers in use,
-    or among all where all are fresh. A policy whose servers are full goes on with the others.
+    Fresh First begins with servers without a used device, Append First with the others; both fill a
+    server before the next. Scatter First deals devices out in turn, among the servers in use, or
+    among all if all are fresh. A policy whose servers are full continues with the others.
     """
     free, fresh, begun = _servers(counts, used)
     groups = (
@@ -114,13 +114,13 @@ def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
 
 
 def append_first(counts: Counts, used: Counts, replicas: int) -> Counts:
-    """The group that Append First alone gives: it fills server after server."""
+    """Return the group by Append First: it fills server after server."""
     free, fresh, begun = _servers(counts, used)
     return _fill(free, begun + fresh, replicas)
 
 
 def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
-    """The group's device numbers, which count server by server; used ones come first."""
+    """Return the group's device numbers, which count server by server, used ones first."""
     first, devices = 0, list[int]()
     for count, taken, more in zip(counts, used, group, strict=True):
         devices += range(first + taken, first + taken + more)
@@ -129,7 +129,7 @@ def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
 
 
 def _servers(counts: Counts, used: Counts) -> tuple[Counts, list[int], list[int]]:
-    """Each server's free devices; the servers without a device in use, and those with one."""
+    """Return each server's free devices; the servers without a used device, and with one."""
     free = tuple(count - taken for count, taken in zip(counts, used, strict=True))
     fresh = [server for server, taken in enumerate(used) if not taken]
     return free, fresh, [server for server, taken in enumerate(used) if taken]

@@ -22,9 +22,9 @@ SINCE: dict[int, dict[str, Any]] = {
     3: {"recompute": False, "lower_bound_s": None},
     4: {"splits": []},
 }
-"""Plans of earlier versions are read, too: the fields that each lacks, and what stands for them."""
+"""Fields that plans of each earlier version lack, with their defaults; such plans can be read."""
 MOST_MICROBATCHES = 2**16
-MOST_IN_FLIGHT = 2**10  # the limit, or the micro-batches if they are more
+MOST_IN_FLIGHT = 2**10  # the limit, or the number of micro-batches if that is larger
 
 Share = Annotated[float, Number(most=1e9, above=True)]
 
@@ -43,7 +43,7 @@ class StagePlan:
     memory_nbytes: Count  # predicted peak
     capacity_nbytes: Count
     shares: tuple[Share, ...] = ()  # of a micro-batch, by replica; empty: equal
-    all_reduce_s: Seconds = 0.0  # of the gradients of all replicas
+    all_reduce_s: Seconds = 0.0  # sum of all replicas' gradients
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -73,7 +73,7 @@ class Plan:
     origin: str  # which planner made it: balanced | data-parallel | even | speed-blind | ... | user
     notes: tuple[str, ...] = ()
     weights: str = "flush"  # how versions of the weights are kept
-    interval_s: tuple[Seconds, Seconds] | None = None  # predicted: four of five steps lie in it
+    interval_s: tuple[Seconds, Seconds] | None = None  # predicted: holds four of five steps
     recompute: bool = False  # whether stages keep only their inputs for the backward
     lower_bound_s: Seconds | None = None  # no plan on these devices has a shorter step
     splits: tuple[Annotated[Split, Placed()], ...] = ()  # `layers` has two names for each
@@ -103,7 +103,7 @@ class Plan:
                 raise PlanError(f"stages.{number}.in_flight is {stage.in_flight}, above {most}")
 
     def _check_splits(self) -> None:
-        """Raises `PlanError` unless the layers have the parts of every split, side by side."""
+        """Raise `PlanError` unless the layers contain the parts of every split, side by side."""
         neighbours = set(itertools.pairwise(self.layers))
         for split in self.splits:
             if split.layers not in neighbours:
@@ -111,17 +111,17 @@ class Plan:
                 raise PlanError(
                     f"splits: {split.layer} after {split.channels} channels is the layers {first} "
                     f"and {second}, and the plan's {len(self.layers)} layers have no such "
-                    "neighbours: make the plan for the model as it is split"
+                    "neighbours: make the plan for the model with its splits"
                 )
 
     @property
     def rule(self) -> Rule:
-        """The rule of its schedule. Raises `ScheduleError` if that is not registered here."""
+        """The rule of its schedule. Raises `ScheduleError` for an unregistered schedule."""
         return rule_of(self.schedule)
 
     @property
     def policy(self) -> WeightPolicy:
-        """The policy by which versions of the weights are kept. Raises `ScheduleError`."""
+        """The policy for versions of the weights. Raises `ScheduleError`."""
         return policy_of(self.weights)
 
     @property
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def is_priced(self) -> bool:
-        """Whether its times and memory are predicted, or unknown."""
+        """Whether its times and memory are predicted, not unknown."""
         return self.step_s > 0
 
     @property
@@ -161,12 +161,12 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How far the step may be above the best plan's, relative to the lower bound."""
+        """The most by which the step can exceed the best plan's, relative to the lower bound."""
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
 
     @property
     def fill_limit(self) -> float:
-        """The share of the step that workers can be busy at best: M / (M + N - 1) for GPipe, 1F1B.
+        """The largest share of the step that workers can be busy: M / (M + N - 1) for GPipe, 1F1B.
 
         For other schedules it is simulated, with equal stages, B = 2 F and no transfers.
         """
@@ -180,14 +180,14 @@ class Plan:
         return -(-self.mini_batch // (self.microbatches * len(self.stages[0].devices)))
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return {"version": VERSION, **asdict(self)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "") -> Plan:
-        """The inverse of `to_json`; `where` is the file.
+        """Return the plan of a dict from `to_json`; `where` is its file.
 
-        Raises `PlanError` for another version, and for a wrong entry, with its place.
+        Raises `PlanError` for an unknown version, and for a wrong entry, with its place.
         """
         return Source("the plan", PlanError, where).versioned(Plan, _upgraded(data), VERSION)
 
@@ -198,7 +198,7 @@ class Plan:
 
 
 def _upgraded(data: Any) -> Any:
-    """A plan of an earlier version as one of this version; anything else as it is."""
+    """Return a plan of an earlier version as one of this version; anything else unchanged."""
     version = data.get("version") if isinstance(data, Mapping) else None
     if type(version) is not int or version not in SINCE:
         return data

@@ -1,8 +1,8 @@
 """The planner: the best partition for given devices, and the best devices and micro-batches.
 
-If partitions are few (two devices, or a short model) all are candidates. Else two partitioners
-propose some, BaPipe's balanced one and the exact one, each with transfers counted in two ways. The
-simulator chooses, since the slowest stage alone does not determine the step.
+If there are few partitions (two devices, or a short model), all are candidates. Otherwise two
+partitioners propose some, BaPipe's balanced one and the exact one, each counting transfers in two
+ways. The simulator chooses, since the slowest stage alone does not determine the step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["explore", "make_plan", "predict"]
 FREE_ORDER_DEVICES = 4  # up to this number of devices all orders and subsets are tried
 FEW = 100  # up to this number of partitions of an order all are candidates
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")  # how partitioners count transfers
-GAIN = 1e-9  # relative; a smaller gain counts as rounding
+GAIN = 1e-9  # a smaller relative gain counts as rounding
 
 
 def make_plan(
@@ -50,11 +50,11 @@ def make_plan(
     fixed_order: bool = False,
     weights: str = "flush",
 ) -> Plan:
-    """The plan with the quickest predicted step that puts one stage on each of `devices`.
+    """Return the plan with the shortest predicted step that puts one stage on each of `devices`.
 
     Tries every order of up to 4 devices, unless `fixed_order` or `cuts` (layer indices) are given;
     for more devices only the given order. Under 1F1B it also chooses the in-flight depth: one that
-    hides transfers if that is quicker, a smaller one if memory requires it. `weights` is the policy
+    hides transfers if that is faster, a smaller one if memory requires it. `weights` is the policy
     of an asynchronous schedule, which determines the versions kept (`hetpipe.schedule.weights`).
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
@@ -71,7 +71,7 @@ def make_plan(
 
 
 def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
-    """The quickest plan with one of these orders of devices. Raises `PlanError`."""
+    """Return the fastest plan with one of these orders of devices. Raises `PlanError`."""
     orders = [question.stage_devices(order) for order in device_orders]
     devices, why = device_orders[0], ""
     best: tuple[Partition, Plan] | None = None
@@ -96,7 +96,7 @@ def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
 def _is_roomy(
     question: Question, devices: Sequence[str], depths: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether memory decides nothing about the cuts at these depths."""
+    """Whether memory does not restrict the cuts at these depths."""
     versions = max(question.versions(depth, n) for depth in depths for n in range(len(devices)))
     return is_roomy(question.costs, devices, max(map(max, depths)), versions)
 
@@ -110,13 +110,13 @@ def explore(
     use_all: bool = False,
     weights: str = "flush",
 ) -> list[Plan]:
-    """Plans over devices, schedules and micro-batch counts, ranked by predicted step, then by
-    memory.
+    """Return plans over devices, schedules and micro-batch counts, ranked by predicted step, then
+    by memory.
 
-    `tables` is keyed by micro-batch size s; M = ceil(mini_batch / s) if the largest micro-batch
-    then has s samples. Tries all subsets of up to 4 devices; of more devices, all of them and each
-    alone; with `use_all`, only all. The first plan alone has an interval. Raises `PlanError` if no
-    combination works.
+    `tables` has the costs by micro-batch size s; M = ceil(mini_batch / s) if the largest
+    micro-batch then has s samples. Tries all subsets of up to 4 devices; of more devices, all of
+    them and each alone; with `use_all`, only all. Only the first plan has an interval. Raises
+    `PlanError` if no combination works.
     """
     plans: list[Plan] = []
     refused: list[str] = []
@@ -146,14 +146,14 @@ def explore(
 
 
 def _costs_by_count(table: CostTable, subsets: Sequence[Sequence[str]]) -> dict[int, StageCosts]:
-    """By the number of devices that compute at once, their costs; shared where they are equal."""
+    """Return the costs by number of devices that compute at once; equal costs are shared."""
     beside = {len(subset): table.beside(len(subset)) for subset in subsets}
     costs = {id(one): StageCosts(one) for one in beside.values()}
     return {count: costs[id(one)] for count, one in beside.items()}
 
 
 def _rank(plan: Plan) -> tuple[float, int]:
-    """The key of the ranking: the step (rounded), then the memory."""
+    """Return the key of the ranking: the step (rounded), then the memory."""
     return float(f"{plan.step_s:.8e}"), sum(stage.memory_nbytes for stage in plan.stages)
 
 
@@ -201,7 +201,7 @@ def _check_cuts(table: CostTable, devices: Sequence[str], cuts: Sequence[int]) -
 
 
 def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...]) -> Plan:
-    """The plan of the user's partition; chooses only the in-flight depth."""
+    """Return the plan of the user's partition; choose only the in-flight depth."""
     _check_cuts(question.costs.table, devices, cuts)
     why: str | None = None
     for depths in _depths(question, len(devices)):
@@ -214,7 +214,7 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
 
 
 def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
-    """In-flight depths to choose from; a later list counts only where memory is short.
+    """Yield lists of in-flight depths to choose from; a later list counts only if memory is short.
 
     1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A with ever lower bounds. Without a flush:
     PipeDream's NOAM, and the depth that hides transfers if the policy is defined for it.
@@ -245,7 +245,7 @@ def _propose(
     objectives: Iterable[Objective],
     bounded: bool = True,
 ) -> list[tuple[int, ...]]:
-    """Cuts that may be best for this order of devices."""
+    """Return cuts that may be best for this order of devices."""
     costs, stages = question.costs, len(order)
     if bounded and math.comb(costs.count - 1, stages - 1) <= FEW:
         return list(combinations(range(1, costs.count), stages - 1))
@@ -270,10 +270,10 @@ def _quickest(
     origin: str,
     best: tuple[Partition, Plan] | None = None,
 ) -> tuple[Partition, Plan] | None:
-    """The possible candidate with the quickest step, or `best` before; None if all are impossible.
+    """Return the possible candidate with the shortest step, or `best`; None if none is possible.
 
     Prices candidates in the order of their lower bounds, until a bound exceeds the best step so
-    far: the others cannot be quicker.
+    far: later candidates cannot be faster.
     """
     bounds_s: dict[tuple[tuple[str, ...], tuple[int, ...]], float] = {}  # valid for all depths
     for candidate in candidates:
@@ -292,7 +292,7 @@ def _quickest(
 
 
 def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
-    """Move boundary layers while the simulated step gets quicker."""
+    """Move boundary layers while the simulated step becomes shorter."""
     layers = question.costs.count
     while True:
         best = None
@@ -314,7 +314,7 @@ def _why_not(
     orders: Sequence[tuple[str, ...]],
     depth: tuple[int, ...],
 ) -> str:
-    """The reason why no partition fits: that of the best one without a bound on memory, if any."""
+    """Return why no partition fits: the reason for the best one without a memory bound, if any."""
     relaxed = [
         Partition(order, cuts, depth)
         for order in orders

@@ -28,18 +28,18 @@ from hetpipe.words import words
 
 MIB = 2**20
 NEAR = 1e-3
-"""Relative; ends of a stream's period that are as near to each other are one price."""
+"""Relative distance below which both bounds of a stream's period count as one price."""
 LONGEST = 256
-"""Times the mini-batches in flight; a longer stream is not simulated for a price."""
+"""Longest stream that is simulated for a price, as a multiple of the mini-batches in flight."""
 MOST_REFUSALS = 8
-"""Devices whose reasons an error lists."""
+"""Number of devices whose reasons an error lists."""
 LONG_TURN = 16
-"""Mini-batches; the pattern of replicas that repeats more seldom is taken to repeat each time."""
+"""Mini-batches; a longer pattern of replicas is assumed to repeat with every mini-batch."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question that a plan answers: all inputs but the partition."""
+    """The question that a plan answers: all its inputs except the partition."""
 
     costs: StageCosts
     schedule: str
@@ -54,11 +54,11 @@ class Question:
 
     @cached_property
     def policy(self) -> WeightPolicy:
-        """The policy by which versions of the weights are kept."""
+        """The policy for versions of the weights."""
         return policy_of(self.weights)
 
     def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """The device of each stage; if devices have several stages, by the schedule's rows."""
+        """Return the device of each stage; if devices have several stages, by the schedule."""
         if not self.rule.several_stages:
             return tuple(devices)
         stages = self.rule.stages_per_worker * len(devices)
@@ -67,7 +67,7 @@ class Question:
         return tuple(devices[places[stage]] for stage in range(stages))
 
     def versions(self, in_flight: Sequence[int], stage: int) -> int:
-        """The number of versions of a stage's weights that live at once, with a predicted copy."""
+        """Return how many versions of a stage's weights exist at once, with a predicted copy."""
         return self.policy.versions(in_flight, stage, self.microbatches)
 
 
@@ -80,12 +80,12 @@ class Partition:
     in_flight: tuple[int, ...]
 
     def ends(self, layers: int) -> list[tuple[int, int]]:
-        """(lo, hi) of each stage."""
+        """Return (lo, hi) of each stage."""
         return list(zip((0, *self.cuts), (*self.cuts, layers), strict=True))
 
 
 def price(question: Question, partition: Partition, origin: str) -> Plan:
-    """The plan of a partition, its step predicted by simulation."""
+    """Return the plan of a partition, with its step predicted by simulation."""
     costs, table = question.costs, question.costs.table
     layers = costs.count
     stages = []
@@ -119,10 +119,10 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
 
 
 def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
-    """Seconds per mini-batch, without a timeline if none is needed.
+    """Return the seconds per mini-batch, without a timeline if none is needed.
 
-    Without flushes, the period of a stream that never ends. `times` of stages are by default those
-    that the table gives.
+    Without flushes it is the period of an endless stream. `times` of stages are by default the
+    table's.
     """
     times = times or stage_times(plan, table)
     if not plan.rule.flushes:
@@ -140,12 +140,12 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
 
 
 def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
-    """The period of the plan's stream, at most `NEAR` above the true one.
+    """Return the period of the plan's stream, at most `NEAR` above the true one.
 
-    The simulated stream grows until its ends tell the period well enough.
+    The simulated stream grows until its bounds determine the period.
     """
     turn = math.lcm(*plan.replicas)
-    if turn > LONG_TURN:  # replicas of a stage cost the same, so only their sums have a turn
+    if turn > LONG_TURN:  # replicas of a stage have equal costs, so only their sums have a turn
         turn = 1
     reach = _reach(plan)
     rounds = max(4 * -(-reach // turn), -(-_filling(plan) // turn))
@@ -158,20 +158,20 @@ def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
 
 
 def _reach(plan: Plan) -> int:
-    """The number of mini-batches that the plan's stages have in flight at most."""
+    """Return the most mini-batches that the plan's stages have in flight."""
     in_flight = (depth * count for depth, count in zip(plan.in_flight, plan.replicas, strict=True))
     return -(-max(in_flight) // plan.microbatches)
 
 
 def _filling(plan: Plan) -> int:
-    """A number of mini-batches that fills the pipeline four times."""
+    """Return a number of mini-batches that fills the pipeline four times."""
     return 4 * _reach(plan) + 4
 
 
 def _summed(times: StageTimes) -> StageTimes:
-    """Times in which an update begins with its sum over replicas.
+    """Return times in which an update includes its sum over replicas.
 
-    A worker of one stage, which shares no parameter, does nothing between the two.
+    A worker with one stage, which shares no parameter, does nothing between the two.
     """
     sums = map(times.sum_of, range(len(times.update_s)))
     both_s = zip(times.update_s, sums, strict=True)
@@ -187,11 +187,11 @@ def predict(
     times: StageTimes | None = None,
     mini_batches: int | None = None,
 ) -> Timeline:
-    """The timeline of one step of `plan`, priced by `table`; without flushes, of some mini-batches.
+    """Return the timeline of one step priced by `table`, or of some mini-batches without flushes.
 
-    `mini_batches` is by default a number that fills the pipeline some times. `tied` are stages that
-    share parameters that the table lacks; their transfers cost nothing. `times` of stages are by
-    default those that the table gives.
+    `mini_batches` is by default a number that fills the pipeline a few times. `tied` are stages
+    that share parameters that the table lacks; their transfers cost nothing. `times` of stages are
+    by default the table's.
     """
     times = times or stage_times(plan, table)
     pairs = tied_stages(plan, table) if tied is None else tied
@@ -212,7 +212,7 @@ def predict(
 
 
 def check_able(plan: Plan, table: CostTable) -> None:
-    """Raises `PlanError` if a stage has a layer that its device cannot run."""
+    """Raise `PlanError` if a stage has a layer that its device cannot run."""
     for number, stage in enumerate(plan.stages):
         for device in stage.devices:
             why = why_unable(table, device, stage.lo, stage.hi)
@@ -247,7 +247,7 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
 
 
 def lower_bound_s(question: Question, partition: Partition) -> float:
-    """A lower bound of the step: a stage's passes, and one micro-batch's way to it and back."""
+    """Return a lower bound of the step: a stage's passes, and a micro-batch's round trip."""
     costs = question.costs
     bound_s = way_s = 0.0
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
@@ -255,7 +255,7 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
         both_s = costs.stage_compute_s(device, lo, hi)
         bound_s = max(bound_s, way_s + question.microbatches * both_s)
         if not question.rule.flushes:
-            continue  # the way is gone once
+            continue  # only the first micro-batch waits for its way
         way_s += both_s
         if stage + 1 < len(partition.devices):
             there = partition.devices[stage + 1]
@@ -266,8 +266,8 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
 
 
 def problem(question: Question, partition: Partition) -> str | None:
-    """Why the partition cannot run: an unsupported layer, too little memory, or a parameter that
-    two stages would update at different times; else None."""
+    """Return why the partition cannot run: an unsupported layer, too little memory, or a parameter
+    that two stages would update at different times; None if it can run."""
     costs = question.costs
     if not question.rule.flushes:
         for shared in costs.table.tied:
@@ -297,7 +297,7 @@ def problem(question: Question, partition: Partition) -> str | None:
 
 
 def is_roomy(costs: StageCosts, devices: Sequence[str], in_flight: int, versions: int) -> bool:
-    """Whether each device has room for any stage, beside the devices that share its memory."""
+    """Whether each device has memory for any stage, beside the devices that share its memory."""
     largest = max(layer.cut_nbytes for layer in costs.table.layers)
     most = costs.memory_nbytes(0, costs.count, in_flight, versions)
     most += (4 + in_flight) * largest  # buffers of two cuts, and inputs that recompute keeps
@@ -312,7 +312,7 @@ def _stage(number: int, partition: Partition, costs: StageCosts) -> str:
 
 
 def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
-    """Notes on layers that devices cannot run."""
+    """Yield notes on layers that devices cannot run."""
     for device in devices:
         refused = _refused(table, device, 0, len(table.layers))
         if refused:
@@ -321,7 +321,7 @@ def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
 
 
 def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
-    """The layers among lo..hi that the device cannot run, the reasons, and devices that can."""
+    """Return the layers among lo..hi that the device cannot run, why, and which devices can."""
     costs = table.devices[device].layers
     return [
         f"layer {table.layers[index].name}: {costs[index].reason} ({_able(table, index)})"
@@ -331,7 +331,7 @@ def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
 
 
 def _able(table: CostTable, index: int) -> str:
-    """The devices that can run a layer."""
+    """Name the devices that can run a layer."""
     able = [id for id, device in table.devices.items() if not device.layers[index].impossible]
     return f"{words(able)} can" if able else f"nor can any of {words(table.devices)}"
 
@@ -344,7 +344,7 @@ def _lack(need: int, capacity: int) -> str:
 
 
 def label_of(table: CostTable, devices: Sequence[str]) -> str:
-    """The least certain of the costs that went in."""
+    """Return the label of the least certain costs."""
     labels = {table.devices[device].label for device in devices}
     labels |= {table.link(here, there).label for here, there in pairwise(devices)}
     return next((label for label in ("modelled", "emulated") if label in labels), "measured")

@@ -1,4 +1,4 @@
-"""Proposals: pipelines as planners propose them, all priced by one cost model and one simulator."""
+"""Proposals: pipelines that planners propose, all priced by one cost model and one simulator."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """The mini-batch, and what a planner may choose. Raises `PlanError`.
+    """The mini-batch, and the choices of a planner. Raises `PlanError`.
 
-    Asynchronous schedules are chosen only if `schedules` names them; `weights` is then how versions
-    of the weights are kept.
+    Asynchronous schedules are chosen only if `schedules` names them; `weights` is then the policy
+    for versions of the weights.
     """
 
     mini_batch: int
     microbatches: tuple[int, ...] = ()
     """Numbers of micro-batches; empty: powers of two for whose sizes there are costs."""
     schedules: tuple[str, ...] = ()
-    """Empty: those that the planner knows and that flush."""
+    """Schedules to choose from; empty: all that the planner knows and that flush."""
     weights: str = "auto"
     replicas: bool = True
     """Whether several devices may have the same stage."""
     recompute: bool = False
-    """Whether stages may keep their inputs alone, and compute forwards once more."""
+    """Whether stages may keep only their inputs, and repeat forwards."""
     free_order: bool = True
-    """Whether stages may take the devices in another order than the cluster's."""
+    """Whether stages may use the devices in another order than the cluster's."""
     channels: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Output channels of the layers that may be split between two stages."""
 
@@ -62,7 +62,7 @@ class PlannerOptions:
             rule_of(schedule)
 
     def counts(self, tables: Tables) -> tuple[int, ...]:
-        """The numbers of micro-batches to choose from, ascending. Raises `PlanError`."""
+        """Return the numbers of micro-batches to choose from, ascending. Raises `PlanError`."""
         if self.microbatches:
             return tuple(sorted(set(self.microbatches)))
         least, most = min(tables), max(tables)
@@ -81,7 +81,7 @@ class PlannerOptions:
         return tuple(counts)
 
     def among(self, own: Sequence[str]) -> tuple[str, ...]:
-        """The schedules to choose from, for a planner that knows `own`."""
+        """Return the schedules to choose from, for a planner that knows `own`."""
         return self.schedules or tuple(own)
 
     @property
@@ -90,7 +90,7 @@ class PlannerOptions:
         return self.replicas and "data-parallel" in (self.schedules or ("data-parallel",))
 
     def size(self, microbatches: int) -> int:
-        """The samples of the largest of so many micro-batches."""
+        """Return the samples of the largest of this number of micro-batches."""
         return -(-self.mini_batch // microbatches)
 
 
@@ -103,7 +103,7 @@ class Proposal:
     schedule: str
     microbatches: int
     in_flight: tuple[int, ...] = ()
-    """By stage; empty: as the schedule has it."""
+    """By stage; empty: the schedule's own."""
     recompute: bool = False
 
     @property
@@ -114,14 +114,14 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Priced:
-    """The plans of proposals, by `tables`; stages that proposals share are priced once."""
+    """Prices proposals by `tables`; the prices of stages that proposals share are kept."""
 
     tables: Tables
     options: PlannerOptions
     _costs: dict[tuple[int, int, bool], StageCosts] = field(default_factory=dict, compare=False)
 
     def plan(self, proposal: Proposal, origin: str) -> Plan:
-        """The plan with its predicted step. Raises `PlanError` if it cannot run or lacks memory."""
+        """Return the plan with its predicted step. Raises `PlanError` if it cannot run."""
         rule = rule_of(proposal.schedule)
         if rule.replicates:
             plan = replicated_plan(
@@ -147,11 +147,11 @@ class Priced:
         return replace(plan, origin=origin)
 
     def why_not(self, proposal: Proposal) -> str | None:
-        """Why a proposal without replicas cannot run, or lacks memory; None if it can."""
+        """Return why a proposal without replicas cannot run; None if it can."""
         return problem(self._question(proposal), self._partition(proposal))
 
     def bound_s(self, proposal: Proposal) -> float:
-        """A lower bound of the step, at a fraction of the price."""
+        """Return a lower bound of the step, much faster than its price."""
         if max(map(len, proposal.groups)) == 1:
             return lower_bound_s(self._question(proposal), self._partition(proposal))
         costs = self.costs(proposal)
@@ -163,7 +163,7 @@ class Priced:
         return proposal.microbatches * slowest_s
 
     def quickest(self, proposals: Iterable[Proposal], origin: str) -> Plan:
-        """The plan with the quickest step, in the order of bounds until none can be quicker.
+        """Return the plan with the shortest step; stop when no bound allows a shorter one.
 
         Raises the `PlanError` of the most promising proposal if none can run.
         """
@@ -185,7 +185,7 @@ class Priced:
         return best
 
     def costs(self, proposal: Proposal) -> StageCosts:
-        """The costs at the proposal's micro-batches, while its devices compute."""
+        """Return the costs at the proposal's micro-batches, while its devices compute."""
         size, count = self.options.size(proposal.microbatches), len(set(proposal.devices))
         key = size, count, proposal.recompute
         if key not in self._costs:
@@ -194,7 +194,7 @@ class Priced:
         return self._costs[key]
 
     def table(self, size: int) -> CostTable:
-        """The costs at a size of micro-batch, or between two. Raises `PlanError`."""
+        """Return the costs at a size of micro-batch, or between two. Raises `PlanError`."""
         tables = self.tables if size in self.tables else with_sizes_between(self.tables, [size])
         if size not in tables:
             raise PlanError(
@@ -204,13 +204,13 @@ class Priced:
         return tables[size]
 
     def tables_near(self, proposal: Proposal) -> dict[int, CostTable]:
-        """The tables up to the size of the whole micro-batch, that one included."""
+        """Return the tables up to and including the size of the whole micro-batch."""
         size = self.options.size(proposal.microbatches)
         smaller = {known: table for known, table in self.tables.items() if known < size}
         return {**smaller, size: self.table(size)}
 
     def versions(self, proposal: Proposal) -> list[int]:
-        """By stage, the versions of the weights that live at once; it needs no cuts."""
+        """Return the versions of the weights that exist at once, by stage; it needs no cuts."""
         policy = policy_of(self._weights(proposal))
         depths = proposal.in_flight
         return [policy.versions(depths, n, proposal.microbatches) for n in range(len(depths))]
@@ -235,7 +235,7 @@ class Priced:
 
 @cache
 def in_flight(schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
-    """By stage, the micro-batches in flight under a schedule, as it is by itself."""
+    """Return the micro-batches in flight under a schedule by default, by stage."""
     rule = rule_of(schedule)
     if not rule.flushes:
         return tuple(noam([1] * stages))
@@ -244,12 +244,12 @@ def in_flight(schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
 
 
 def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
-    """By stage, 2 (N - n) - 1 micro-batches in flight, which hides transfers (DAPPLE's P_B)."""
+    """Return 2 (N - n) - 1 micro-batches in flight by stage: they hide transfers (DAPPLE's P_B)."""
     return tuple(min(2 * (stages - n) - 1, microbatches) for n in range(stages))
 
 
 def check_memory(plan: Plan) -> None:
-    """Raises `PlanError` for the stage that lacks most, with the bytes and cures."""
+    """Raise `PlanError` for the stage that lacks most memory, with the bytes."""
     lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     if lacks[worst] > 0:
@@ -257,7 +257,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def lack(number: int, stage: StagePlan) -> str:
-    """A sentence on the bytes that a stage lacks."""
+    """Describe the bytes that a stage lacks."""
     need, capacity = stage.memory_nbytes, stage.capacity_nbytes
     return (
         f"stage {number} (layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}) needs "
@@ -267,5 +267,5 @@ def lack(number: int, stage: StagePlan) -> str:
 
 
 def grouped(devices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """A stage on each device."""
+    """Return groups with a stage on each device."""
     return tuple((device,) for device in devices)

@@ -1,4 +1,4 @@
-"""Plans with replicas, of the whole model or of stages, which divide rows by their speed."""
+"""Replicated plans: replicas of the whole model, or of stages, divide rows by their speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hetpipe.schedule.weights import policy_of
 from hetpipe.words import words
 
 BEYOND = 1.25
-"""The factor above the largest measured micro-batch up to which times are extrapolated."""
+"""How far beyond the largest measured micro-batch times are extrapolated, as a factor."""
 
 
 def replicated_plan(
@@ -42,11 +42,11 @@ def replicated_plan(
     mini_batch: int,
     microbatches: int | None = None,
 ) -> Plan:
-    """The quickest predicted plan with the whole model on each of `devices`.
+    """Return the fastest predicted plan with the whole model on each of `devices`.
 
-    A step is the slowest replica's passes, an all-reduce and an update; with `cuts` gradients of a
-    stage are summed while the stages before it compute. `tables` are by micro-batch size; times of
-    other sizes are interpolated. Raises `PlanError` if no numbers of rows lie within the measured
+    A step is the slowest replica's passes, an all-reduce and an update; with `cuts` the gradients
+    of a stage are summed while earlier stages compute. `tables` are by micro-batch size; times of
+    other sizes are interpolated. Raises `PlanError` if no numbers of rows are within the measured
     sizes, a device cannot run the model, or cuts do not fit it.
     """
     table = next(iter(tables.values()))
@@ -67,16 +67,16 @@ def replicated_plan(
     if len(devices) < 2 or not plans:
         raise PlanError(
             f"no data-parallel plan for {words(devices) or 'no device'}: there must be two or "
-            f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
+            f"more, and their shares of a mini-batch of {mini_batch} must be between the measured "
             f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
         )
     return _finished(min(plans, key=lambda plan: plan.step_s), tables)
 
 
 def replicated_again(tables: Mapping[int, CostTable], plan: Plan) -> Plan:
-    """A plan of `replicated_plan` with its shares as they are, priced by these tables.
+    """Return a plan of `replicated_plan` with the same shares, priced by these tables.
 
-    Raises `PlanError` if its sizes are not among the measured ones, or it does not fit.
+    Raises `PlanError` if its sizes are outside the measured ones, or it does not fit.
     """
     devices = plan.stages[0].devices
     tables = {size: table.beside(len(devices)) for size, table in tables.items()}
@@ -86,7 +86,7 @@ def replicated_again(tables: Mapping[int, CostTable], plan: Plan) -> Plan:
     again = _with(tables, devices, plan.cuts, plan.mini_batch, plan.microbatches, rows)
     if again is None:
         raise PlanError(
-            f"shares of {words(rows.values())} rows lie beyond the measured sizes "
+            f"shares of {words(rows.values())} rows are beyond the measured sizes "
             f"{min(tables)} to {max(tables)}: profile others"
         )
     return _finished(again, tables)
@@ -100,7 +100,7 @@ def _finished(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
 
 @dataclass(frozen=True)
 class Passes:
-    """How stages do a mini-batch. `in_flight` is by default the schedule's own, by stage."""
+    """How stages run a mini-batch. `in_flight` is by default the schedule's own, by stage."""
 
     schedule: str
     microbatches: int
@@ -117,10 +117,10 @@ def staged_plan(
     *,
     mini_batch: int,
 ) -> Plan:
-    """The plan whose stages, between these cuts, have these devices for replicas.
+    """Return the plan whose stages, between these cuts, have these devices as replicas.
 
-    They divide micro-batches by their speed; without flushes they take turns, and the slowest one's
-    time counts. `tables` are by size, of whole micro-batches and of replicas' parts. Raises
+    Replicas divide micro-batches by their speed; without flushes they take turns, and the slowest
+    one's time counts. `tables` are by size, for whole micro-batches and replicas' parts. Raises
     `PlanError`.
     """
     schedule, microbatches = passes.schedule, passes.microbatches
@@ -196,7 +196,7 @@ def _stage(
     rows: Mapping[str, int],
     span: _Span,
 ) -> StagePlan:
-    """A stage on the devices of `times`, each with its number of rows of a micro-batch."""
+    """Return a stage on the devices of `times`, each with its number of rows of a micro-batch."""
     devices, lo, hi = tuple(times), span.lo, span.hi
     most = max(rows.values())
     between = with_sizes_between(tables, [most])
@@ -222,9 +222,9 @@ def _with(
     microbatches: int,
     rows: Mapping[str, int] | None = None,
 ) -> Plan | None:
-    """The plan with so many micro-batches; None if its sizes were not measured.
+    """Return the plan with these micro-batches; None if their sizes were not measured.
 
-    `rows` of a micro-batch for each device are by default those with which the slowest ends first.
+    `rows` are the rows of a micro-batch for each device, by default the fastest division.
     """
     samples = -(-mini_batch // microbatches)
     layers = len(next(iter(tables.values())).layers)
@@ -253,9 +253,9 @@ def _with(
 
 
 class _Times:
-    """Forward and backward of layers lo..hi (hi excluded) on a device, by rows.
+    """Seconds of forward and backward of layers lo..hi (hi excluded) on a device, by rows.
 
-    More rows never take less time here: if a measurement says so, it is noise.
+    More rows never take less time: a measurement that says so is noise.
     """
 
     def __init__(
@@ -279,11 +279,11 @@ class _Times:
         return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
-        """Seconds of forward and backward for this number of rows."""
+        """Return the seconds of forward and backward for this number of rows."""
         return self._line(rows, self._forward_s), self._line(rows, self._backward_s)
 
     def _line(self, rows: int, times_s: Sequence[float]) -> float:
-        if isinf(times_s[-1]):  # a device that cannot run a layer can do so at no size
+        if isinf(times_s[-1]):  # a device that cannot run a layer cannot do so at any size
             return inf
         if rows > self.sizes[-1] and len(self.sizes) > 1:
             slope = (times_s[-1] - times_s[-2]) / (self.sizes[-1] - self.sizes[-2])
@@ -298,7 +298,7 @@ def _times_of(
     hi: int,
     recompute: bool = False,
 ) -> dict[str, _Times]:
-    """The times of layers lo..hi on each device; devices of one kind, with one tuple of costs,
+    """Return the times of layers lo..hi on each device; equal devices, with one tuple of costs,
     share theirs."""
     kinds: dict[tuple[int, ...], _Times] = {}
     times = {}
@@ -315,12 +315,12 @@ def _rising(times_s: Sequence[float]) -> list[float]:
 
 
 def _one_of_each_kind(table: CostTable, devices: Sequence[str]) -> list[str]:
-    """The first of the devices that share a tuple of costs."""
+    """Return the first of all devices with the same tuple of costs."""
     return list({id(table.devices[device].layers): device for device in reversed(devices)}.values())
 
 
 def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
-    """Rows for each device so that the slowest ends first.
+    """Return the rows for each device for which the slowest device ends earliest.
 
     They begin in the ratio of speeds at equal shares, and move one at a time.
     """

@@ -1,8 +1,8 @@
-"""Local search over proposals, each move priced by simulation.
+"""Search: local search over proposals, with each move priced by simulation.
 
 A move shifts a boundary layer, exchanges two stages' devices, joins two neighbours into replicas or
-parts them, leaves a device out, or takes other micro-batches, another schedule or depth. The best
-one of a round is kept, until none helps or the prices are spent.
+parts them, omits a device, or takes other micro-batches, another schedule or depth. A round keeps
+its best move, until none helps or the budget of prices is used up.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hetpipe.plan.proposal import Priced, Proposal, deep_in_flight, in_flight
 from hetpipe.schedule.rule import rule_of
 
 KNOWN = ("1f1b", "gpipe")
-"""Schedules among which a search chooses where the user names none."""
+"""Schedules from which a search chooses if the user names none."""
 FEW = 10
-"""Up to this number of partitions all are tried."""
+"""All partitions are tried up to this number."""
 SHALLOW = 8
-"""Up to this number of micro-batches in flight every lower number is tried, else halves."""
+"""Up to this many micro-batches in flight every lower number is tried, above it halves."""
 PRICES, FRUGAL_PRICES = 120, 16
-"""How many plans a search prices at most; and where each takes long."""
+"""The most plans that a search prices; and the most if each price takes long."""
 LARGE = 2_000
-"""Stages x layers from which on a partition and a price take long: fewer of them are tried."""
+"""Stages x layers above which a partition and a price take long, so that fewer are tried."""
 GAIN = 1e-6
-"""Relative; a smaller gain ends the search."""
+"""A smaller relative gain ends the search."""
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 Groups = tuple[tuple[str, ...], ...]
@@ -44,8 +44,8 @@ Groups = tuple[tuple[str, ...], ...]
 def partitioned(
     priced: Priced, groups: Groups, counts: Iterable[int] = (), recompute: bool | None = None
 ) -> Iterator[Proposal]:
-    """Proposals with these groups as stages: the best cuts by two objectives, for all numbers of
-    micro-batches, schedules and depths that the options allow."""
+    """Yield proposals with these groups as stages: the best cuts by two objectives, for all numbers
+    of micro-batches, schedules and depths that the options allow."""
     options = priced.options
     modes = (False, True) if options.recompute else (False,)
     for count in counts or worth_trying(priced, groups):
@@ -56,12 +56,12 @@ def partitioned(
 
 
 def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
-    """Whether few partitions and prices of so many stages can be afforded."""
+    """Whether partitions and prices of these stages take so long that few can be tried."""
     return len(groups) * len(next(iter(priced.tables.values())).layers) > LARGE
 
 
 def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
-    """Numbers of micro-batches: all, or those near 2 and 4 times as many as there are stages."""
+    """Return numbers of micro-batches: all, or those near 2 and 4 times the number of stages."""
     counts = priced.options.counts(priced.tables)
     if not is_large(priced, groups):
         return counts
@@ -70,10 +70,10 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
 
 
 def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
-    """The proposal with its best cuts, for each number of micro-batches in flight worth a price.
+    """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
-    Fewer in flight leave room for other cuts. They count only where memory may be short, and where
-    the schedule lets a planner choose.
+    Fewer in flight allow other cuts. They are tried only if memory may be short, and the schedule
+    lets a planner choose.
     """
     alone = max(map(len, bare.groups)) == 1
     found: dict[tuple[int, ...], Proposal] = {}
@@ -82,7 +82,7 @@ def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
         for cuts in best_cuts(priced, bare):
             if cuts not in found:
                 found[cuts] = replace(bare, cuts=cuts)
-            elif not alone:  # rows of unlike replicas, and so their bytes, are known by the price
+            elif not alone:  # only the price knows the rows, and so the bytes, of unlike replicas
                 others.append(replace(bare, cuts=cuts))
         most = max(bare.in_flight)
         if most == 1 or not rule_of(bare.schedule).any_depth or _is_roomy(priced, bare):
@@ -92,13 +92,13 @@ def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
 
 
 def _is_roomy(priced: Priced, bare: Proposal) -> bool:
-    """Whether memory decides nothing about the cuts of a proposal."""
+    """Whether memory does not restrict the cuts of a proposal."""
     costs, versions = priced.costs(bare), max(priced.versions(bare))
     return is_roomy(costs, bare.devices, max(bare.in_flight), versions)
 
 
 def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
-    """Cuts with which the slowest stage of a proposal is quickest; all that fit if they are few."""
+    """Return cuts that make the slowest stage of a proposal fastest; all that fit if few exist."""
     costs, stages = priced.costs(bare), len(bare.groups)
     if stages > costs.count:
         return []
@@ -117,7 +117,7 @@ def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
 
 
 def _fits(priced: Priced, proposal: Proposal) -> bool:
-    """Whether every stage can run, and has the memory; of replicas, with equal shares."""
+    """Whether every stage can run and has the memory, with equal shares for replicas."""
     if max(map(len, proposal.groups)) == 1:
         return priced.why_not(proposal) is None
     costs, versions = priced.costs(proposal), priced.versions(proposal)
@@ -132,7 +132,7 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
 
 
 def improved(plan: Plan, priced: Priced) -> Plan:
-    """The plan after the moves that make its predicted step quicker."""
+    """Return the plan after all moves that shorten its predicted step."""
     groups = [stage.devices for stage in plan.stages]
     best, left = plan, FRUGAL_PRICES if is_large(priced, groups) else PRICES
     while left > 0:
@@ -155,7 +155,7 @@ def improved(plan: Plan, priced: Priced) -> Plan:
 
 
 def proposal_of(plan: Plan) -> Proposal:
-    """The proposal of which a plan was made."""
+    """Return the proposal behind a plan."""
     groups = tuple(stage.devices for stage in plan.stages)
     return Proposal(
         plan.cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
@@ -186,7 +186,7 @@ def _relieves(plan: Plan, cuts: Sequence[int]) -> bool:
 
 
 def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
-    """The same stages with other micro-batches, schedules and depths."""
+    """Yield the same stages with other micro-batches, schedules and depths."""
     here, options = proposal_of(plan), priced.options
     counts = options.counts(priced.tables)
     near = [count for count in counts if count in (plan.microbatches // 2, 2 * plan.microbatches)]
@@ -200,7 +200,7 @@ def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
 
 
 def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
-    """Groups after one exchange, join, parting or omission, around the slowest stage."""
+    """Yield groups after one exchange, join, parting or omission, around the slowest stage."""
     busy_s = [stage.forward_s + stage.backward_s for stage in plan.stages]
     slowest = int(np.argmax(busy_s))
     count = len(groups)
@@ -225,7 +225,7 @@ def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
 def _schedules(
     priced: Priced, groups: Groups, microbatches: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """The schedules that may run these groups, with the micro-batches in flight of each stage."""
+    """Return the schedules that may run these groups, with the forwards in flight of each stage."""
     replicated = max(map(len, groups)) > 1
     chosen = []
     large = is_large(priced, groups)
@@ -238,7 +238,7 @@ def _schedules(
 
 @cache
 def _depths(schedule: str, stages: int, microbatches: int) -> Sequence[tuple[int, ...]]:
-    """Depths worth a price: the schedule's own, and where it may be chosen also a deeper one."""
+    """Return promising depths: the schedule's own, and a deeper one if it may be chosen."""
     rule = rule_of(schedule)
     if not rule.flushes and microbatches > 1:
         return ()

@@ -1,4 +1,4 @@
-"""Shares of replicas: the rows that each does, and the sum of their gradients."""
+"""Shares of replicas: the rows of each replica, and the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hetpipe.simulate.times import ring_s
 
 
 def divided(samples: int, speeds: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratio of `speeds` whose sum is `samples`; each 1 or more if it can be.
+    """Divide `samples` into whole numbers in the ratio of `speeds`, each 1 or more if possible.
 
-    The first of equal ones get what is left over.
+    The first of equal ones get the remainder.
     """
-    if not 0 < sum(speeds) < inf:  # some of them cannot do it at all: who prices it will say so
+    if not 0 < sum(speeds) < inf:  # a device cannot run it: the price will say so
         speeds = [1.0] * len(speeds)
     exact = [samples * speed / sum(speeds) for speed in speeds]
     least = 1 if samples >= len(speeds) else 0
@@ -30,11 +30,11 @@ def divided(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
-    """Seconds in which replicas sum their gradients, each pair of them on a link of its own.
+    """Return the seconds in which replicas sum their gradients, with a separate link for each pair.
 
-    On links of this machine they send each other all of them, and upload the sums. On links that
-    are only described they sum in a ring, as vendors' libraries do: over its slowest link go
-    2 (r - 1) / r of the bytes.
+    On links of this machine they send each other all gradients, and upload the sums. On described
+    links they sum in a ring, as vendors' libraries do: the slowest link carries 2 (r - 1) / r of
+    the bytes.
     """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
@@ -52,7 +52,7 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
 def all_reduce_nbytes(
     table: CostTable, devices: Sequence[str], lo: int, hi: int
 ) -> dict[tuple[str, str], float]:
-    """The bytes that one replica sends to another in a sum of `all_reduce_s`, by pair."""
+    """Return the bytes that one replica sends to another in a sum of `all_reduce_s`, by pair."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
         return dict.fromkeys(_hops(devices), 2 * (len(devices) - 1) / len(devices) * nbytes)

@@ -1,7 +1,7 @@
-"""Sharing: the media of a cluster that the messages and sums of a plan occupy on their way.
+"""Sharing: the media of a cluster that the messages and sums of a plan occupy.
 
-The parts of one message that several pairs of replicas move, and those of one sum, are on the media
-at the same time. So a message or sum takes as long as the medium needs on which most of it goes.
+The parts of a message between several pairs of replicas, and the parts of a sum, are on the media
+at the same time. So the busiest medium decides how long a message or sum takes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hetpipe.plan.times import crossing
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Way = tuple[str, str]
-"""From a device to another."""
+"""From one device to another."""
 
 
 def sharing(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
-    """The times with the media that messages between stages, and sums over replicas, occupy.
+    """Return the times with the media that messages between stages, and sums, occupy.
 
-    Messages between two replicas of one stage (`asp`) occupy what all its pairs have in common.
-    Raises `ClusterError` for devices that the cluster lacks.
+    Messages between two replicas of one stage (`asp`) occupy the media that all its pairs have in
+    common. Raises `ClusterError` for devices that the cluster lacks.
     """
     shared = _Shared(plan, costs, cluster)
     stages = range(len(plan.stages))
@@ -47,9 +47,9 @@ class _Shared:
         self.plan, self.costs, self.cluster = plan, costs, cluster
 
     def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
-        """A message at a cut, the parts of all replicas together."""
+        """Return a message at a cut, with the parts of all replicas together."""
         plan = self.plan
-        if not plan.rule.flushes:  # replicas take turns: a message is one pair's
+        if not plan.rule.flushes:  # replicas take turns, so one pair moves a message
             parts = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}
         else:
             parts = crossing(plan, cut)
@@ -62,7 +62,7 @@ class _Shared:
         return link._replace(media=tuple(busy_s), occupancy_s=occupancy_s)
 
     def sum_of(self, stage: StagePlan, alone: Transfer) -> Transfer:
-        """A sum over replicas, all its parts together."""
+        """Return a sum over replicas, with all its parts together."""
         if len(stage.devices) == 1:
             return alone
         nbytes = all_reduce_nbytes(self.costs, stage.devices, stage.lo, stage.hi)
@@ -75,7 +75,7 @@ class _Shared:
         return Transfer(max(whole_s - slowest_s, 0.0), occupancy_s, tuple(busy_s))
 
     def gradients(self, link: Transfer, number: int) -> Transfer:
-        """A message from one replica of a stage to another."""
+        """Return a message from one replica of a stage to another."""
         devices = self.plan.stages[number].devices
         if len(devices) == 1:
             return FREE
@@ -84,7 +84,7 @@ class _Shared:
         return link._replace(media=tuple(media))
 
     def tied(self, link: Transfer, source: int, target: int) -> Transfer:
-        """A message between stages that share parameters."""
+        """Return a message between stages that share parameters."""
         devices = self.plan.devices
         return link._replace(media=self.cluster.way(devices[source], devices[target]))
 
@@ -92,7 +92,7 @@ class _Shared:
         return self.costs.link(*way)
 
     def _busy_s(self, seconds: Mapping[Way, float]) -> dict[str, float]:
-        """By medium, the seconds of all these parts together."""
+        """Return the seconds of all these parts together, by medium."""
         busy_s: dict[str, float] = defaultdict(float)
         for way, part_s in seconds.items():
             for medium in self.cluster.way(*way):

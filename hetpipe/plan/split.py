@@ -1,4 +1,4 @@
-"""Splits: layers that are two in a plan, so that two neighbouring stages share their work."""
+"""Splits: layers that a plan divides in two, so that neighbouring stages share their work."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Split:
 
     @property
     def layers(self) -> tuple[str, str]:
-        """The names of the two layers."""
+        """The names of the two parts."""
         return f"{self.layer}[:{self.channels}]", f"{self.layer}[{self.channels}:]"
 
 
 def splits_of(channels: Mapping[str, int] | None) -> tuple[Split, ...]:
-    """The splits of layers by name; none for None. Raises `PlanError` for other values."""
+    """Return the splits of layers by name; empty for None. Raises `PlanError` for other values."""
     if channels is None:
         return ()
     if not isinstance(channels, Mapping):
@@ -42,5 +42,5 @@ def splits_of(channels: Mapping[str, int] | None) -> tuple[Split, ...]:
 
 
 def channels_of(splits: Iterable[Split]) -> dict[str, int]:
-    """The channels of the first part, by layer."""
+    """Return the channels of the first part, by layer."""
     return {split.layer: split.channels for split in splits}

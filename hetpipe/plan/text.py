@@ -1,4 +1,4 @@
-"""A plan as a plain text table."""
+"""Text: a plan as a plain text table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def format_plan(plan: Plan) -> str:
-    """Stages in rows, then schedule, prediction and origin."""
+    """Return the stages in rows, then schedule, prediction and origin."""
     rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""The costs of a plan's passes and transfers, priced by a cost table."""
+"""Times: the costs of a plan's passes and transfers, priced by a cost table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 ROUNDING = 1e-12
-"""A smaller share of a cut is a rounding."""
+"""A smaller share of a cut is a rounding error."""
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages that share parameters: (owner, other stages)."""
 
 
 def fill_limit(plan: Plan) -> float:
-    """The share of the step that workers can be busy at best, see `Plan.fill_limit`."""
+    """Return the largest share of the step that workers can be busy, see `Plan.fill_limit`."""
     if not plan.rule.flushes:
         return 1.0
     stages, workers = len(plan.stages), len(set(plan.devices))
@@ -33,7 +33,7 @@ def fill_limit(plan: Plan) -> float:
 
 
 def tied(plan: Plan, table: CostTable) -> Tied:
-    """The stages that share parameters under these cuts; the owner is the lowest."""
+    """Return the stages that share parameters under the plan's cuts; the lowest is the owner."""
     groups: set[tuple[int, ...]] = set()
     for shared in table.tied:
         groups.add(tuple(sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})))
@@ -41,7 +41,10 @@ def tied(plan: Plan, table: CostTable) -> Tied:
 
 
 def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
-    """The input of a simulation, priced by `table`; passes and updates `as_planned` by the plan."""
+    """Return the input of a simulation, priced by `table`, or by the plan if `as_planned`.
+
+    Transfers are always priced by `table`.
+    """
     table = table.beside(len(set(plan.all_devices)))
     ahead_links, back_links = _cut_links(plan, table)
     gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
@@ -72,10 +75,10 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
 def _passes_s(
     plan: Plan, table: CostTable, as_planned: bool
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each stage's forward, backward and update; with replicas, the slowest one's."""
+    """Return each stage's forward, backward and update in seconds, for its slowest replica."""
     forward_s, backward_s, update_s = [], [], []
     for stage in plan.stages:
-        if as_planned or len(stage.devices) > 1:  # replicas: the times for their own rows
+        if as_planned or len(stage.devices) > 1:  # each replica has a time for its rows
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
             span = (stage.devices[0], stage.lo, stage.hi)
@@ -87,7 +90,7 @@ def _passes_s(
 
 
 def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """By cut, the transfer ahead and the one back."""
+    """Return the transfers ahead and back, by cut."""
     cuts = zip(pairwise(plan.devices), plan.cut_nbytes, _cut_shares(plan), strict=True)
     moved = [(here, there, int(share * nbytes)) for (here, there), nbytes, share in cuts]
     return (
@@ -97,7 +100,7 @@ def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tupl
 
 
 def _cut_shares(plan: Plan) -> list[float]:
-    """By cut, the share of its bytes that one device moves if replicas divide them (DAPPLE).
+    """Return the share of each cut's bytes that one device moves if replicas divide them (DAPPLE).
 
     The device with the most rows on either side takes longest.
     """
@@ -108,7 +111,7 @@ def _cut_shares(plan: Plan) -> list[float]:
 
 
 def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
-    """The share of a cut's bytes that each pair of devices moves, where replicas divide rows.
+    """Return the share of a cut's bytes that each pair of devices moves if replicas divide rows.
 
     Rows are in the order of the replicas on both sides.
     """
@@ -143,16 +146,16 @@ def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
 
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
-    """The transfer of all gradients of a stage to another replica, on the slowest link."""
+    """Return the transfer of a stage's gradients to another replica, on the slowest link."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
     ways = permutations(stage.devices, 2)
     return max((_transfer(table, *way, nbytes) for way in ways), key=_alone_s, default=FREE)
 
 
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
-    """Seconds in which computing cores copy gradients for one update of `asp`.
+    """Return the seconds in which computing cores copy gradients for one update of `asp`.
 
-    In a round of R updates a replica sends its own gradients R-1 times, and receives R-1 others.
+    In a round of R updates a replica sends its gradients R-1 times, and receives R-1 others.
     """
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)
@@ -166,5 +169,5 @@ def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transf
 
 
 def _alone_s(transfer: Transfer) -> float:
-    """Seconds from the posting of a message to its arrival, if nothing else is on its way."""
+    """Return the seconds from a message's post to its arrival on a free link."""
     return transfer.latency_s + transfer.occupancy_s

@@ -1,4 +1,4 @@
-"""Says why a plan leaves devices out that it might have used."""
+"""Unused devices: says why a plan leaves out devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.words import words
 
 
 def with_notes(plans: Sequence[Plan], devices: Sequence[str]) -> Plan:
-    """The first of `plans`, the quickest, with a note for each of `devices` that it leaves out.
+    """Return the first of `plans`, the fastest, with a note for each of `devices` that it omits.
 
     `plans` are ranked, as `explore` returns them.
     """

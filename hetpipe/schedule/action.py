@@ -1,4 +1,4 @@
-"""Action: one thing that one stage does; prints and parses as `2F0`."""
+"""Action: one operation of one stage; prints and parses as `2F0`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
 
 
 class Op(str, Enum):
-    """The operation of an action. Its number is a micro-batch's, unless a comment says otherwise.
+    """The operation of an action. Its number is a micro-batch, unless a comment says otherwise.
 
-    Micro-batches are counted through all mini-batches of the schedule.
+    Micro-batches are numbered through all mini-batches of the schedule.
     """
 
     FORWARD = "F"
     BACKWARD = "B"  # both halves of a backward at once
-    BACKWARD_INPUT = "I"  # the half that the stage before waits for: gradients of the inputs
-    BACKWARD_WEIGHT = "W"  # the other: gradients of the weights, added to their accumulators
+    BACKWARD_INPUT = "I"  # the half for which the previous stage waits: gradients of the inputs
+    BACKWARD_WEIGHT = "W"  # the other half: gradients of the weights, added to their accumulators
     SEND_FORWARD = "SF"  # cut tensors to the next stage
     RECV_FORWARD = "RF"  # from the previous stage
     SEND_BACKWARD = "SB"  # gradients to the previous stage
     RECV_BACKWARD = "RB"  # from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
     RECV_TIED_GRAD = "RG"  # number: the stage that sends it
-    SEND_KEPT = "SK"  # from lane to lane: a forward gives its backward the tensors it keeps
+    SEND_KEPT = "SK"  # from lane to lane: a forward hands its kept tensors to its backward
     RECV_KEPT = "RK"
-    SEND_VACANT = "SV"  # and back: the backward is done, so the place is vacant
+    SEND_VACANT = "SV"  # the other way: the backward is done, so its place is vacant
     RECV_VACANT = "RV"
     ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number as UPDATE
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number as UPDATE
-    RECV_GRAD = "RA"  # from the replica that took it
-    UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
+    RECV_GRAD = "RA"  # from the replica that ran the mini-batch
+    UPDATE = "U"  # number: the mini-batch; a synchronous schedule has only 0, which is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage that receives it
     RECV_TIED_PARAM = "RP"  # number: the owner
 
@@ -62,7 +62,7 @@ GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
 PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
 AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-"""Operations that read or change gradients. They wait for all sums that have begun before them."""
+"""Operations that read or change gradients. They wait for all sums that began before them."""
 
 
 TIED = frozenset({"G", "P"})
@@ -72,8 +72,8 @@ TIED = frozenset({"G", "P"})
 class Message(NamedTuple):
     """A message between two stages, or between two lanes or replicas of one stage.
 
-    A send and its receive have the same message. Gradients of a mini-batch are received by every
-    other replica.
+    A send and its receive have the same message. Every other replica receives the gradients of a
+    mini-batch.
     """
 
     source: int  # stage
@@ -94,7 +94,7 @@ ENDS: dict[Op, tuple[str, int | None, int | None]] = {
     **{op: (op[1], 0, 0) for op in Op if len(op) == 2 and op[1] in "AKV"},
 }
 """The kind of an action's message, its source and its target: as steps from the action's stage, or
-None for the stage that the action's number says."""
+None for the stage whose number the action has."""
 
 
 @dataclass(frozen=True, order=True)
@@ -124,7 +124,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The inverse of `str`. Raises `ScheduleError`."""
+        """Parse the text of an action. Raises `ScheduleError`."""
         match = re.fullmatch(r"([0-9]+)([A-Z]{1,2})([0-9]*)", text)
         ops = {op.value: op for op in Op}
         if match is None or match[2] not in ops:
@@ -145,7 +145,7 @@ def _check_size(text: str, part: str, digits: str, most: int) -> None:
 
 
 Schedule = Sequence[tuple[Action, ...]]
-"""Per worker, its actions in order. Worker n does stage n if each worker has one stage.
+"""The actions of each worker, in order. Worker n runs stage n if each worker has one stage.
 
 A worker with several lanes (`hetpipe.schedule.lanes`) has several rows.
 """

@@ -1,10 +1,9 @@
-"""ASP: asynchronous data parallelism, with the order of updates fixed.
+"""ASP: asynchronous data parallelism, with a fixed order of updates.
 
-Every replica has the whole model and takes mini-batches in turn; each mini-batch's gradient is an
-update of its own. The ASP that PipeDream compares itself with applies gradients in the order of
-their arrival, so no two runs are alike. Here all replicas apply them in the order of mini-batches
-and have the same weights. A replica waits for the gradients of earlier mini-batches than its own,
-and not for later ones.
+Every replica has the whole model and takes mini-batches in turn; each mini-batch's gradient makes
+an update. The ASP in PipeDream's comparisons applies gradients in the order of their arrival, so
+no two runs are equal. Here all replicas apply them in the order of mini-batches and have the same
+weights. A replica waits for the gradients of mini-batches before its own, not for later ones.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from hetpipe.schedule.action import Action, Op, Schedule
 
 
 def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """One stage: a forward, its backward, the next (here 2 replicas and an update after each).
+    """One stage: a forward, its backward, the next (here 2 replicas with an update after each).
 
         0  F0 B0 SA0 U0 F2 B2 SA2 RA1 U1 U2 F4 ...
         1  F1 B1 SA1 RA0 U0 U1 F3 B3 SA3 RA2 U2 U3 ...
 
-    A replica of R begins mini-batch b after its own last one, b-R, is applied. So b-R+1 updates
-    have made the weights that the gradient of b belongs to: the gradient is R-1 updates late.
+    One of R replicas begins mini-batch b after its previous one, b-R, is applied. So b-R+1 updates
+    made the weights for the gradient of b, and the gradient is R-1 updates late.
     """
     if stages != 1:
         raise ScheduleError(
@@ -34,9 +33,9 @@ def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
 
 
 def one_by_one(passes: Schedule, microbatches: int, mini_batches: int, replicas: int) -> Schedule:
-    """A row for each replica, with its mini-batches in turn and all updates.
+    """Return a row for each replica, with its mini-batches in turn and all updates.
 
-    `passes` has the forwards and backwards of all `mini_batches`; a replica does those of its own.
+    `passes` has the forwards and backwards of all `mini_batches`.
     """
     rows = range(replicas)
     return tuple(tuple(_row(passes[0], row, microbatches, mini_batches, replicas)) for row in rows)

@@ -1,4 +1,4 @@
-"""Closing: the last thing that each stage does with a micro-batch, which is then forgotten."""
+"""Closing: the last operation of each stage on a micro-batch; then its data can be freed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Closing = frozenset[tuple[int, Op]]
 
 
 def closing(schedule: Schedule) -> Closing:
-    """The last operation that each stage does with a micro-batch, for all its micro-batches."""
+    """Return the last operation of each stage on any of its micro-batches."""
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
         message = action.message

@@ -15,7 +15,7 @@ OPS = tuple(Op)
 CODES = {op: code for code, op in enumerate(OPS)}
 
 RECEIVE, COMPUTE, SEND, OTHER = range(4)
-"""The role of an operation; a worker receives, computes and sends in this order."""
+"""The roles of operations; a worker receives, computes and sends, in this order."""
 
 
 def _role(op: Op) -> int:
@@ -29,11 +29,11 @@ def _role(op: Op) -> int:
 ROLES = np.array([_role(op) for op in OPS], np.int8)
 IS_TIED = np.array([op.value[-1] in TIED for op in OPS])
 KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
-"""The kind of a message, for those that go from stage to stage."""
+"""The kind of an operation's message, if it goes from stage to stage."""
 WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])
 """The steps from an action's stage to the other end of its message, if that is a neighbour."""
 SENDERS = np.full(len(OPS), -1, np.int8)
-"""The code that sends the result of a pass to another stage; -1 if none does."""
+"""The code of the operation that sends a pass's result to another stage; -1 without one."""
 for _makers, _sender in (
     ((Op.FORWARD,), Op.SEND_FORWARD),
     ((Op.BACKWARD, Op.BACKWARD_INPUT), Op.SEND_BACKWARD),
@@ -42,7 +42,7 @@ for _makers, _sender in (
 
 
 def are(codes: Array, ops: Iterable[Op]) -> Array:
-    """Which codes are of one of these operations."""
+    """Return whether each code belongs to one of these operations."""
     chosen = np.zeros(len(OPS), bool)
     chosen[[CODES[op] for op in ops]] = True
     return chosen[codes]

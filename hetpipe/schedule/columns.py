@@ -1,4 +1,4 @@
-"""Columns: a schedule as arrays. Its actions are objects only where somebody looks at them."""
+"""Columns: a schedule as arrays, whose actions become objects only at their first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = tuple[Action, ...]
 
 
 class Columns(Sequence[Row]):
-    """A schedule: rows of actions, of which it keeps three columns.
+    """A schedule: rows of actions, stored as three columns.
 
     `table[0]` has the codes of the operations, `table[1]` the stages and `table[2]` the numbers of
     all actions, row after row. `lengths` has the number of actions in each row.
@@ -47,7 +47,7 @@ class Columns(Sequence[Row]):
 
     @cached_property
     def actions(self) -> tuple[Row, ...]:
-        """The rows themselves, made once."""
+        """The rows of `Action` objects."""
         ops = map(OPS.__getitem__, self.codes.tolist())
         cells = [*map(Action, self.stages.tolist(), ops, self.numbers.tolist())]
         return tuple(tuple(cells[lo:hi]) for lo, hi in pairwise([0, *self.ends.tolist()]))
@@ -84,7 +84,7 @@ class Columns(Sequence[Row]):
 
 
 def columns_of(schedule: Schedule) -> Columns:
-    """The schedule in columns. Raises `ScheduleError` for numbers that do not fit in 32 bits."""
+    """Return the schedule as columns. Raises `ScheduleError` for numbers beyond 32 bits."""
     if isinstance(schedule, Columns):
         return schedule
     cells = [*chain.from_iterable(schedule)]
@@ -105,18 +105,18 @@ def columns_of(schedule: Schedule) -> Columns:
 
 
 class Turns(NamedTuple):
-    """An operation that every row does once in each turn from a first one on."""
+    """An operation that every row runs once per turn, beginning with a first turn."""
 
     op: Op
     first: Array  # its first turn on each row; shape (rows, 1)
     stages: Array  # by row and time; shape (rows, count), or one that broadcasts to it
-    numbers: Array  # the same
+    numbers: Array  # the same shape
 
 
 def in_turns(parts: Sequence[Turns], count: int) -> Columns:
-    """Rows that do each operation `count` times, one after the other in every turn.
+    """Return rows that run each operation `count` times, one after the other in every turn.
 
-    A row leaves out an operation before its first turn and after its last one.
+    A row skips an operation before its first turn and after its last one.
     """
     times, rows = np.arange(count), len(parts[0].first)
     table = np.empty((3, rows * len(parts) * count), np.int32)

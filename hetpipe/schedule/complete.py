@@ -1,4 +1,4 @@
-"""Completion: transfers, updates and tied parameters, which follow from the order of passes."""
+"""Completion: adds transfers, updates and tied parameters, which follow from the passes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LAST = (
     Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD,
     Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM,
 )  # fmt: skip
-"""What comes after backwards, in this order."""
+"""The actions after backwards, in this order."""
 OWNER = (Op.RECV_TIED_GRAD, Op.SEND_TIED_PARAM)
 OTHER = (Op.SEND_TIED_GRAD, Op.RECV_TIED_PARAM)
 
 
 def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
-    """Each owner with each other stage, once. Raises `ScheduleError` for stages that do not fit."""
+    """Return each owner with each other stage, once. Raises `ScheduleError` for invalid stages."""
     pairs = sorted({(owner, other) for owner, others in tied for other in others})
     for owner, other in pairs:
         if owner == other or not (0 <= owner < stages and 0 <= other < stages):
@@ -40,10 +40,10 @@ def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
 def flushed(
     passes: Columns, stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
 ) -> Columns:
-    """The passes with transfers and sums over replicas, and with each stage's update at its end.
+    """Return the passes with transfers, sums over replicas, and each stage's update at its end.
 
     A sum comes right after the last of its stage's backwards. Sends come before receives on both
-    sides of the updates: a worker may own one tied parameter and borrow another.
+    sides of the updates, since a worker may own one tied parameter and borrow another.
     """
     backwards = np.flatnonzero(are(passes.codes, WEIGHTS))[::-1]
     own, latest = np.unique(passes.stages[backwards], return_index=True)
@@ -62,7 +62,7 @@ def flushed(
 
 
 def _inserted(passes: Columns, added: Sequence[tuple[int, int, int, int]]) -> Columns:
-    """The passes with more actions: their places, indices of `LAST`, stages and numbers."""
+    """Insert actions into the passes; `added` has places, indices of `LAST`, stages and numbers."""
     if not added:
         return passes
     places, ops, *others = np.array(added).T
@@ -72,7 +72,7 @@ def _inserted(passes: Columns, added: Sequence[tuple[int, int, int, int]]) -> Co
 
 
 def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
-    """Adds each stage's update right after the last of a mini-batch's backwards."""
+    """Add each stage's update right after the last of a mini-batch's backwards."""
     done: Counter[tuple[int, int]] = Counter()
     for action in row:
         yield action
@@ -84,7 +84,7 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
 
 
 def with_transfers(passes: Columns, stages: int) -> Columns:
-    """Adds a receive right before the pass that reads it, a send right after its own pass."""
+    """Add a receive right before the pass that reads it, and a send right after its pass."""
     forward = passes.codes == CODES[Op.FORWARD]
     backward = are(passes.codes, (Op.BACKWARD, Op.BACKWARD_INPUT))
     first, last = passes.stages == 0, passes.stages == stages - 1

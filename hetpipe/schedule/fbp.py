@@ -17,7 +17,7 @@ def fbp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
         worker 1 lane 1   .  . B0 B0 B1 B1 B2  .
 
     A pass takes twice as long beside another one. Row 2n has the forwards of stage n, row 2n+1 its
-    backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if `in_flight` says so: a
+    backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if `in_flight` requires: a
     forward waits for a vacant place.
     """
     bounds = depths(stages, 2, in_flight)

@@ -1,4 +1,4 @@
-"""Schedules that are written out, for one number of stages and of micro-batches."""
+"""Fixed schedules: written out for one number of stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _texts: dict[str, str] = {}
 def register_text(name: str, text: str) -> None:
     """Register the schedule of a text (see `hetpipe.schedule.text`) under `name`.
 
-    Transfers and updates are added if the text has none; if it has any, it is validated as it
-    stands. Raises `ScheduleError` if the text is not a schedule or deadlocks, or if the name is
-    taken.
+    Transfers and updates are added if the text has none; if it has any, it is validated as it is.
+    Raises `ScheduleError` if the text is not a schedule or deadlocks, or if another schedule has
+    the name.
     """
     if _texts.get(name) == text:
         return
@@ -55,7 +55,7 @@ def register_text(name: str, text: str) -> None:
 
 
 def register_file(path: Path) -> str:
-    """Register a file's schedule under the file's name without its ending. Returns that name."""
+    """Register a file's schedule under the file's name without its suffix. Returns that name."""
     text = read_text(path, ScheduleError)
     try:
         register_text(path.stem, text)
@@ -65,9 +65,9 @@ def register_file(path: Path) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    """The numbers of stages and of micro-batches.
+    """Return the numbers of stages and micro-batches.
 
-    Raises `ScheduleError` if there are too few forwards: each stage needs one of each micro-batch.
+    Raises `ScheduleError` for missing forwards: each stage needs one per micro-batch.
     """
     actions = [action for row in schedule for action in row]
     passes = [action for action in actions if action.op in PASSES]

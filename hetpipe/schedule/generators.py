@@ -1,7 +1,7 @@
-"""Generation: a rule's passes become a complete schedule.
+"""Generation: completes a rule's passes to a schedule.
 
-A rule says only which forward or backward comes when. Transfers, tied parameters and the update
-follow from that order, so they are added here, once, for every schedule.
+A rule only orders forwards and backwards. Transfers, tied parameters and the update follow from
+that order, so they are added here, once, for every schedule.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def generate(
     workers: int | None = None,
     replicas: Sequence[int] = (),
 ) -> Schedule:
-    """The complete, validated schedule: passes, transfers, tied parameters and updates.
+    """Return the complete, validated schedule: passes, transfers, tied parameters and updates.
 
     A receive stands before the pass that needs it, a send after the pass that makes it. Between an
-    owner and another stage all tied parameters travel together, as one message each way.
+    owner and another stage all tied parameters travel together, as one message in each direction.
     `microbatches` is the number in one mini-batch. Without a flush any number of `mini_batches`
-    follow each other, else there is one. Each stage has a worker of its own, unless the rule lets a
-    worker have several stages: then `workers` says how many there are. The `replicas` of a stage
-    (default 1) all do the stage's row; without flushes they take turns and have a row each, see
-    `hetpipe.schedule.turns`. `in_flight` counts micro-batches at each replica. Equal arguments give
-    the same object, which is made and checked once. Raises `ScheduleError` for an unknown name,
-    impossible numbers or an invalid schedule.
+    follow each other; with a flush there is one. Each stage has its own worker, unless the rule
+    lets a worker have several stages: then `workers` is the number of workers. The `replicas` of a
+    stage (default 1) all run the stage's row; without flushes they take turns and have a row each,
+    see `hetpipe.schedule.turns`. `in_flight` counts micro-batches at each replica. Equal arguments
+    return the same object, which is made and checked once. Raises `ScheduleError` for an unknown
+    name, impossible numbers or an invalid schedule.
     """
     rule = rule_of(schedule)
     depths = None if in_flight is None else tuple(in_flight)
@@ -75,7 +75,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Question:
-    """All arguments of a schedule but the stages that share parameters."""
+    """All arguments of a schedule except the stages that share parameters."""
 
     rule: Rule
     stages: int
@@ -86,7 +86,7 @@ class _Question:
     replicas: tuple[int, ...]
 
     def check(self) -> None:
-        """Raises `ScheduleError` for impossible numbers."""
+        """Raise `ScheduleError` for impossible numbers."""
         name, stages, in_flight = self.rule.name, self.stages, self.in_flight
         if stages < 1 or self.microbatches < 1:
             raise ScheduleError(
@@ -112,7 +112,7 @@ class _Question:
             )
 
     def passes(self, microbatches: int, in_flight: Sequence[int] | None) -> Schedule:
-        """The rule's order of passes."""
+        """Return the rule's passes, in order."""
         return self.rule.rows(self.stages, microbatches, in_flight, self.workers)
 
 
@@ -140,14 +140,14 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
 
 
 def _updating(question: _Question) -> Schedule:
-    """The passes of all mini-batches, with updates between them."""
+    """Return the passes of all mini-batches, with updates between them."""
     count = question.microbatches * question.mini_batches
     passes = question.passes(count, question.in_flight)
     return tuple(tuple(with_updates(row, question.microbatches)) for row in passes)
 
 
 def _in_turn(question: _Question) -> Schedule:
-    """The passes and updates of every replica if replicas take turns."""
+    """Return the passes and updates of every replica; replicas take turns."""
     replicas, microbatches = question.replicas, question.microbatches
     depths = question.in_flight or noam(replicas)
     if question.rule.averages:
@@ -162,10 +162,10 @@ def _in_turn(question: _Question) -> Schedule:
 
 
 def max_in_flight(schedule: Schedule) -> list[int]:
-    """Per stage, the most forwards that wait for their backward at any time.
+    """Return, per stage, the most forwards that wait for their backward at any time.
 
-    A backward in halves ends with the second, the gradients of the weights. If backwards are on
-    another lane, a place is vacant once the forwards' lane has received word of it.
+    A backward in halves ends with the second half, the gradients of the weights. If backwards are
+    on another lane, a place becomes vacant when the forwards' lane has received the message.
     """
     columns = columns_of(schedule)
     codes, by_stage = columns.codes, np.argsort(columns.stages, kind="stable")

@@ -11,10 +11,10 @@ WINDOW = 5  # cells shown on each side of a mark
 
 
 def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Rows of actions in the order of each worker's list; `marks` (worker -> index) as `[1F0]`.
+    """Return rows of actions in the order of each worker; `marks` (worker -> index) as `[1F0]`.
 
-    With marks, rows show only the cells around theirs; a row without a mark shows those around the
-    first one. An index past the end of a row marks the place of a missing action.
+    With marks, a row shows only the cells around its mark; a row without a mark shows the cells
+    around the first one. An index past the end of a row marks the place of a missing action.
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)

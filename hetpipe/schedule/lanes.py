@@ -1,8 +1,8 @@
 """Lanes: rows of one worker that run at once, each in its own order.
 
-Forwards and backwards of a stage may be on two lanes, which hand micro-batches over by actions: K
-gives the backward the tensors that a forward keeps, V gives back the place that is vacant again.
-Rows that share such a stage are lanes of one worker.
+Forwards and backwards of a stage may be on two lanes, which hand over micro-batches by actions: K
+hands the kept tensors of a forward to its backward, V hands back the vacant place. Rows that share
+such a stage are lanes of one worker.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ HAND_OVERS = (Op.SEND_KEPT, Op.RECV_KEPT, Op.SEND_VACANT, Op.RECV_VACANT)
 
 
 def laned_stages(schedule: Schedule) -> set[int]:
-    """The stages whose micro-batches are handed over between lanes."""
+    """Return the stages whose micro-batches are handed over between lanes."""
     columns = columns_of(schedule)
     return set(columns.stages[are(columns.codes, HAND_OVERS)].tolist())
 
 
 def row_workers(schedule: Schedule) -> tuple[int, ...]:
-    """Per row, its worker."""
+    """Return the worker of each row."""
     laned = laned_stages(schedule)
     if not laned:
         return tuple(range(len(schedule)))
@@ -39,7 +39,7 @@ def row_workers(schedule: Schedule) -> tuple[int, ...]:
 
 
 def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Per worker, its rows: one, or one per lane."""
+    """Return the rows of each worker: one, or one per lane."""
     rows: dict[int, list[int]] = defaultdict(list)
     for row, worker in enumerate(row_workers(schedule)):
         rows[worker].append(row)
@@ -47,7 +47,7 @@ def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def row_names(schedule: Schedule, workers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Per row, the name of its worker (default `worker 0`), and its lane if there are several."""
+    """Return the name of each row: its worker (default `worker 0`), and one of several lanes."""
     names = {}
     for worker, rows in enumerate(worker_rows(schedule)):
         for lane, row in enumerate(rows):

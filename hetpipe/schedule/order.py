@@ -1,8 +1,8 @@
-"""Order: the actions of a plain schedule in steps, each after all that it waits for.
+"""Order: sorts the steps of a plain schedule, so that each comes after all steps it waits for.
 
-Where every stage is on one row, and nothing is summed over replicas or sent between them, no clock
-can change the order in which a worker or an edge does its work. So the steps of all workers can be
-brought into one order, before anything has a time.
+If every stage is on one row, and no gradients are summed over replicas or sent between them, no
+clock can change the order in which a worker or an edge works. So the steps of all workers can be
+sorted before anything has a time.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from hetpipe.schedule.codes import (
 class Order:
     """The steps of a schedule. In one step a worker receives, computes and sends, or some of these.
 
-    `passes` and `messages` have one of each operation and stage, since all others cost the same. A
-    way leads from row to row over an edge. Those from a row to itself come first, for steps that
-    send nothing, or nothing to another row; then there is one for each of `messages`.
+    `passes` and `messages` have one entry for each operation and stage, since all others cost the
+    same. A way leads from row to row over an edge. The ways from a row to itself come first, for
+    steps without a send, or with a send within the row; then there is one for each of `messages`.
     """
 
     rows: list[int]
-    awaited: list[int]  # 1 + the step that sends what it receives; 0 if it receives nothing
+    awaited: list[int]  # 1 + the step that sends its message; 0 if it receives nothing
     computed: list[int]  # 1 + an index of `passes`; 0 if it computes nothing
     ways: list[int]
-    streams: list[bool]  # whether it sends what it computes to another row
+    streams: list[bool]  # whether it sends its result to another row
     passes: list[Action]
     messages: list[Message]
     edges: list[int]  # of each way
     row_count: int
-    places: Array  # of each step, its place among the steps in the order of the schedule
-    step_of: Array  # of each action, such a place
-    roles: Array  # of each action, as in `hetpipe.schedule.codes`
+    places: Array  # place of each step among the steps in the order of the schedule
+    step_of: Array  # step of each action, in the order of the schedule
+    roles: Array  # role of each action, as in `hetpipe.schedule.codes`
 
 
 class _Transfers(NamedTuple):
     """Sends, or receives, in the order of their messages."""
 
-    at: Array  # their places in the schedule
-    peers: Array  # the stages at the other end
+    at: Array  # places in the schedule
+    peers: Array  # stages at the other end
     messages: Array  # integers; a send and its receive have the same
 
 
 def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
-    """The order of a schedule in columns; None if it is not plain, or deadlocks."""
+    """Return the order of a schedule in columns; None if it is not plain, or deadlocks."""
     roles = ROLES[codes]
     if not len(codes) or min(stages.min(), numbers.min()) < 0 or roles.max() == OTHER:
         return None
@@ -113,7 +113,7 @@ def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order |
 
 
 def _transfers(codes: Array, stages: Array, numbers: Array, role: int) -> _Transfers:
-    """All sends or receives of a schedule."""
+    """Return all sends or receives of a schedule."""
     at = np.flatnonzero(ROLES[codes] == role)
     own, here, number = codes[at], stages[at], numbers[at]
     tied = IS_TIED[own]
@@ -127,12 +127,12 @@ def _transfers(codes: Array, stages: Array, numbers: Array, role: int) -> _Trans
 
 
 def _changes(values: Array) -> Array:
-    """Whether each value differs from the one before it."""
+    """Return whether each value differs from the value before it."""
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:
-    """The index of one of each value, and of each value its place among them."""
+    """Return the index of one of each value, and the place of each value among these."""
     ones = np.full(1 + values.max(initial=-1), -1)
     ones[values] = np.arange(len(values))
     present = ones >= 0
@@ -140,21 +140,21 @@ def _distinct(values: Array) -> tuple[Array, Array]:
 
 
 def _actions(codes: Array, stages: Array, numbers: Array, at: Array) -> list[Action]:
-    """The actions at some places."""
+    """Return the actions at these places."""
     columns = stages[at].tolist(), codes[at].tolist(), numbers[at].tolist()
     return [Action(stage, OPS[code], number) for stage, code, number in zip(*columns, strict=True)]
 
 
 def _in_order(awaited: list[int], begins: list[int]) -> list[int]:
-    """All steps that can be done, each after the one it awaits and the one before it on its row.
+    """Return all steps that can run, each after its awaited step and the previous one on its row.
 
     `begins` has the first step of each row.
     """
     order: list[int] = []
     done = bytearray(1 + len(awaited))  # by 1 + step, as in `awaited`
     done[0] = True
-    ready = list(pairwise([*begins, len(awaited)]))[::-1]  # rests of rows
-    waiting: list[tuple[int, int] | None] = [None] * len(done)  # those that wait for a step
+    ready = list(pairwise([*begins, len(awaited)]))[::-1]  # remaining parts of rows
+    waiting: list[tuple[int, int] | None] = [None] * len(done)  # part that waits for a step
     while ready:
         step, end = ready.pop()
         while step < end and done[awaited[step]]:

@@ -1,7 +1,7 @@
 """Rule: a schedule's name, generator and traits.
 
 A rule is registered once. All code that depends on a trait of a schedule reads its rule and
-compares no names, so a user's schedule can have every trait that ours have.
+compares no names, so a user's schedule can have every trait of hetpipe's schedules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetpipe.schedule.straight import (
 from hetpipe.schedule.zerobubble import zb_h1, zb_v
 
 Passes = Callable[..., Schedule]
-"""(stages, micro-batches, in flight per stage or None) -> per worker its passes in order.
+"""(stages, micro-batches, in flight per stage or None) -> the passes of each worker, in order.
 
 Without a flush the micro-batches belong to several mini-batches. If a worker may have several
 stages, the number of workers is a fourth argument.
@@ -45,9 +45,9 @@ class Rule:
     flushes: bool = True
     """Whether a mini-batch ends, with its update, before the next one begins."""
     stages_per_worker: int = 1
-    """How many stages a planner gives each worker; with more than 1, any number is allowed."""
+    """The number of stages that a planner gives each worker; above 1, any number is allowed."""
     averages: bool = True
-    """Whether replicas in turn apply the mean of a round; else each mini-batch by itself."""
+    """Whether replicas that take turns apply the mean of a round, not each mini-batch alone."""
     replicates: bool = False
     """Whether every worker has every stage: data parallelism."""
     any_depth: bool = False
@@ -65,12 +65,12 @@ class Rule:
         in_flight: Sequence[int] | None = None,
         workers: int | None = None,
     ) -> Schedule:
-        """Per worker (default: one per stage) its passes in order, and nothing else."""
+        """Return the passes of each worker (default: one per stage) in order."""
         more = (workers or stages,) if self.several_stages else ()
         return self.passes(stages, microbatches, in_flight, *more)
 
     def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """The mini-batches in an update, by stage: 1 unless replicas apply the mean of a round."""
+        """Return the mini-batches per update, by stage: 1 unless replicas apply a round's mean."""
         in_rounds = not self.flushes and self.averages
         return tuple(count if in_rounds else 1 for count in replicas)
 
@@ -88,11 +88,11 @@ def register_rule(rule: Rule) -> Rule:
 def register_schedule(
     name: str, *, asynchronous: bool = False, chunked: bool = False, averages: bool = True
 ) -> Callable[[Generator], Generator]:
-    """A decorator that registers a generator as schedule `name`.
+    """Return a decorator that registers a generator as schedule `name`.
 
     An `asynchronous` schedule does not flush after a mini-batch: each stage updates its weights as
-    soon as it has done the last backward of a mini-batch. A `chunked` one may give a worker several
-    stages. Raises `ScheduleError` if another generator has the name.
+    soon as it has run the last backward of a mini-batch. A `chunked` schedule may give a worker
+    several stages. Raises `ScheduleError` if another generator has the name.
     """
 
     def register(generator: Generator) -> Generator:
@@ -111,7 +111,7 @@ def register_schedule(
 
 
 def rule_of(schedule: str | Rule) -> Rule:
-    """The rule of that name. Raises `ScheduleError` for a name that is not registered."""
+    """Return the rule with this name. Raises `ScheduleError` for an unregistered name."""
     if isinstance(schedule, Rule):
         return schedule
     rule = _rules.get(schedule)
@@ -121,12 +121,12 @@ def rule_of(schedule: str | Rule) -> Rule:
 
 
 def schedule_names() -> list[str]:
-    """Names of the registered schedules, in order."""
+    """Return the names of the registered schedules, in alphabetical order."""
     return sorted(_rules)
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether the schedule goes on from one mini-batch to the next without a flush."""
+    """Whether the schedule continues from one mini-batch to the next without a flush."""
     return name in _rules and not _rules[name].flushes
 
 

@@ -1,4 +1,4 @@
-"""Straight schedules: one stage per worker, backwards whole; they differ in how deep stages start.
+"""Straight schedules: one stage per worker, whole backwards, different numbers of first forwards.
 
 Stage n starts with K_n forwards, then one backward, one forward, ...
 """
@@ -74,7 +74,7 @@ def one_f_one_b_sno(
         0  F0 F1  . B0 F2 B1  . B2
         1   . F0 B0 F1 B1 F2 B2  .
 
-    K_n = min(N-n, M), or less if `in_flight` says so. Figure 5a's 1F1B-AS is the same order on
+    K_n = min(N-n, M), or less if `in_flight` requires. Figure 5a's 1F1B-AS is the same order on
     asynchronous devices, which differ in `StageTimes.chunks`.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 1, in_flight))
@@ -88,7 +88,7 @@ def one_f_one_b_so(
         0  F0 F1 F2 F3 B0 F4 B1  . B2  . B3 B4
         1   . F0 F1 B0 F2 B1 F3 B2 F4 B3 B4  .
 
-    K_n = min(2(N-n), M), or less if `in_flight` says so.
+    K_n = min(2(N-n), M), or less if `in_flight` requires.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 2, in_flight))
 
@@ -108,13 +108,13 @@ def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = 
 def data_parallel(
     stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int
 ) -> Schedule:
-    """Every worker has the whole model, in stages (here 3 and 2 micro-batches); all do one row.
+    """Every worker has the whole model, in stages (here 3 and 2 micro-batches); all run one row.
 
         0  0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 2A 1B1 1A 0B1 0A 0U 1U 2U
 
-    The gradients of a stage are summed over its replicas (A) while the stages before it still
-    compute; a single stage's are summed at the end. Raises `ScheduleError` for several workers,
-    since the other devices are replicas.
+    The gradients of a stage are summed over its replicas (A) while the previous stages still
+    compute; a single stage sums at the end. Raises `ScheduleError` for several workers, since
+    the other devices are replicas.
     """
     if workers != 1:
         raise ScheduleError(
@@ -133,6 +133,6 @@ def data_parallel(
 
 
 def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int]:
-    """Per stage `times` (N-n), or its entry of `in_flight` if that is less."""
+    """Return `times` (N-n) per stage, or the entry of `in_flight` if that is less."""
     deep = [times * (stages - stage) for stage in range(stages)]
     return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]

@@ -1,7 +1,7 @@
-"""Stream: an asynchronous schedule without an end, one mini-batch after another.
+"""Stream: an endless asynchronous schedule, one mini-batch after another.
 
-A schedule for a few mini-batches is generated once. After its start it repeats itself, so every
-later mini-batch brings the same actions with higher numbers.
+A schedule for a few mini-batches is generated once. After its start it repeats, so every later
+mini-batch adds the same actions with higher numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of every worker's list. Its mini-batches are counted from `first`."""
+    """A part of every worker's row. Its mini-batches are counted from `first`."""
 
     schedule: Schedule
     first: int
@@ -31,8 +31,8 @@ class Segment:
 class Stream:
     """The segments of an asynchronous schedule, and the updates between its passes.
 
-    Segment b begins on each worker with the first forward of mini-batch b, and nothing in it waits
-    for a later one. Raises `ScheduleError` for a schedule that never repeats itself.
+    Segment b begins on each worker with the first forward of mini-batch b, and none of its actions
+    waits for a later one. Raises `ScheduleError` for a schedule that never repeats.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Stream:
         self.stages = stages
         self.replicas = tuple(replicas) or (1,) * stages
         self.per_update = self.rule.mini_batches_per_update(self.replicas)
-        """By stage, the number of mini-batches that an update applies."""
+        """The number of mini-batches that an update applies, by stage."""
         self._check_turns()
         self._in_flight = in_flight
         self._period = lcm(*self.replicas)
@@ -60,12 +60,12 @@ class Stream:
         self._sample = self._full(count)
         self._parts = _segments(self._sample, microbatches, count)
         self._check()
-        self._schedules = list(zip(*self._parts, strict=True))  # made once: each is sent once
+        self._schedules = list(zip(*self._parts, strict=True))  # made once, since each is sent once
         self._updates = [self._count(stage) for stage in range(stages)]
 
     @property
     def sample(self) -> Schedule:
-        """The whole schedule of some mini-batches, more than the start takes, and its flush."""
+        """The whole schedule of some mini-batches, beyond the start, with its flush."""
         return self._sample
 
     @property
@@ -74,12 +74,12 @@ class Stream:
         return self.start + self._period
 
     def segment(self, mini_batch: int) -> Segment:
-        """The actions that the admission of `mini_batch` brings."""
+        """Return the actions that the admission of `mini_batch` adds."""
         like = self._like(mini_batch)
         return Segment(self._schedules[like], mini_batch - like)
 
     def flush(self, mini_batches: int) -> Segment:
-        """The actions that are left after the segments of `mini_batches`."""
+        """Return the remaining actions after the segments of `mini_batches`."""
         count = self._like(mini_batches - 1) + 1
         whole = self._full(count)
         rows = tuple(
@@ -88,20 +88,20 @@ class Stream:
         return Segment(rows, mini_batches - count)
 
     def microbatches_of(self, mini_batch: int) -> range:
-        """The numbers of its micro-batches."""
+        """Return the numbers of its micro-batches."""
         return range(mini_batch * self.microbatches, (mini_batch + 1) * self.microbatches)
 
     def applied(self, stage: int, microbatch: int) -> int:
-        """Updates of `stage` before it forwards that micro-batch."""
+        """Return the updates of `stage` before its forward of that micro-batch."""
         return self._look(stage, microbatch)[0]
 
     def ahead(self, stage: int, microbatch: int) -> int:
-        """Updates of `stage` between the forward and the backward of that micro-batch."""
+        """Return the updates of `stage` between forward and backward of that micro-batch."""
         forward, backward = self._look(stage, microbatch)
         return backward - forward
 
     def _like(self, mini_batch: int) -> int:
-        """The first mini-batch whose actions are the same, but for their numbers."""
+        """Return the first mini-batch with the same actions except for their numbers."""
         later = max(mini_batch - self.start, 0)
         return mini_batch - later + later % self._period
 
@@ -123,7 +123,7 @@ class Stream:
         )
 
     def _check_turns(self) -> None:
-        """Raises `ScheduleError` if replicas would wait for each other between micro-batches."""
+        """Raise `ScheduleError` if replicas would wait for each other between micro-batches."""
         if max(self.replicas) > 1 and self.microbatches > 1 and self.rule.averages:
             raise ScheduleError(
                 f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
@@ -143,7 +143,7 @@ class Stream:
                     )
 
     def _count(self, stage: int) -> dict[int, tuple[int, int]]:
-        """Per micro-batch the updates of a stage before its forward, and before its backward."""
+        """Return a stage's updates before each micro-batch's forward, and before its backward."""
         counts = {}
         for row in self._sample:
             updates, forwards = 0, {}
@@ -159,10 +159,10 @@ class Stream:
 def _segments(
     schedule: Schedule, microbatches: int, mini_batches: int
 ) -> list[list[tuple[Action, ...]]]:
-    """Each row in segments: an action is in the first segment in which it can run.
+    """Divide each row into segments: an action is in the first segment in which it can run.
 
-    It can run after the action before it on its row, the admission of its mini-batch, the send of
-    the message that it receives, and the arrival of all workers that take part in its sum.
+    It can run after the previous action on its row, the admission of its mini-batch, the send of
+    its message if it receives one, and the arrival of all workers of its sum.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     position, at = [0] * len(schedule), [0] * len(schedule)
@@ -193,6 +193,6 @@ def _segments(
 
 
 def _shifted(actions: Sequence[Action], mini_batches: int, microbatches: int) -> tuple[Action, ...]:
-    """The same actions for micro-batches that come `mini_batches` later."""
+    """Return the actions for micro-batches that come `mini_batches` later."""
     shifts = {True: mini_batches, False: mini_batches * microbatches}
     return tuple(replace(a, number=a.number + shifts[a.op in PER_MINI_BATCH]) for a in actions)

@@ -1,7 +1,7 @@
-"""Whether a plain schedule is valid, found by comparing tables of all its actions at once.
+"""Tables: a fast test that a plain schedule is valid, by comparing all its actions at once.
 
-A table has a number for each stage, operation and micro-batch. The validator reads a schedule
-action by action, since it must say what is wrong; it asks here first, and most schedules are right.
+A table has a number for each stage, operation and micro-batch. The validator first runs this test,
+which most schedules pass; otherwise it reads the schedule action by action, to say what is wrong.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PLANES = np.full(len(OPS), ABSENT)
 _PLANES[[CODES[op] for op in _OPS]] = range(len(_OPS))
 
 BEFORE = ((RF, F), (F, SF), (F, B), (F, I), (RB, B), (RB, I), (I, W), (B, SB), (I, SB))
-"""Operations on a micro-batch in a stage: the first comes before the second, where both are."""
+"""Operations on a micro-batch in a stage: the first comes before the second, if both exist."""
 
 
 def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None = None) -> bool:
-    """Whether a schedule of one mini-batch is known to be valid; `validate` says what that means.
+    """Whether a schedule of one mini-batch is certainly valid in the sense of `validate`.
 
-    False says nothing: schedules with tied parameters, sums over replicas or several lanes are left
-    to the validator.
+    False says nothing: the validator must check schedules with tied parameters, sums over replicas
+    or several lanes.
     """
     columns = columns_of(schedule)
     at = _places(columns, microbatches)
@@ -47,9 +47,9 @@ def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | N
 
 
 def _places(columns: Columns, microbatches: int) -> Array | None:
-    """The index of each action, [stage, operation, micro-batch], counted through all rows.
+    """Return the index of each action, [stage, operation, micro-batch], counted through all rows.
 
-    None if an action has no cell in such a table, or one that is taken.
+    None if an action has no cell in such a table, or shares one with another action.
     """
     stages, planes, numbers = columns.stages, _PLANES[columns.codes], columns.numbers
     if not len(stages) or min(stages.min(), planes.min(), numbers.min()) < 0:
@@ -65,7 +65,7 @@ def _places(columns: Columns, microbatches: int) -> Array | None:
 
 
 def _is_complete(at: Array) -> bool:
-    """Whether every stage has just the actions that its place requires."""
+    """Whether every stage has exactly the actions that its place requires."""
     required = np.zeros(at.shape, bool)
     halved = (at[:, (I, W)] != ABSENT).any(axis=(1, 2))
     required[:, F] = True
@@ -87,7 +87,7 @@ def _is_ordered(at: Array) -> bool:
 
 
 def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
-    """Whether no more forwards of a stage wait for their backward than it may have."""
+    """Whether each stage has at most its allowed number of forwards in flight."""
     forwards = np.sort(at[:, F])
     ends = np.sort(np.where(at[:, B] == ABSENT, at[:, W], at[:, B]))
     turn = np.arange(at.shape[2])
@@ -97,5 +97,5 @@ def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
 
 
 def _in_one_order(sends: Array, receives: Array) -> bool:
-    """Whether edges' messages are received in the order in which they are sent."""
+    """Whether the messages of edges are received in the order in which they are sent."""
     return bool((np.argsort(sends) == np.argsort(receives)).all())

@@ -1,9 +1,9 @@
-"""Schedules as text, to be written by hand, stored and read again: one row per worker.
+"""Schedules as text, which people can write, store and read: one row per worker.
 
     worker 0: 0F0 0SF0 0RB0 0B0 0U  # two stages, one micro-batch
     worker 1: 1RF0 1F0 1B0 1SB0 1U
 
-The names may be left out.
+The names are optional.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hetpipe.schedule.lanes import row_names
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """One line per worker; `parse_schedule` reads it."""
+    """Return one line per worker; `parse_schedule` reads it."""
     return format_grid(schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Rows of actions between blanks, as `print_schedule` writes them or without names.
+    """Parse rows of actions between blanks, as `print_schedule` writes them or without names.
 
     A # begins a comment. Raises `ScheduleError` for a word that is not an action, for workers out
     of order and for text without a row. `validate` says whether the schedule can run.

@@ -13,22 +13,22 @@ from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 
 Passes = Callable[[int], Schedule]
-"""Number of micro-batches -> per stage its passes in order."""
+"""Number of micro-batches -> the passes of each stage, in order."""
 
 
 def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage and replica of every row."""
+    """Return stage and replica of every row."""
     return [(stage, replica) for stage, count in enumerate(replicas) for replica in range(count)]
 
 
 def noam(replicas: Sequence[int]) -> list[int]:
-    """Per stage, the number of forwards in flight at each replica that keeps all workers busy: the
+    """Return, per stage, how many forwards in flight at each replica keep all workers busy: the
     workers from that stage on, divided by its replicas (PipeDream, section 3.2)."""
     return [-(-sum(replicas[stage:]) // count) for stage, count in enumerate(replicas)]
 
 
 def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
-    """The mini-batches of a round; the last round may have fewer."""
+    """Return the mini-batches of a round; the last round may have fewer."""
     first = mini_batch - mini_batch % replicas
     return range(first, min(first + replicas, mini_batches))
 
@@ -36,7 +36,7 @@ def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
 def in_turn(
     passes: Passes, microbatches: int, mini_batches: int, replicas: Sequence[int]
 ) -> Schedule:
-    """The passes and updates of every replica; its own mini-batches are in the order of `passes`.
+    """Return the passes and updates of every replica, with its mini-batches in order of `passes`.
 
     A round's sum and update have the number of its last mini-batch.
     """
@@ -67,7 +67,7 @@ def _row(
             if done[mini_batch] == microbatches:
                 updated = round_of(mini_batch, replicas, mini_batches)[-1]
                 yield from _update(stage, updated, replicas)
-    if updated < mini_batches - 1:  # none of the last round is its own
+    if updated < mini_batches - 1:  # this replica has no mini-batch in the last round
         yield from _update(stage, mini_batches - 1, replicas)
 
 

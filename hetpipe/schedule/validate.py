@@ -1,4 +1,4 @@
-"""Validator: a schedule is checked before anything runs it, without a device.
+"""Validator: checks a schedule before anything runs it, without a device.
 
 Every check raises `ScheduleError` with the grid and the faulty cell marked.
 """
@@ -33,9 +33,9 @@ def validate(
 ) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
-    `microbatches` counts those of one mini-batch, `in_flight` the most forwards of each stage that
-    may wait for their backward, and `replicas` those of each stage if they take turns and have a
-    row each. Raises `ScheduleError`.
+    `microbatches` is the number in one mini-batch, `in_flight` the most forwards of each stage that
+    may wait for their backward, and `replicas` the number of each stage's replicas if they take
+    turns and have a row each. Raises `ScheduleError`.
     """
     if mini_batches == 1 and not replicas and is_valid(schedule, microbatches, in_flight):
         return
@@ -66,7 +66,7 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int, int]]) -> int:
-    """The number of stages. Raises `ScheduleError` for gaps, and for a stage on two workers."""
+    """Return the number of stages. Raises `ScheduleError` for gaps and stages on two workers."""
     owner: dict[int, int] = {}
     for worker, index, action in _cells(schedule):
         if rows:
@@ -83,7 +83,7 @@ def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int,
 
 
 def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None:
-    """Each stage has exactly the actions that its place in the pipeline requires."""
+    """Check that each stage has exactly the actions that its place in the pipeline requires."""
     at = {action.stage: worker for worker, _, action in _cells(schedule)}
     everything = range(mini_batches)
     Due = list[tuple[int, Sequence[int], Sequence[int]]]  # stage, mini-batches, updates
@@ -125,12 +125,12 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
 
 
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
-    """Inside a stage: inputs come before passes, passes before outputs, and updates in order after
-    the backwards that they apply; no more micro-batches are in flight than the bound."""
+    """Check the order inside each stage: inputs, passes, outputs, and updates in order after the
+    backwards that they apply; and that no more micro-batches are in flight than the bound."""
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
         waiting: Counter[int] = Counter()
-        updated: Counter[int] = Counter()  # mini-batches that are applied, of each stage
+        updated: Counter[int] = Counter()  # mini-batches that are applied, by stage
         for index, action in enumerate(row):
             n = action.stage
             if action.op is Op.UPDATE:
@@ -164,15 +164,15 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
 
 
 def _check_gradients(schedule: Schedule, shape: Shape) -> None:
-    """A replica has one set of accumulators, for one mini-batch at a time.
+    """Check that a replica's accumulators serve one mini-batch at a time.
 
     They hold a mini-batch's gradients from its first backward until they are sent, or from their
-    receive until their update. Gradients that were sent are kept aside until their own update; no
+    receive until their update. Gradients that were sent are kept aside until their update; no
     backward of another mini-batch comes before it.
     """
     for row_number, row in enumerate(schedule):
         held: int | None = None  # the mini-batch whose gradients are in the accumulators
-        aside: int | None = None  # the one whose gradients are kept aside
+        aside: int | None = None  # the mini-batch whose gradients are kept aside
         for index, action in enumerate(row):
             mini_batch, before = action.number, held
             if action.op in BACKWARDS:
@@ -200,7 +200,7 @@ source and target replica."""
 
 
 def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edge]:
-    """The edges that carry a message."""
+    """Return the edges that carry a message."""
     ends = message.source, message.target
     kind = message.kind if ends[0] == ends[1] else ""
     if action.op in GRADIENTS:
@@ -214,7 +214,7 @@ def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edg
 
 
 def _check_edges(schedule: Schedule, shape: Shape) -> None:
-    """On each edge receives are in the order of the sends, since messages carry no address."""
+    """Check that receives come in the order of the sends on each edge: messages have no address."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for worker, _, action in _cells(schedule):
         if action.op.is_send and action.message:
@@ -244,8 +244,8 @@ def _check_edges(schedule: Schedule, shape: Shape) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Runs the schedule without a clock: sends are buffered, a receive waits for its send, a sum
-    over replicas for all of them. Raises `ScheduleError` for a deadlock."""
+    """Run the schedule without a clock: sends are buffered, a receive waits for its send, a sum
+    for all its replicas. Raises `ScheduleError` for a deadlock."""
     position = [0] * len(schedule)
     sent: set[Message] = set()
     takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)
@@ -278,7 +278,7 @@ def _check_progress(schedule: Schedule) -> None:
 def _cycle(
     schedule: Schedule, stuck: dict[int, int], there: Mapping[Action, Collection[int]]
 ) -> str:
-    """The cycle of a deadlock as text. Follows the waits from a stuck worker until one repeats."""
+    """Describe the cycle of a deadlock: follow the waits from a stuck worker until one repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
     names = row_names(schedule)
     trail: list[int] = []

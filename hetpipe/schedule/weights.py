@@ -23,21 +23,21 @@ class Keeping(Enum):
     STASH = "stash"
     """The versions that forwards used, until their backwards have used them too."""
     RECENT = "recent"
-    """The same, and all younger versions: a forward may use an older one than the present."""
+    """The same, and all younger versions: a forward may use an older version than the present."""
     PREDICTED = "predicted"
     """One version, and a predicted copy while a pass uses it."""
 
 
 Lag = Callable[[Stream, int, int], tuple[int, ...]]
 """(stream, stage, mini-batch) -> per micro-batch, the number of updates between the version for its
-forward and the present one."""
+forward and the present version."""
 
 Ahead = Callable[[Stream, int, int], int]
-"""(stream, stage, micro-batch) -> number of updates that are predicted for its forward."""
+"""(stream, stage, micro-batch) -> the number of updates by which its forward predicts ahead."""
 
 Versions = Callable[[Sequence[int], int, int], int]
-"""(in flight by stage, stage, micro-batches) -> number of versions that live at once, a predicted
-copy included."""
+"""(in flight by stage, stage, micro-batches) -> the number of versions that exist at once, with a
+predicted copy."""
 
 
 def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
@@ -45,9 +45,9 @@ def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
 
 
 def _as_the_input_stage(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """The version that the input stage has when the mini-batch enters (PipeDream, section 3.3).
+    """Return the input stage's version when the mini-batch enters (PipeDream, section 3.3).
 
-    Counted in mini-batches, so that stages with other numbers of replicas agree.
+    It is counted in mini-batches, so that stages with different numbers of replicas agree.
     """
     first = mini_batch * stream.microbatches
     mini_batches = stream.applied(0, first) * stream.per_update[0]
@@ -55,7 +55,7 @@ def _as_the_input_stage(stream: Stream, stage: int, mini_batch: int) -> tuple[in
 
 
 def _last_but_one(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """The version before the last, for all of a mini-batch (2BW, section 3.1)."""
+    """Return the version before the last, for all of a mini-batch (2BW, section 3.1)."""
     version = max(mini_batch // stream.per_update[stage] - 1, 0)
     return _older(stream, stage, mini_batch, version)
 
@@ -73,12 +73,12 @@ def _until_its_backward(stream: Stream, stage: int, microbatch: int) -> int:
 
 
 def _until_it_leaves(stream: Stream, stage: int, microbatch: int) -> int:
-    """SpecTrain's s of a forward (section 3.2)."""
+    """Return SpecTrain's s of a forward (section 3.2)."""
     return stage // 2 + stream.stages - stage - 1
 
 
 def _half_way_down(stage: int) -> int:
-    """SpecTrain's s of a backward (section 3.2)."""
+    """Return SpecTrain's s of a backward (section 3.2)."""
     return stage // 2
 
 
@@ -106,21 +106,21 @@ class WeightPolicy:
     keeping: Keeping
     versions: Versions
     flushes: bool = False
-    """Whether it is for schedules that flush, or for those that do not."""
+    """Whether it is for schedules that flush, or for the others."""
     lag: Lag = _present
     ahead: Ahead = _nothing
     backward_ahead: Callable[[int], int] | None = None
-    """stage -> number of updates that are predicted for a backward; None if none are."""
+    """stage -> the number of updates by which a backward predicts ahead; None: it does not."""
     optimizers: tuple[str, ...] = ()
-    """The optimizers for whose momentum the prediction is defined; empty: all that predict."""
+    """The optimizers for whose momentum the prediction is defined; empty: all that can predict."""
     straight: bool = False
-    """Defined at PipeDream's NOAM alone, with one micro-batch and without replicas."""
+    """Whether it is defined only at PipeDream's NOAM, with one micro-batch and no replicas."""
     accumulates: bool = False
-    """Whether no more micro-batches may be in flight than a mini-batch has."""
+    """Whether a mini-batch must have at least as many micro-batches as are in flight."""
 
     @property
     def predicts(self) -> bool:
-        """Whether the optimizer has to predict weights."""
+        """Whether the optimizer must predict weights."""
         return self.keeping is Keeping.PREDICTED
 
     def has_depth(self, in_flight: Sequence[int], microbatches: int) -> bool:
@@ -132,7 +132,7 @@ class WeightPolicy:
     def check(
         self, rule: Rule, in_flight: Sequence[int], microbatches: int, replicas: Sequence[int]
     ) -> None:
-        """Raises `ScheduleError` where the policy does not go with a schedule or its numbers."""
+        """Raise `ScheduleError` if the policy does not fit a schedule or its numbers."""
         self.check_rule(rule)
         if self.accumulates and not self.has_depth(in_flight, microbatches):
             raise ScheduleError(
@@ -155,7 +155,7 @@ class WeightPolicy:
             )
 
     def check_rule(self, rule: Rule) -> None:
-        """Raises `ScheduleError` where the policy does not go with a schedule."""
+        """Raise `ScheduleError` if the policy does not fit a schedule."""
         if self.flushes != rule.flushes:
             kind = "synchronous" if rule.flushes else "asynchronous"
             fitting = [p.name for p in _policies.values() if p.flushes == rule.flushes]
@@ -175,7 +175,7 @@ def _noam(stages: int) -> list[int]:
 
 
 def policy_of(name: str | WeightPolicy) -> WeightPolicy:
-    """The policy of that name. Raises `ScheduleError` for an unknown name."""
+    """Return the policy with this name. Raises `ScheduleError` for an unknown name."""
     if isinstance(name, WeightPolicy):
         return name
     if name not in _policies:
@@ -184,8 +184,8 @@ def policy_of(name: str | WeightPolicy) -> WeightPolicy:
 
 
 def policy_for(rule: Rule, name: str = "auto") -> WeightPolicy:
-    """The policy of that name, "auto" for the rule's default. Raises `ScheduleError` if it does not
-    go with the rule."""
+    """Return the policy with this name, or for "auto" the rule's default. Raises `ScheduleError` if
+    it does not fit the rule."""
     policy = policy_of(("flush" if rule.flushes else "stash") if name == "auto" else name)
     policy.check_rule(rule)
     return policy

@@ -1,7 +1,7 @@
 """Zero bubble: backwards in two halves; other stages wait only for the first (Qi et al., 2023).
 
-I makes the gradients of the inputs for the stage before. W makes those of the weights, which are
-needed only for the update; so it fills time that would be a bubble.
+I makes the gradients of the inputs, for the previous stage. W makes the gradients of the weights,
+which only the update needs; so it fills time that would be a bubble.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 
 
 def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """1F1B whose stage n is n weight gradients late (Qi et al., section 2.1; 3 stages, M = 4).
+    """1F1B with late weight gradients: n late at stage n (Qi et al., section 2.1; 3 stages, M = 4).
 
         0  F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
         1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Every stage keeps min(N, M) micro-batches, as the first stage of 1F1B does, or as `in_flight`
-    allows. While W <= min(F, I) and M >= N the bubble is (N-1)(F+I-W) in place of (N-1)(F+I+W): a
-    third where F = I = W.
+    allows. If W <= min(F, I) and M >= N, the bubble is (N-1)(F+I-W), not (N-1)(F+I+W): a third if
+    F = I = W.
     """
     rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
     bounds = np.array(in_flight or [stages] * stages)[:, None]
@@ -49,9 +49,9 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
         0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 ...
         1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 ...
 
-    Of D workers, worker w has the stages w and 2D-1-w, so the first has the loss. Each keeps at
-    most 2D halves of a micro-batch, the same as 1F1B's first worker. From M = 2D on no worker waits
-    between its first pass and its last where F = I = W. Raises `ScheduleError` unless there are two
+    Worker w of D has the stages w and 2D-1-w, so the first worker has the loss. Each keeps at most
+    2D halves of a micro-batch, the same as 1F1B's first worker. With M >= 2D and F = I = W no
+    worker waits between its first pass and its last. Raises `ScheduleError` unless there are two
     stages per worker.
     """
     if stages != 2 * workers:
@@ -67,7 +67,7 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
 
 
 def _vee(worker: int, workers: int, microbatches: int) -> Array:
-    """The three columns of a row; each operation of a stage counts the micro-batches."""
+    """Return the three columns of a row; each operation of a stage counts the micro-batches."""
     order = np.array(_vee_order(worker, workers, microbatches))
     numbers = np.empty(len(order), np.int64)
     for code in (F, I, W):
@@ -78,7 +78,7 @@ def _vee(worker: int, workers: int, microbatches: int) -> Array:
 
 
 def _vee_order(worker: int, workers: int, microbatches: int) -> list[tuple[int, int]]:
-    """Codes of operations, and stages."""
+    """Return codes of operations, and stages, in order."""
     stages = worker, 2 * workers - 1 - worker
     (f_down, f_up), (i_down, i_up), (w_down, w_up) = (
         [[(CODES[op], stage)] for stage in stages] for op in (F, I, W)

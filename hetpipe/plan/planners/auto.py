@@ -1,6 +1,6 @@
 """Auto: the proposals of all planners, and a search that begins with the best of them.
 
-On few devices every order of them in stages, alone or as replicas, is a beginning.
+With few devices it also tries every order of them in stages, alone or as replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, finished, quickest
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
 from hetpipe.plan.search import improved, partitioned
-from hetpipe.schedule.rule import rule_of
 
 OTHERS = ("exact", "bapipe", "dapple", "pipedream")
 FREE_ORDER_DEVICES = 4
@@ -28,7 +27,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """The quickest predicted plan of all. Raises `PlanError`."""
+    """Return the fastest predicted plan of all planners. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
     best = quickest(priced, proposals(priced, cluster), cluster, "auto")
@@ -36,7 +35,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """What the other planners propose, each device alone, and groups of few devices."""
+    """Yield the other planners' proposals, each device alone, and groups of few devices."""
     for name in OTHERS:
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
@@ -53,7 +52,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """A stage on each of the fastest devices, in the cluster's order, for many counts of them."""
+    """Yield a stage on each of the fastest devices, in the cluster's order, for many counts."""
     speeds_s = _whole_s(priced, cluster.ids)
     by_speed = sorted(cluster.ids, key=speeds_s.__getitem__)
     count = len(by_speed)
@@ -66,13 +65,13 @@ def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _whole_s(priced: Priced, members: Sequence[str]) -> dict[str, float]:
-    """Seconds of the whole model's forward on each device."""
+    """Return the seconds of the whole model's forward on each device."""
     table = priced.tables[max(priced.tables)]
     return {m: sum(one.forward_s for one in table.devices[m].layers) for m in members}
 
 
 def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
-    """Data parallelism on all devices, and on all but the slowest."""
+    """Yield data parallelism on all devices, and on the fastest of them."""
     if not priced.options.data_parallel:
         return
     by_speed = sorted(members, key=_whole_s(priced, members).__getitem__)
@@ -83,9 +82,9 @@ def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
-    """Stages on 2, 4, 8, ... replicas of one kind each, the kinds in the cluster's order.
+    """Yield stages on 2, 4, 8, ... replicas of one kind each, the kinds in the cluster's order.
 
-    A kind's last stage has the devices that are left.
+    A kind's last stage has the remaining devices.
     """
     table = priced.tables[max(priced.tables)]
     kinds: dict[float, list[str]] = {}
@@ -104,7 +103,7 @@ def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _all_groups(members: Sequence[str], options: PlannerOptions) -> Iterator[Groups]:
-    """All sequences of disjoint groups of some members."""
+    """Yield all sequences of disjoint groups of some members."""
     for size in range(1, len(members) + 1):
         for subset in combinations(members, size):
             for groups in _sequences(subset):
@@ -115,7 +114,7 @@ def _all_groups(members: Sequence[str], options: PlannerOptions) -> Iterator[Gro
 
 
 def _sequences(members: Sequence[str]) -> Iterator[Groups]:
-    """All sequences of disjoint groups that have all of the members."""
+    """Yield all sequences of disjoint groups that contain all members."""
     if not members:
         yield ()
         return
@@ -124,9 +123,3 @@ def _sequences(members: Sequence[str]) -> Iterator[Groups]:
             rest = [member for member in members if member not in first]
             for others in _sequences(rest):
                 yield (first, *others)
-
-
-def takes_stages(schedule: str) -> bool:
-    """Whether a schedule runs one stage on each group of devices."""
-    rule = rule_of(schedule)
-    return not rule.several_stages and rule.averages

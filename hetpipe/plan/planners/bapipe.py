@@ -1,14 +1,14 @@
 """BaPipe: balanced stages on a chain of unlike devices, then the schedule (section 3.3).
 
-1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage; the exact
-   ones where moves end above them.
-2. Where a transfer takes longer than the ideal stage, only cuts that their link moves in that time
-   remain, and the network between those is cut anew; too few of them mean fewer stages.
-3. Where a stage lacks memory, boundary layers move to neighbours with room.
+1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage; or the
+   exact cuts, if they are better.
+2. If a transfer takes longer than the ideal stage, only cuts remain that their link moves in that
+   time, and the network is cut again between them; with too few of them there are fewer stages.
+3. If a stage lacks memory, boundary layers move to neighbours with room.
 4. All schedules that the devices' execution models allow, at all sizes of micro-batches, and data
    parallelism; the prediction chooses.
-5. A layer between the slowest stage and a neighbour is split by output channels, where the model's
-   layers allow it and the step becomes quicker.
+5. A layer between the slowest stage and a neighbour is split by output channels, if the model's
+   layers allow it and the step becomes shorter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STREAMING = ("1f1b-as", "fbp")
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """The quickest of BaPipe's plans. Raises `PlanError`."""
+    """Return the fastest of BaPipe's plans. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
     best = quickest(priced, proposals(priced, cluster), cluster, "bapipe")
@@ -51,7 +51,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Partitions for each schedule and size of micro-batch, and data parallelism."""
+    """Yield partitions for each schedule and size of micro-batch, and data parallelism."""
     options, members = priced.options, cluster.ids
     table = next(iter(priced.tables.values()))
     streaming = all(table.devices[member].execution == "async" for member in members)
@@ -67,11 +67,11 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
                 cuts = partition(priced, bare)
                 if cuts is not None:
                     yield Proposal(cuts, bare.groups, schedule, count)
-                    break  # fewer stages only where these have too few cuts, or no room
+                    break  # fewer stages only with too few cuts, or too little memory
 
 
 def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
-    """The balanced cuts of a proposal; None if its links or memory leave too few."""
+    """Return the balanced cuts of a proposal; None if its links or memory allow too few."""
     costs = priced.costs(bare)
     devices = [group[0] for group in bare.groups]
     depths = in_flight(bare.schedule, len(devices), bare.microbatches)
@@ -97,7 +97,7 @@ def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
 
 
 def coarse_points(costs: StageCosts, devices: Sequence[str], ideal_s: float) -> list[int]:
-    """The ends of the coarse network's layers: cuts that every link moves in the ideal time."""
+    """Return the ends of the coarse network's layers: cuts that every link moves in ideal time."""
     links = list(pairwise(devices))
     kept = [
         cut
@@ -110,13 +110,13 @@ def coarse_points(costs: StageCosts, devices: Sequence[str], ideal_s: float) -> 
 def _between(
     points: Sequence[int], compute_s: Sequence[Array], whole_s: Sequence[float]
 ) -> tuple[int, ...]:
-    """The balanced cuts among these points."""
+    """Return the balanced cuts among these points."""
     coarse = [matrix[np.ix_(points, points)] for matrix in compute_s]
     return tuple(points[cut] for cut in _even(coarse, whole_s))
 
 
 def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """BaPipe's cuts, or the exact ones if their slowest stage is quicker."""
+    """Return BaPipe's cuts, or the exact ones if their slowest stage is faster."""
     cuts, other = balanced(compute_s, whole_s), exact(compute_s)
     if other is None or bottleneck(compute_s, cuts) <= bottleneck(compute_s, other):
         return cuts
@@ -124,7 +124,7 @@ def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ..
 
 
 def _computes(costs: StageCosts, device: str) -> Array:
-    """Seconds of all [lo, hi] on a device, without transfers; infinite where empty."""
+    """Return the seconds of all [lo, hi] on a device, without transfers; infinite if empty."""
     lo = np.arange(costs.count + 1)[:, None]
     hi = np.arange(costs.count + 1)[None, :]
     return np.where(lo < hi, costs.compute_s(device, lo, hi), np.inf)

@@ -1,4 +1,4 @@
-"""The choice among proposals, which is the same for all planners."""
+"""Choice: the choice among proposals, the same for all planners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.plan.times import stage_times
 from hetpipe.words import words
 
 WORTH_A_NOTE = 0.01
-"""Relative; shared links that cost less are not mentioned."""
+"""A smaller relative cost of shared links is not mentioned."""
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
@@ -26,9 +26,9 @@ Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 def chosen(
     planner: str, proposals: Proposals, costs: Tables, cluster: Cluster, options: PlannerOptions
 ) -> Plan:
-    """The quickest predicted plan among the proposals, with its interval and lower bound.
+    """Return the fastest predicted plan of the proposals, with its interval and lower bound.
 
-    `costs` are by micro-batch size, of all members of the cluster and the links between them.
+    `costs` are by micro-batch size, for all members of the cluster and the links between them.
     Raises `PlanError` for members without costs, or if no proposal can run.
     """
     check_members(costs, cluster)
@@ -37,7 +37,7 @@ def chosen(
 
 
 def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, planner: str) -> Plan:
-    """The quickest plan of the proposals. Raises `PlanError` with a cure if none can run."""
+    """Return the fastest plan of the proposals. Raises `PlanError` with a cure if none can run."""
     proposed = list(proposed)
     try:
         return priced.quickest(proposed, planner)
@@ -50,8 +50,8 @@ def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, pla
 
 
 def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
-    """The plan with its interval, the lower bound of all plans on the cluster, and a note where
-    links that its messages and sums share make it slower."""
+    """Return the plan with its interval, the lower bound of all plans on the cluster, and a note if
+    shared links slow its messages and sums."""
     nearest = min(priced.tables, key=lambda size: abs(size - best.share_samples))
     bound_s = lower_bound_s(priced.tables, cluster.ids, priced.options)
     notes = *best.notes, *_on_shared_links(best, priced, cluster)
@@ -59,7 +59,7 @@ def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
 
 
 def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[str]:
-    """A note on the step where messages and sums share what the cluster's links share."""
+    """Yield a note on the step if messages and sums share the cluster's links."""
     size = priced.options.size(best.microbatches)
     table = priced.table(min(max(size, min(priced.tables)), max(priced.tables)))
     shared = sharing(stage_times(best, table, as_planned=True), best, table, cluster)
@@ -75,7 +75,7 @@ def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[s
 
 
 def check_members(costs: Tables, cluster: Cluster) -> None:
-    """Raises `PlanError` for a member without costs, and for a layer that no member can run."""
+    """Raise `PlanError` for a member without costs, and for a layer that no member can run."""
     if not costs:
         raise PlanError("there are no costs to plan by; profile the model, or describe the devices")
     for size, table in costs.items():

@@ -1,8 +1,8 @@
 """DAPPLE: a pivot stage, three placement policies, replicas that divide micro-batches (section 4).
 
-The paper's devices are equal, so unlike ones count by their mean times. Its formula and the
-published program of its authors pick some partitions for some numbers of micro-batches. The
-prediction chooses among these and two depths, P_A and P_B; then the number of micro-batches.
+The paper's devices are equal, so unlike devices count by their mean times. Its formula and the
+authors' published program choose some partitions for some numbers of micro-batches. The prediction
+chooses among these and two depths, P_A and P_B; then it chooses the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
 SEARCHED = 4
-"""Up to this many numbers of micro-batches are planned for; the best plan is priced with all."""
+"""The most numbers of micro-batches for a search; the best plan is priced with all numbers."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
-"""Plans of the formula that are priced, by number of micro-batches; and where each takes long."""
+"""Priced plans of the formula per number of micro-batches; and if each price takes long."""
 PUBLISHED = 2
-"""Plans of the published program that are priced, by number of micro-batches."""
+"""Priced plans of the published program per number of micro-batches."""
 
 Shape = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
 """Cuts, and the devices of each stage."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """The quickest of DAPPLE's plans. Raises `PlanError`."""
+    """Return the fastest of DAPPLE's plans. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
     best = quickest(priced, proposals(priced, cluster), cluster, "dapple")
@@ -59,7 +59,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """The formula's best plans, data parallelism and a straight pipeline among them."""
+    """Yield the formula's best plans, including data parallelism and a straight pipeline."""
     options = priced.options
     if not options.replicas:
         raise PlanError("the planner dapple replicates stages: allow replicas, or take another")
@@ -78,7 +78,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 def _with_counts(
     options: PlannerOptions, shape: Shape, counts: Sequence[int]
 ) -> Iterator[Proposal]:
-    """The proposals of a shape with these numbers of micro-batches, and P_A or P_B in flight."""
+    """Yield a shape with these numbers of micro-batches, and P_A or P_B in flight."""
     cuts, groups = shape
     for count in counts:
         if len(groups) == 1 and len(groups[0]) > 1 and options.data_parallel:
@@ -98,7 +98,7 @@ def _with_counts(
 def _shapes(
     priced: Priced, cluster: Cluster, members: Sequence[str], count: int
 ) -> Iterator[Shape]:
-    """Cuts and groups of the published program and of the search, for a number of micro-batches."""
+    """Yield the shapes of the published program and of the search, for a micro-batch count."""
     few = FEW_CANDIDATES if is_large(priced, grouped(members)) else CANDIDATES
     size = priced.options.size(count)
     table = priced.table(size).beside(len(members))
@@ -114,7 +114,7 @@ def _shapes(
         plans = candidates(
             chain, priced_so, samples=size, global_batch=whole, count=few, capacity_nbytes=least
         )
-    except PlanError:  # the formula counts Adam's state, and the price what there is
+    except PlanError:  # the formula assumes Adam's state, the price the real optimizer's
         return
     for plan in plans:
         groups = tuple(tuple(members[n] for n in stage.devices) for stage in plan.stages)
@@ -122,7 +122,7 @@ def _shapes(
 
 
 def machines_of(table: CostTable, cluster: Cluster) -> Machines:
-    """The cluster's servers, with the slowest link inside one and between two."""
+    """Return the cluster's servers, with the slowest link inside one and between two."""
     groups = cluster.groups()
     inside = [(a, b) for group in groups for a in group for b in group if a != b]
     heads = [group[0] for group in groups]
@@ -131,7 +131,7 @@ def machines_of(table: CostTable, cluster: Cluster) -> Machines:
 
 
 def _wire(table: CostTable, pairs: list[tuple[str, str]]) -> Wire:
-    """The slowest of these links; without any, one that costs nothing."""
+    """Return the slowest of these links; without any, a free one."""
     links = [table.link(*pair) for pair in pairs]
     return Wire(
         min((link.bandwidth_Bps for link in links), default=inf),

@@ -1,4 +1,4 @@
-"""Exact: the lowest slowest stage, for the cluster's order of devices and for better ones.
+"""Exact: the lowest slowest stage, for the cluster's order of devices and for better orders.
 
 One stage on each device; for a fixed order the partition is optimal (`hetpipe.plan.exact`). Other
 orders come from exchanges of two devices while these lower the slowest stage.
@@ -28,18 +28,18 @@ from hetpipe.plan.proposal import (
 from hetpipe.plan.search import best_cuts, is_large, partitioned, worth_trying
 
 STATES = 2**16
-"""Up to so many counts of devices by kind their best order is computed."""
+"""The best order is computed for at most this many counts of devices by kind."""
 EXCHANGES = 60
-"""How many exchanges of devices are tried at most."""
+"""The most exchanges of devices that are tried."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """The quickest of the exact partitions. Raises `PlanError`."""
+    """Return the fastest of the exact partitions. Raises `PlanError`."""
     return chosen("exact", proposals, costs, cluster, options)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """The optimal cuts for each order, schedule and number of micro-batches."""
+    """Yield the optimal cuts for each order, schedule and number of micro-batches."""
     for order in orders(priced, cluster.ids):
         yield from partitioned(priced, grouped(order))
     if priced.options.free_order and len(cluster.ids) > 1:
@@ -48,10 +48,9 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
-    """The order that is best where transfers cost nothing and members of one kind are alike.
+    """Return the best order for free transfers and equal members of a kind.
 
-    It leaves out members whose work the others do as quickly; where kinds are many, it is the order
-    that is given.
+    It omits members that make nothing faster; with many kinds, it is the given order.
     """
     table = priced.table(priced.options.size(worth_trying(priced, grouped(members))[-1]))
     kinds: dict[int, list[str]] = {}
@@ -75,9 +74,9 @@ def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
 
 
 def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
-    """The given order, and if the options allow others the one that exchanges lead to.
+    """Return the given order, and if the options allow others the one that exchanges lead to.
 
-    Among many layers the order of devices matters little, so large cases have the given one.
+    With many layers the order of devices matters little, so large cases have only the given one.
     """
     given = tuple(members)
     if not priced.options.free_order or len(members) < 2 or is_large(priced, grouped(given)):
@@ -86,7 +85,7 @@ def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _exchanged(priced: Priced, order: tuple[str, ...]) -> tuple[str, ...]:
-    """The order after exchanges of the slowest stage's device that lower the slowest stage."""
+    """Return the order after all exchanges of the slowest stage's device that lower that stage."""
     slowest_s, slowest = _slowest(priced, order)
     left, improving = EXCHANGES, True
     while improving and left > 0:
@@ -105,7 +104,7 @@ def _exchanged(priced: Priced, order: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _slowest(priced: Priced, order: tuple[str, ...]) -> tuple[float, int]:
-    """Seconds and number of the slowest stage under the best cuts for an order."""
+    """Return seconds and number of the slowest stage under the best cuts for an order."""
     count = priced.options.counts(priced.tables)[-1]
     depths = in_flight("1f1b", len(order), count)
     bare = Proposal((), grouped(order), "1f1b", count, depths)

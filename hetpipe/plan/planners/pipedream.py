@@ -1,8 +1,8 @@
 """PipeDream: stages and their replicas on a hierarchy of equal devices (section 3.1).
 
-The paper's devices are equal, so unlike ones count by their mean times, and stages take them in the
-cluster's order. Asynchronous schedules take the mini-batch whole, as the paper does; the others
-take the same stages with its micro-batches.
+The paper's devices are equal, so unlike devices count by their mean times, and stages take them in
+the cluster's order. Asynchronous schedules take the mini-batch whole, as the paper does; other
+schedules take the same stages with its micro-batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RULES: tuple[SyncRule, ...] = ("text", "published-code")
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """The quickest of PipeDream's plans. Raises `PlanError`."""
+    """Return the fastest of PipeDream's plans. Raises `PlanError`."""
     return chosen("pipedream", proposals, costs, cluster, options)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """The plan of each cost rule, for each schedule and number of micro-batches."""
+    """Yield the plan of each cost rule, for each schedule and number of micro-batches."""
     options = priced.options
     levels = levels_of(priced, cluster)
     if not options.replicas:
@@ -58,7 +58,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
-    """The cluster's levels; one level with the slowest link where it is irregular."""
+    """Return the cluster's levels; one level with the slowest link if it is irregular."""
     try:
         return [Level(count, bandwidth_Bps) for count, bandwidth_Bps in cluster.levels()]
     except ClusterError:
@@ -75,14 +75,14 @@ def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
 def placed(
     stages: Sequence[PipeDreamStage], members: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """The cuts, and the members of each stage, which takes them in order."""
+    """Return the cuts, and the members of each stage, in order."""
     names = iter(members)
     groups = tuple(tuple(islice(names, stage.replicas)) for stage in stages)
     return tuple(stage.first_layer for stage in stages[1:]), groups
 
 
 def _takes(schedule: str, microbatches: int) -> bool:
-    """Whether stages with replicas can run under the schedule, with so many micro-batches."""
+    """Whether stages with replicas can run under the schedule, with these micro-batches."""
     rule = rule_of(schedule)
     if rule.several_stages or not rule.averages:
         return False

@@ -1,4 +1,4 @@
-"""The planners by name."""
+"""Registry: the planners by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions, Tables
 
 PLANNERS = ("auto", "bapipe", "dapple", "exact", "pipedream")
-"""Modules of this folder. `auto` weighs what all the others propose."""
+"""Modules of this folder. `auto` considers the proposals of all others."""
 
 Planner = Callable[[Tables, Cluster, PlannerOptions], Plan]
 
 
 def planner_of(name: str) -> Planner:
-    """The planner of that name. Raises `PlanError` for an unknown one."""
+    """Return the planner with this name. Raises `PlanError` for an unknown name."""
     if name not in PLANNERS:
         raise PlanError(f"no planner {name!r}; choose one of {', '.join(PLANNERS)}")
     planner: Planner = import_module(f"hetpipe.plan.planners.{name}").plan
@@ -25,5 +25,5 @@ def planner_of(name: str) -> Planner:
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions, planner: str = "auto") -> Plan:
-    """The plan of the planner of that name, see `planners.choice.chosen`. Raises `PlanError`."""
+    """Return the plan of a planner, see `planners.choice.chosen`. Raises `PlanError`."""
     return planner_of(planner)(costs, cluster, options)
