@@ -83,14 +83,14 @@ def test_another_setting_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(crew, saved, **changes)
-    assert f"trained with {before}, and would go on with {now}" in str(caught.value)
+    assert f"trained with {before}, and would continue with {now}" in str(caught.value)
 
 
 def test_another_precision_is_refused_by_name(crews: Crews, saved: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(crews(("pytorch:cpu:0",) * 4), saved, precision="bfloat16")
     said = str(caught.value)
-    assert "trained with precision=None, and would go on with precision='bfloat16'" in said
+    assert "trained with precision=None, and would continue with precision='bfloat16'" in said
     assert said.endswith("by changed=['precision'] (of `hetpipe train`: --changed precision)")
 
 
@@ -106,7 +106,7 @@ def test_a_command_may_change_a_setting(tmp_path: Path) -> None:
 
     assert run("--save", saved).exit_code == 0
     refused = run("--resume", saved, "--seed", "1")
-    assert "with seed=0, and would go on with seed=1" in str(refused.exception)
+    assert "with seed=0, and would continue with seed=1" in str(refused.exception)
     done = run("--resume", saved, "--seed", "1", "--changed", "seed", "--save", saved)
     assert done.exit_code == 0, done.output
     assert progress_of(load_checkpoint(Path(saved))).steps == 2
