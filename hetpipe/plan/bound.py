@@ -29,8 +29,8 @@ SLOW_S = 1e12
 def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
     """Return seconds below which no step on (some of) these devices is possible.
 
-    All sizes of the tables count. Sizes between the ones that `options` allow need no cost: a plan's
-    micro-batches have one size, and a replica's share costs at least the smallest time per sample.
+    All sizes of the tables count, and no sizes between them: a plan's micro-batches have one size,
+    and a replica's share costs at least the smallest time per sample.
     """
     names = list(dict.fromkeys(devices))
     per_sample_s = np.min(
