@@ -31,7 +31,7 @@ from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
-from hetpipe.profile.probe import median_probe
+from hetpipe.profile.probing import median_probe
 from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:

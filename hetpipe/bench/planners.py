@@ -21,15 +21,15 @@ from hetpipe.cluster.costs import link_costs
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost.board import board
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.placed import placed
-from hetpipe.cost.published import ChainCosts
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.dapple import plan_dapple
 from hetpipe.plan.device_types import DeviceType, free_order
-from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.planners.registry import plan
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.report.tables import make_table
 
 ROUNDS = 5

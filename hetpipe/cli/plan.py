@@ -89,7 +89,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
-    from hetpipe.plan.file import write_plan
+    from hetpipe.plan.plan_file import write_plan
     from hetpipe.plan.pricing import predict
     from hetpipe.zoo.load import check_name
 
@@ -190,7 +190,7 @@ def _priced(
 ) -> tuple[Plan, CostTable]:
     """The plan from a table of costs alone."""
     from hetpipe.cli.priced import check_layers, plan_by
-    from hetpipe.cost.file import read_costs
+    from hetpipe.cost.cost_file import read_costs
 
     table = read_costs(path)
     from hetpipe.pipeline.fit import check_policy

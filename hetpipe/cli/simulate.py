@@ -38,8 +38,8 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
-    from hetpipe.cost.file import read_costs
-    from hetpipe.plan.file import read_plan
+    from hetpipe.cost.cost_file import read_costs
+    from hetpipe.plan.plan_file import read_plan
     from hetpipe.study.simulation import simulate
 
     output = Output(json)

@@ -101,7 +101,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Train a model as a pipeline on the cluster."""
-    from hetpipe.plan.file import read_plan
+    from hetpipe.plan.plan_file import read_plan
     from hetpipe.zoo.load import check_name
 
     output = Output(json)

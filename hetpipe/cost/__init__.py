@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
-    from hetpipe.cost.file import read_costs as read_costs
+    from hetpipe.cost.cost_file import read_costs as read_costs
     from hetpipe.cost.table import CostTable as CostTable
     from hetpipe.cost.table import DeviceCost as DeviceCost
     from hetpipe.cost.table import LayerCost as LayerCost

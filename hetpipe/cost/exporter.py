@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hetpipe.cost.published import ProfileGraph, ProfileNode
+from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError
 from hetpipe.words import word, words

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from hetpipe.cost.board import Board
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 
 UPDATE_ACCESSES = 4

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from hetpipe.cost.published import ChainCosts, ProfileGraph, ProfileNode, path_of
+from hetpipe.cost.pipedream_profile import ChainCosts, ProfileGraph, ProfileNode, path_of
 from hetpipe.records import Count, Entries, Number, Source, Whole
 from hetpipe.words import words
 

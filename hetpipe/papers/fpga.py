@@ -19,7 +19,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.costs import link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
-from hetpipe.cost.published import ProfileNode, read_profile
+from hetpipe.cost.pipedream_profile import ProfileNode, read_profile
 from hetpipe.papers.reproduced.table import Row, expected
 from hetpipe.plan.shares import divided
 from hetpipe.schedule.generators import generate

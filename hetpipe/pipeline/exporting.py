@@ -13,7 +13,7 @@ from hetpipe.pipeline.loading import loading_of
 from hetpipe.pipeline.lossscale import choose_scaling, watching
 from hetpipe.pipeline.options import PassOptions, UpdateOptions
 from hetpipe.profile.drift import probes_of
-from hetpipe.profile.probe import NBYTES, ORDERS, probe_graphs
+from hetpipe.profile.probing import NBYTES, ORDERS, probe_graphs
 from hetpipe.sdk.bundle import Manifest, SourceEntry, sha256_of, write_bundle
 from hetpipe.words import words
 

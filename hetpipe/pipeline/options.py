@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.lossscale import LossScale
-from hetpipe.plan.split import channels_of, splits_of
+from hetpipe.plan.layer_split import channels_of, splits_of
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_for, policy_of
 from hetpipe.wire.messages import Clip
@@ -69,7 +69,7 @@ class PlanOptions:
     weights: str = "auto"
     """The policy for versions of the weights, see `hetpipe.schedule.weights`."""
     split: Mapping[str, int] | None = None
-    """Layers to split in two, see `hetpipe.plan.split`: output channels of the first, by name."""
+    """Layers to split in two (`hetpipe.plan.layer_split`): output channels of the first part."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None

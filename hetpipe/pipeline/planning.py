@@ -13,11 +13,11 @@ from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.lent import with_program_notes
 from hetpipe.pipeline.unpriced import free_table, without_price
+from hetpipe.plan.layer_split import splits_of
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
-from hetpipe.plan.split import splits_of
 from hetpipe.plan.unused import with_notes
 from hetpipe.profile.boards import board_costs
 from hetpipe.profile.measure import cost_parts, profile, stored_costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isfinite
 
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 

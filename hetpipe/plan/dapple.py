@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import get_args
 
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import check_finite
 from hetpipe.plan.latency import (
@@ -15,7 +15,7 @@ from hetpipe.plan.latency import (
     overlapped_s,
 )
 from hetpipe.plan.pivots import Search
-from hetpipe.plan.placement import Machines
+from hetpipe.plan.server_groups import Machines
 
 WIDTH = 4  # partial plans
 

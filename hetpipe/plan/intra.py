@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from hetpipe.cost.split import split_costs
+from hetpipe.cost.split_costs import split_costs
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, PlanError
+from hetpipe.plan.layer_split import Split
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Priced, Proposal
-from hetpipe.plan.split import Split
 
 GAIN = 0.01
 """A split with a smaller relative gain is not worth two layers."""

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
-from hetpipe.cost.published import ChainCosts
-from hetpipe.plan.placement import Counts, Machines
+from hetpipe.cost.pipedream_profile import ChainCosts
+from hetpipe.plan.server_groups import Counts, Machines
 
 Formula = Literal["corrected", "printed"]
 Depth = Literal["P_A", "P_B"]

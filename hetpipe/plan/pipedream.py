@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import check_finite
 from hetpipe.plan.costs import Array

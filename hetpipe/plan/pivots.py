@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.plan.costs import Array
 from hetpipe.plan.latency import (
     ADAM,
@@ -27,7 +27,7 @@ from hetpipe.plan.latency import (
     pivot_of,
     stage_costs,
 )
-from hetpipe.plan.placement import Counts, Machines, append_first, numbers, places
+from hetpipe.plan.server_groups import Counts, Machines, append_first, numbers, places
 
 MANY = 16  # devices; with more, the search tries fewer replicas and places
 

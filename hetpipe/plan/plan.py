@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from hetpipe.errors import PlanError
-from hetpipe.plan.split import Split
+from hetpipe.plan.layer_split import Split
 from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, Source, Whole
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
@@ -25,6 +25,9 @@ SINCE: dict[int, dict[str, Any]] = {
 """Fields that plans of each earlier version lack, with their defaults; such plans can be read."""
 MOST_MICROBATCHES = 2**16
 MOST_IN_FLIGHT = 2**10  # the limit, or the number of micro-batches if that is larger
+
+HEADER = ("stage", "layers", "device", "forward ms", "backward ms", "in flight", "memory MiB")
+MIB = 2**20
 
 Share = Annotated[float, Number(most=1e9, above=True)]
 
@@ -170,9 +173,17 @@ class Plan:
 
         For other schedules it is simulated, with equal stages, B = 2 F and no transfers.
         """
-        from hetpipe.plan.times import fill_limit
+        from hetpipe.schedule.generators import generate
+        from hetpipe.simulate.simulator import simulate
+        from hetpipe.simulate.times import StageTimes
 
-        return fill_limit(self)
+        if not self.rule.flushes:
+            return 1.0
+        stages, workers = len(self.stages), len(set(self.devices))
+        rows = generate(self.rule, stages, self.microbatches, workers=workers)
+        times = StageTimes((1.0,) * stages, (2.0,) * stages)
+        shares = simulate(rows, times).busy_share()
+        return sum(shares) / len(shares)
 
     @property
     def share_samples(self) -> int:
@@ -192,8 +203,6 @@ class Plan:
         return Source("the plan", PlanError, where).versioned(Plan, _upgraded(data), VERSION)
 
     def __str__(self) -> str:
-        from hetpipe.plan.text import format_plan
-
         return format_plan(self)
 
 
@@ -205,3 +214,49 @@ def _upgraded(data: Any) -> Any:
     later = [fields for since, fields in SINCE.items() if since >= version]
     return {**data, **{name: value for each in later for name, value in each.items()},
             "version": VERSION}  # fmt: skip
+
+
+def format_plan(plan: Plan) -> str:
+    """Return the stages in rows, then schedule, prediction and origin."""
+    rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    step = "step unknown"
+    if plan.is_priced:
+        step = (
+            f"step {1e3 * plan.step_s:.2f} ms{_interval(plan)}, {plan.samples_per_s:.1f} samples/s"
+            f"{_bound(plan)}"
+        )
+    lines.append(
+        f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
+        f"{step}, fill limit {100 * plan.fill_limit:.0f} %, "
+        f"{f'{plan.label} costs' if plan.is_priced else 'no costs'}, {plan.origin} plan"
+    )
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def _interval(plan: Plan) -> str:
+    if plan.interval_s is None:
+        return ""
+    low_s, high_s = plan.interval_s
+    return f" ({1e3 * low_s:.2f} .. {1e3 * high_s:.2f})"
+
+
+def _bound(plan: Plan) -> str:
+    if plan.lower_bound_s is None or plan.gap is None:
+        return ""
+    return f" (no plan below {1e3 * plan.lower_bound_s:.2f} ms: {100 * plan.gap:.0f} % above)"
+
+
+def _row(plan: Plan, index: int, stage: StagePlan) -> tuple[str, ...]:
+    priced = plan.is_priced
+    first, last = plan.layers[stage.lo], plan.layers[stage.hi - 1]
+    return (
+        str(index),
+        f"{stage.lo}-{stage.hi - 1} {first}" + (f" .. {last}" if last != first else ""),
+        ", ".join(stage.devices),
+        f"{1e3 * stage.forward_s:.2f}" if priced else "?",
+        f"{1e3 * stage.backward_s:.2f}" if priced else "?",
+        str(stage.in_flight),
+        f"{stage.memory_nbytes / MIB:.1f} / {stage.capacity_nbytes / MIB:.0f}" if priced else "?",
+    )

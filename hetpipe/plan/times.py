@@ -9,9 +9,7 @@ from itertools import accumulate, pairwise, permutations
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.costs import passes_s
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.schedule.generators import generate
 from hetpipe.sdk.info import HOST_MEMORY
-from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 ROUNDING = 1e-12
@@ -19,17 +17,6 @@ ROUNDING = 1e-12
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages that share parameters: (owner, other stages)."""
-
-
-def fill_limit(plan: Plan) -> float:
-    """Return the largest share of the step that workers can be busy, see `Plan.fill_limit`."""
-    if not plan.rule.flushes:
-        return 1.0
-    stages, workers = len(plan.stages), len(set(plan.devices))
-    rows = generate(plan.rule, stages, plan.microbatches, workers=workers)
-    times = StageTimes((1.0,) * stages, (2.0,) * stages)
-    shares = simulate(rows, times).busy_share()
-    return sum(shares) / len(shares)
 
 
 def tied(plan: Plan, table: CostTable) -> Tied:

@@ -11,7 +11,7 @@ from hetpipe.cost.probe import Drift, drift
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.interval import interval_s
 from hetpipe.plan.pricing import predicted_step_s
-from hetpipe.profile.probe import Probes
+from hetpipe.profile.probing import Probes
 
 if TYPE_CHECKING:
     from hetpipe.cost.probe import Probe

@@ -14,7 +14,7 @@ from hetpipe.cost.table import LayerCost
 from hetpipe.errors import CostError
 from hetpipe.profile.clock import Samples, credible, half_width_s
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.probe import median_probe, warn_of_bad
+from hetpipe.profile.probing import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
 
 PRECISION = 0.02  # sufficient relative error of a median

@@ -24,7 +24,7 @@ from hetpipe.profile.engine import engine_s
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.probe import Probes
+from hetpipe.profile.probing import Probes
 from hetpipe.profile.profiler import RULES
 from hetpipe.profile.rounds import HALF_S, Effort, Rounds
 from hetpipe.sdk.registry import decompositions_of

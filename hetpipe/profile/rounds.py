@@ -19,7 +19,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.profile import contention
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.probe import Probes, median_probe
+from hetpipe.profile.probing import Probes, median_probe
 from hetpipe.profile.profiler import Prepared, Taken
 
 LEAST = 3  # slices in a half

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.crew.workers import Workers
-from hetpipe.profile import probe
+from hetpipe.profile import probing
 from hetpipe.profile.links import small_stages
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import Session, Taken
@@ -37,6 +37,6 @@ def warm_up(device: Device, stages: Sequence[StageGraphs]) -> None:
     for stage in stages:
         session = Session(device, Network.of([stage]))
         session.walk(1, session.able, Taken())
-    if probe.prepare(device, OWN_SPEED, None) is not None:
-        probe.release(device)
+    if probing.prepare(device, OWN_SPEED, None) is not None:
+        probing.release(device)
     _own.warm = True

@@ -11,8 +11,8 @@ from typing import Any
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.costs import link_costs
 from hetpipe.cost.board import Board, board
+from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.placed import placed
-from hetpipe.cost.published import ChainCosts, read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.plan import Plan

@@ -19,7 +19,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.cost import importers, workloads
 from hetpipe.cost.importers import read_chain
-from hetpipe.cost.published import ChainCosts, read_profile, write_profile
+from hetpipe.cost.pipedream_profile import ChainCosts, read_profile, write_profile
 from hetpipe.errors import CostError
 from hetpipe.study.subject import of_chain
 

@@ -10,7 +10,7 @@ import pytest
 from joint_cases import joint_case
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.papers.reproduced.dapple import PROFILES, configs, profile_of, split_at
 from hetpipe.papers.reproduced.table import expected
@@ -28,10 +28,10 @@ from hetpipe.plan.latency import (
     stage_costs,
     stage_memory_nbytes,
 )
-from hetpipe.plan.placement import Machines, Wire, append_first, numbers, places
 from hetpipe.plan.planners.dapple import machines_of
 from hetpipe.plan.planners.registry import plan
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flight
+from hetpipe.plan.server_groups import Machines, Wire, append_first, numbers, places
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer

@@ -10,14 +10,14 @@ from tables import make_table
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
-from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.table import LayerCost, LinkCost
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.dapple import plan_dapple
 from hetpipe.plan.pipedream import Level, plan_pipedream
-from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.planners.registry import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.plan.shares import divided
 from hetpipe.study.comparison import together
 

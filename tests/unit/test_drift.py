@@ -36,7 +36,7 @@ from hetpipe.profile.drift import (
     probes_of,
 )
 from hetpipe.profile.measure import profile
-from hetpipe.profile.probe import NBYTES, ORDERS, Probes, median_probe
+from hetpipe.profile.probing import NBYTES, ORDERS, Probes, median_probe
 
 THEN = Probe(2e-3, 4e-3, 0.0, 256, 1 << 20)
 
@@ -224,7 +224,7 @@ def test_costs_of_several_profiles_are_corrected_by_the_programs_of_each(
 
     def programs(samples: int, enough_s: float, *others: int) -> list[tuple[int, int]]:
         """Of the probes of these costs, if programs must take that long."""
-        monkeypatch.setattr("hetpipe.profile.probe.ENOUGH_S", enough_s)
+        monkeypatch.setattr("hetpipe.profile.probing.ENOUGH_S", enough_s)
         tables = profile(captured, crew, hp.optim.sgd(0.1), [samples, *others])
         return [(one.order, one.nbytes) for one in probes_of(tables[samples]).values()]
 

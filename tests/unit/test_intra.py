@@ -11,7 +11,7 @@ import pytest
 from hetpipe.capture import Captured
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
-from hetpipe.cost.split import split_costs
+from hetpipe.cost.split_costs import split_costs
 from hetpipe.cost.table import (
     CostTable,
     DeviceCost,

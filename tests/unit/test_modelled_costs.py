@@ -18,7 +18,7 @@ from torch import nn
 from hetpipe.capture import Captured
 from hetpipe.cost import fpga, gpu
 from hetpipe.cost.board import board
-from hetpipe.cost.published import read_profile
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
 from hetpipe.optim import sgd

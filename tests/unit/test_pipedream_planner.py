@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from hetpipe.cost.published import ChainCosts, read_profile
+from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.pipedream import (
     Level,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetpipe.cost.published import ProfileGraph, ProfileNode, read_profile, write_profile
+from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, read_profile, write_profile
 from hetpipe.errors import CostError
 
 LINE = (

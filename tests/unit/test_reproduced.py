@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cost.published import read_profile
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced import bapipe, dapple, pipeoptim
 from hetpipe.papers.reproduced.gnmt import Gnmt, by_weights, even_cuts
 from hetpipe.papers.reproduced.table import PAPERS, expected, reproduce

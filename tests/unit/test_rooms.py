@@ -56,7 +56,7 @@ WALLS = (("capture/export", "capture/passes"),)
 
 WITHOUT_CIRCLES = (
     "pipeline", "diagnosis", "profile", "crew", "worker", "wire", "schedule", "capture",
-    "checkpoint", "optim", "report", "zoo", "cluster", "cost", "simulate",
+    "checkpoint", "optim", "report", "zoo", "cluster", "cost", "simulate", "plan",
 )  # fmt: skip
 FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
 

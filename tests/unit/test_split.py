@@ -21,8 +21,8 @@ from hetpipe.capture.passes.elementwise import check_elementwise
 from hetpipe.capture.passes.split_parameters import SplitParameters
 from hetpipe.capture.precision import Precision
 from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.plan.layer_split import Split, splits_of
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.split import Split, splits_of
 
 PLAN = Plan(
     model="toy",

@@ -16,7 +16,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost import CostTable
-from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile
+from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, write_profile
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as choose

@@ -62,7 +62,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Write the kernels of a plan's stages as sources, with a manifest, for an offline compiler."""
-    from hetpipe.plan.file import read_plan, read_workload
+    from hetpipe.plan.plan_file import read_plan, read_workload
     from hetpipe.zoo.load import check_name
 
     output = Output(json)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
-from hetpipe.cost.published import read_profile
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.papers.fpga import table6

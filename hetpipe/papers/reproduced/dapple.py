@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cost.published import ChainCosts, ProfileGraph, read_profile
+from hetpipe.cost.pipedream_profile import ChainCosts, ProfileGraph, read_profile
 from hetpipe.papers.reproduced.table import Row, expected
 from hetpipe.plan.latency import PublishedPlan, published_plans
-from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.proposal import deep_in_flight, in_flight
+from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer

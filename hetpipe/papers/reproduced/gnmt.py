@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cost.published import ChainCosts, read_profile
+from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.table import CostTable, LayerBytes
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.exact import exact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetpipe.cost.published import read_profile
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced.table import Row, expected
 from hetpipe.plan.pipedream import Level, data_parallel_s, plan_pipedream
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.between import at_size
-from hetpipe.cost.published import read_profile
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced.gnmt import even_cuts
 from hetpipe.papers.reproduced.table import Row
 from hetpipe.study.largest import Method, fits, most

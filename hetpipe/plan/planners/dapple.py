@@ -18,7 +18,6 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.chain import chain_of
 from hetpipe.plan.dapple import candidates
 from hetpipe.plan.latency import published_plans
-from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, finished, quickest
 from hetpipe.plan.proposal import (
@@ -31,6 +30,7 @@ from hetpipe.plan.proposal import (
     in_flight,
 )
 from hetpipe.plan.search import is_large, worth_trying
+from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.schedule.rule import rule_of
 from hetpipe.words import words
 

@@ -89,7 +89,7 @@ class Probes:
         emulations = crew.emulations
         earlier = {id: (probe.order, probe.nbytes) for id, probe in (like or {}).items()}
         arguments = {id: (emulations[id], earlier.get(id)) for id in members}
-        sizes = crew.call_each("hetpipe.profile.probe:prepare", arguments)
+        sizes = crew.call_each("hetpipe.profile.probing:prepare", arguments)
         self._sizes: dict[str, Sizes] = {id: own for id, own in sizes.items() if own is not None}
 
     @property
@@ -107,7 +107,7 @@ class Probes:
         return self._take([member])[member] if member in self._sizes else None
 
     def _take(self, members: Sequence[str]) -> dict[str, Probe]:
-        taken = self._crew.call(members, "hetpipe.profile.probe:take")
+        taken = self._crew.call(members, "hetpipe.profile.probing:take")
         pairs = zip(members, taken, strict=True)
         return {member: self._made(member, times) for member, times in pairs}
 
@@ -126,7 +126,7 @@ class Probes:
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:  # otherwise the workers may have ended
-            self._crew.call(list(self._sizes), "hetpipe.profile.probe:release")
+            self._crew.call(list(self._sizes), "hetpipe.profile.probing:release")
 
 
 def median_probe(probes: Sequence[Probe]) -> Probe:
