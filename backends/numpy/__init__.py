@@ -14,6 +14,7 @@ from torch import fx
 import hetpipe.sdk.graph as graphs
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, BlockingDevice, Buffer
+from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositions
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
@@ -21,10 +22,6 @@ from .convolution import Array
 from .operators import OPERATORS
 
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-
-
-OWN = [name.rpartition(".")[0] for name in OPERATORS if name.startswith("hetpipe.")]
-"""hetpipe's operators that the table has."""
 
 
 class NumpyBackend(Backend):
@@ -52,7 +49,12 @@ class NumpyBackend(Backend):
         return NumpyDevice(info)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return graphs.primitive_decompositions(keep=OWN)
+        ours = [name for name in OPERATORS if name.startswith("hetpipe.")]
+        return {
+            **graphs.primitive_decompositions(keep=ours),
+            **fallback_decompositions(keep=OPERATORS),
+            **VOLUME_CONVOLUTIONS,
+        }
 
 
 class NumpyBuffer(Buffer):

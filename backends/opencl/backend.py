@@ -110,23 +110,10 @@ class OpenCLBackend(Backend):
         return self._found[device_id]
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        from hetpipe.sdk.graph import core_decompositions
-
         from .decompositions import decompositions
-        from .doubles import beside_kernels
-        from .further import further_decompositions
         from .ops.registry import kept_operators
-        from .windows import WINDOWS
 
-        kept = kept_operators(self.lowerings())
-        table = {
-            **further_decompositions(),
-            **WINDOWS,
-            **core_decompositions(keep=kept),
-            **decompositions(),
-        }
-        left = {op: fn for op, fn in table.items() if str(op) not in kept}
-        return {**left, **beside_kernels()}
+        return decompositions(kept_operators(self.lowerings()))
 
     def lowerings(self) -> Mapping[str, Lowering]:
         """By operator, how graphs become launches: our kernels, and those of `kernels`."""

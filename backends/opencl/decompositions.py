@@ -1,34 +1,53 @@
-"""Decompositions that suit the kernels here better than core ATen's.
-
-An activation and its derivative have parts in common. The derivative is computed in the forward,
-where its input is at hand, so that one kernel evaluates the error function or the exponential once
-for both.
-"""
+"""Decompositions that suit the kernels of OpenCL devices better than core ATen's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositions
+from hetpipe.sdk.graph import core_decompositions
+
 aten = torch.ops.aten
+FLOAT32_KERNELS = (
+    aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default, aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats, aten.native_batch_norm_backward.default,
+    aten._native_batch_norm_legit_no_training.default,
+)  # fmt: skip
+"""Operators with a kernel for float32 only, which torch can decompose."""
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions by operator, applied before core ATen's."""
+def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
+    """Return the decompositions by operator; `kept` names the operators that have a kernel."""
+    from torch._decomp import get_decompositions
+
+    table = {**core_decompositions(), **fallback_decompositions(), **FUSED}
+    found = get_decompositions(FLOAT32_KERNELS)
     return {
-        aten.gelu_backward.default: gelu_backward,
-        aten.silu.default: silu,
-        aten.cumsum.default: cumsum,
-        aten.take.default: take,
+        **{op: fn for op, fn in table.items() if str(op) not in kept},
+        **{op: partial(beside_kernel, found[op]) for op in FLOAT32_KERNELS if op in found},
+        **VOLUME_CONVOLUTIONS,
     }
 
 
-def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """dy times the distribution function and x times its density, by the terms of gelu's lowering.
+def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Decompose a call in float64 or without elements, and leave others to the kernel."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if args[0].numel() and all(tensor.dtype != torch.float64 for tensor in tensors):
+        return NotImplemented
+    return decomposition(*args, **kwargs)
 
+
+def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
+    """Return dy times the derivative of gelu, in the terms of gelu's own kernel.
+
+    A forward that saves the derivative then evaluates the error function or the exponential once.
     The approximation is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
     """
     if approximate != "none":
@@ -43,23 +62,12 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x times the logistic function."""
+    """Return x times the logistic function."""
     return x * (1 / (1 + torch.exp(-x)))
 
 
-def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Cumulative sum, each element from scratch: n/2 times the additions, one parallel kernel."""
-    if dtype is None:
-        dtype = x.dtype if x.is_floating_point() else torch.int64
-    if x.dim() == 0:
-        return x.to(dtype)
-    place = torch.arange(x.shape[dim], device=x.device)
-    reached = place[:, None] >= place[None]
-    before = torch.where(reached, x.to(dtype).movedim(dim, -1).unsqueeze(-2), 0)
-    return before.sum(-1).movedim(-1, dim)
-
-
-def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Elements of the flat tensor. Core ATen's `flat[index]` asks an index of one element."""
-    flat: torch.Tensor = aten.index.Tensor(x.reshape(-1), [index.reshape(-1)])
-    return flat.reshape(index.shape)
+FUSED: Mapping[Any, Callable[..., Any]] = {
+    aten.gelu_backward.default: gelu_backward,
+    aten.silu.default: silu,
+}
+"""Activations whose terms a forward and a backward share."""

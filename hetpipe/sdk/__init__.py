@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.bundle import SourceEntry as SourceEntry
     from hetpipe.sdk.bundle import read_binary as read_binary
     from hetpipe.sdk.bundle import read_bundles as read_bundles
+    from hetpipe.sdk.decompositions import fallback_decompositions as fallback_decompositions
     from hetpipe.sdk.events import FdEvent as FdEvent
     from hetpipe.sdk.events import PolledEvent as PolledEvent
     from hetpipe.sdk.events import Signal as Signal

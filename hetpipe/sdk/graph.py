@@ -84,10 +84,11 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     table |= hetpipe.sdk.corrected.DECOMPOSITIONS
     table |= hetpipe.sdk.attention.DECOMPOSITIONS
     table |= hetpipe.sdk.recurrent.DECOMPOSITIONS
-    return _without(kept, table)
+    return without(kept, table)
 
 
-def _without(kept: Container[str], table: Mapping[Any, _Function]) -> dict[Any, _Function]:
+def without(kept: Container[str], table: Mapping[Any, _Function]) -> dict[Any, _Function]:
+    """Return a table of decompositions without the operators, or overloads, named in `kept`."""
     return {
         op: fn
         for op, fn in table.items()
@@ -114,7 +115,7 @@ def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[
     further = get_decompositions([getattr(torch.ops.aten, name) for name in _FURTHER])
     further |= hetpipe.sdk.operators.DECOMPOSITIONS
     kept = frozenset(keep)
-    return {**core_decompositions(kept), **_without(kept, further)}
+    return {**core_decompositions(kept), **without(kept, further)}
 
 
 def refusal(device: Device, node: fx.Node) -> str | None:

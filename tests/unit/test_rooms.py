@@ -66,7 +66,7 @@ EXEMPT = {
     "hetpipe/capture/export/decompositions.py:lstm": "aten.lstm's own parameters",
     "hetpipe/sdk/recurrent.py:layer_backward": "an operator's, as its schema has them",
     "backends/pytorch/recurrent.py:lstm_layer_backward": "the same operator's",
-    "backends/opencl/volumes.py:convolution*": "aten.convolution's own parameters",
+    "hetpipe/sdk/decompositions/convolution.py:convolution*": "aten.convolution's own parameters",
 }
 """Functions that may have more parameters, and why."""
 

@@ -1,6 +1,6 @@
 """Decompositions of special functions: series, recurrences and Newton's steps, element by element.
 
-The coefficients of the Bessel functions and of Euler and Maclaurin's sum are those of the Cephes
+The coefficients of the Bessel functions and of Euler and Maclaurin's sum come from the Cephes
 library (S. L. Moshier, Methods and Programs for Mathematical Functions, 1989).
 """
 
@@ -39,7 +39,7 @@ I0_FAR = (
     2.89137052083475648297e-6, 6.88975834691682398426e-5, 3.36911647825569408990e-3,
     8.04490411014108831608e-1,
 )  # fmt: skip
-"""exp(-x) sqrt(x) I0(x) for x beyond 8, in those of 32 / x - 2."""
+"""exp(-x) sqrt(x) I0(x) for x beyond 8, in Chebyshev polynomials of 32 / x - 2."""
 I1_NEAR = (
     2.77791411276104639959e-18, -2.11142121435816608115e-17, 1.55363195773620046921e-16,
     -1.10559694773538630805e-15, 7.60068429473540693410e-15, -5.04218550472791168711e-14,
@@ -67,13 +67,13 @@ I1_FAR = (
 """exp(-x) sqrt(x) I1(x) for x beyond 8."""
 BORDER = 8.0
 ZETA_TERMS = 10
-"""Terms of Hurwitz' zeta function that are summed one by one."""
+"""Terms of Hurwitz' zeta function to add one by one."""
 BERNOULLI = (
     12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10,
     -2.950130727918164224e12, 1.1646782814350067249e14, -4.5979787224074726105e15,
     1.8152105401943546773e17, -7.1661652561756670113e18,
 )  # fmt: skip
-"""(2k)! / B_2k, for the rest of the sum."""
+"""(2k)! / B_2k, for the remaining terms of the sum."""
 
 
 def _floating(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _floating(x: Tensor) -> Tensor:
 
 
 def _chebyshev(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Clenshaw's recurrence, without the terms that the dtype cannot see."""
+    """Evaluate Clenshaw's recurrence, without terms below the precision of the dtype."""
     least = torch.finfo(x.dtype).eps / 16
     first = next(at for at, each in enumerate(coefficients) if abs(each) > least)
     now = before = last = torch.zeros_like(x)
@@ -92,7 +92,7 @@ def _chebyshev(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _scaled_bessel(x: Tensor, near: Sequence[float], far: Sequence[float], odd: bool) -> Tensor:
-    """exp(-|x|) I(x)."""
+    """Return exp(-|x|) I(x)."""
     size = x.abs()
     inside = _chebyshev(size.clamp(max=BORDER) / 2 - 2, near)
     large = size.clamp(min=BORDER)
@@ -103,30 +103,32 @@ def _scaled_bessel(x: Tensor, near: Sequence[float], far: Sequence[float], odd: 
 
 
 def i0e(x: Tensor) -> Tensor:
-    """The modified Bessel function of order 0, times exp(-|x|)."""
+    """Return the modified Bessel function of order 0, times exp(-|x|)."""
     return _scaled_bessel(_floating(x), I0_NEAR, I0_FAR, odd=False)
 
 
 def i1e(x: Tensor) -> Tensor:
-    """The modified Bessel function of order 1, times exp(-|x|)."""
+    """Return the modified Bessel function of order 1, times exp(-|x|)."""
     return _scaled_bessel(_floating(x), I1_NEAR, I1_FAR, odd=True)
 
 
 def i0(x: Tensor) -> Tensor:
-    """The modified Bessel function of order 0."""
+    """Return the modified Bessel function of order 0."""
     x = _floating(x)
     return x.abs().exp() * i0e(x)
 
 
 def i1(x: Tensor) -> Tensor:
-    """The modified Bessel function of order 1."""
+    """Return the modified Bessel function of order 1."""
     x = _floating(x)
     return x.abs().exp() * i1e(x)
 
 
 def _zeta(x: float, q: Tensor) -> Tensor:
-    """Hurwitz' zeta function for positive q, the sum of (q + k)^-x: some terms, then the rest by
-    Euler and Maclaurin."""
+    """Return Hurwitz' zeta function for positive q, the sum of (q + k)^-x.
+
+    The first terms are added; Euler and Maclaurin's formula gives the other terms.
+    """
     total = torch.zeros_like(q)
     for k in range(ZETA_TERMS):
         total = total + torch.pow(q + k, -x)
@@ -142,7 +144,10 @@ def _zeta(x: float, q: Tensor) -> Tensor:
 
 
 def _cotangent_derivative(n: int, t: Tensor) -> Tensor:
-    """The n-th derivative of cot at t, a polynomial of cot: each is -(1 + c^2) times the last's."""
+    """Return the n-th derivative of cot at t.
+
+    It is a polynomial of c = cot t; its derivative by t is -(1 + c^2) times its derivative by c.
+    """
     polynomial = [0.0, 1.0]
     for _ in range(n):
         slope = [at * each for at, each in enumerate(polynomial)][1:]
@@ -162,8 +167,10 @@ float32 and in float64."""
 
 
 def digamma(x: Tensor) -> Tensor:
-    """The derivative of lgamma: reflection, recurrence, then the asymptotic series (Abramowitz and
-    Stegun, Handbook of Mathematical Functions, 6.3.5, 6.3.7 and 6.3.18)."""
+    """Return the derivative of lgamma, by reflection, recurrence and the asymptotic series.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 6.3.5, 6.3.7 and 6.3.18.
+    """
     negative = x < 0
     positive = torch.where(negative, 1 - x, x)
     total = torch.zeros_like(x)
@@ -184,8 +191,10 @@ def digamma(x: Tensor) -> Tensor:
 
 
 def polygamma(n: int, x: Tensor) -> Tensor:
-    """The n-th derivative of digamma: by zeta, and by reflection for negative x (Abramowitz and
-    Stegun, 6.4.7 and 6.4.10)."""
+    """Return the n-th derivative of digamma, by zeta, and by reflection for negative x.
+
+    Abramowitz and Stegun, 6.4.7 and 6.4.10.
+    """
     x = _floating(x)
     if n == 0:
         return torch.digamma(x)
@@ -199,7 +208,7 @@ def polygamma(n: int, x: Tensor) -> Tensor:
 
 
 def erfinv(y: Tensor) -> Tensor:
-    """The inverse of erf: a rational function (G. L. Pavlis), then two of Newton's steps."""
+    """Return the inverse of erf: a rational function (G. L. Pavlis), then two steps of Newton's."""
     y = _floating(y)
     size = y.abs()
     z = y * y
@@ -224,8 +233,10 @@ FRACTION_TERMS = 30
 
 
 def erfcx(x: Tensor) -> Tensor:
-    """exp(x^2) erfc(x): as it stands near 0, by a continued fraction beyond (Abramowitz and Stegun,
-    7.1.14)."""
+    """Return exp(x^2) erfc(x).
+
+    From 2 on it is a continued fraction (Abramowitz and Stegun, 7.1.14).
+    """
     x = _floating(x)
     size = x.abs()
     near = size.clamp(max=2.0)
@@ -238,7 +249,7 @@ def erfcx(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, value)
 
 
-SPECIAL: Mapping[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.i0.default: i0, aten.special_i0e.default: i0e, aten.special_i1.default: i1,
     aten.special_i1e.default: i1e, aten.special_modified_bessel_i0.default: i0,
     aten.special_modified_bessel_i1.default: i1, aten.digamma.default: digamma,

@@ -1,7 +1,7 @@
 """Gradients of resizing and of padding by the border, as products with a matrix for each dimension.
 
-Such an operator is linear and takes each dimension apart: y = M1 x M2^T for two of them, with
-M[o, i] the share of input i in output o. Its gradient takes the transposed matrices.
+Such an operator is linear and separable: y = M1 x M2^T for two dimensions, where M[o, i] is the
+share of input i in output o. Its gradient takes the transposed matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CUBIC = -0.75
 
 
 def _sources(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | None) -> Tensor:
-    """The place in the input of each output, which may lie outside or between elements."""
+    """Return the position in the input of each output; it may be outside or between elements."""
     number = torch.arange(outputs, device=like.device).to(like.dtype)
     if align:
         return number * ((inputs - 1) / (outputs - 1) if outputs > 1 else 0.0)
@@ -28,14 +28,14 @@ def _sources(like: Tensor, inputs: int, outputs: int, align: bool, scale: float 
 
 
 def _linear(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | None) -> Tensor:
-    """Two neighbours, by their distance."""
+    """Return the matrix of a linear interpolation: two neighbours, by their distance."""
     at = _sources(like, inputs, outputs, align, scale).clamp(min=0, max=inputs - 1)
     number = torch.arange(inputs, device=like.device).to(like.dtype)
     return (1 - (at.unsqueeze(1) - number.unsqueeze(0)).abs()).clamp(min=0)
 
 
 def _cubic(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | None) -> Tensor:
-    """Four neighbours; those outside are the border."""
+    """Return the matrix of a cubic interpolation: four neighbours, clamped to the border."""
     at = _sources(like, inputs, outputs, align, scale)
     first = torch.floor(at)
     number = torch.arange(inputs, device=like.device).to(like.dtype)
@@ -55,7 +55,7 @@ def _cubic(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | 
 def _nearest(
     like: Tensor, inputs: int, outputs: int, scale: float | None, middle: float = 0.0
 ) -> Tensor:
-    """One element."""
+    """Return the matrix that takes the nearest element."""
     number = torch.arange(outputs, device=like.device).to(like.dtype)
     step = 1 / scale if scale else inputs / outputs
     at = torch.floor((number + middle) * step).clamp(max=inputs - 1)
@@ -64,14 +64,14 @@ def _nearest(
 
 
 def _border(like: Tensor, inputs: int, outputs: int, before: int) -> Tensor:
-    """The element itself, or that at the border."""
+    """Return the matrix that takes the element itself, outside the element at the border."""
     at = (torch.arange(outputs, device=like.device) - before).clamp(min=0, max=inputs - 1)
     number = torch.arange(inputs, device=like.device)
     return (at.unsqueeze(1) == number.unsqueeze(0)).to(like.dtype)
 
 
 def _transposed(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """The gradient by the input: the last dimensions times the matrices of each."""
+    """Return the gradient by the input: each of the last dimensions times its matrix."""
     first = gradient.dim() - len(matrices)
     for dim, matrix in enumerate(matrices, first):
         gradient = torch.matmul(gradient.movedim(dim, -1), matrix).movedim(-1, dim)
@@ -82,7 +82,7 @@ def interpolated_backward(
     matrix: Callable[..., Tensor], gradient: Tensor, output_size: Sequence[int],
     input_size: Sequence[int], align_corners: bool, *scales: float | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a linear or cubic interpolation."""
+    """Return the gradient of a linear or cubic interpolation."""
     sizes = zip(input_size[2:], output_size, scales or [None] * len(output_size), strict=True)
     return _transposed(gradient, [matrix(gradient, i, o, align_corners, s) for i, o, s in sizes])
 
@@ -91,13 +91,16 @@ def nearest_backward(
     middle: float, gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int],
     *scales: float | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of taking the nearest element."""
+    """Return the gradient of taking the nearest element."""
     sizes = zip(input_size[2:], output_size, scales or [None] * len(output_size), strict=True)
     return _transposed(gradient, [_nearest(gradient, i, o, s, middle) for i, o, s in sizes])
 
 
 def border_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """The gradient of padding by the border; `padding` has two numbers, last dimension first."""
+    """Return the gradient of padding by the border.
+
+    `padding` has two numbers for each dimension, the last dimension first.
+    """
     count = len(padding) // 2
     matrices = [
         _border(gradient, x.shape[d], gradient.shape[d], padding[2 * place])
@@ -108,7 +111,7 @@ def border_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tens
 
 
 _LINEAR = partial(interpolated_backward, _linear)
-RESIZED: Mapping[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.upsample_linear1d_backward.default: _LINEAR,
     aten.upsample_bilinear2d_backward.default: _LINEAR,
     aten.upsample_trilinear3d_backward.default: _LINEAR,

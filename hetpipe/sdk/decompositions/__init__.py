@@ -1,0 +1,54 @@
+"""Decompositions of operators that a backend has no kernel for, into other aten operators.
+
+Core ATen keeps these operators whole or does not have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hetpipe.sdk.decompositions import (
+    distances,
+    indexing,
+    losses,
+    pointwise,
+    pooling,
+    resizing,
+    running,
+    sorting,
+    special,
+)
+from hetpipe.sdk.decompositions.convolution import VOLUME_CONVOLUTIONS
+from hetpipe.sdk.graph import without
+
+__all__ = ["VOLUME_CONVOLUTIONS", "fallback_decompositions"]
+
+aten = torch.ops.aten
+FROM_TORCH = (
+    aten._batch_norm_with_update_functional, aten.addmv, aten.as_strided_copy, aten.dist,
+    aten.grid_sampler_2d, aten.ldexp, aten.linalg_vector_norm, aten.narrow_copy,
+    aten.native_batch_norm, aten.native_group_norm, aten.permute_copy, aten.unbind_copy,
+    aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d,
+    aten.upsample_trilinear3d, aten.view_copy,
+)  # fmt: skip
+"""Operators that torch can decompose, although its table for core ATen lacks them."""
+MODULES = (
+    distances, indexing, losses, pointwise, pooling, resizing, running, sorting, special
+)  # fmt: skip
+
+
+def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
+    """Return decompositions of sorting, searching, resizing, special functions and others.
+
+    Add them to `core_decompositions` or `primitive_decompositions`, which decompose their results.
+    `keep` names the operators that have a kernel, as for `core_decompositions`.
+    """
+    from torch._decomp import get_decompositions
+
+    table: dict[Any, Callable[..., Any]] = dict(get_decompositions(FROM_TORCH))
+    for module in MODULES:
+        table |= module.DECOMPOSITIONS
+    return without(frozenset(keep), table)

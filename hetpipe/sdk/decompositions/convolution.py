@@ -1,0 +1,129 @@
+"""Convolutions of volumes, as sums of convolutions of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Slabs:
+    """The settings of the first of three dimensions: element k reads every `stride`th slab."""
+
+    stride: int
+    padding: int
+    dilation: int
+    transposed: bool
+
+    def of(self, volume: Tensor, at: int, count: int) -> Tensor:
+        """Return the slabs of a padded volume that element `at` of the kernel reads."""
+        first = at * self.dilation
+        return volume[:, :, first : first + (count - 1) * self.stride + 1 : self.stride]
+
+
+def _images(volume: Tensor) -> Tensor:
+    """Return a volume [N, C, D, H, W] as N * D images."""
+    return volume.movedim(2, 1).flatten(0, 1)
+
+
+def _volume(images: Tensor, depth: int) -> Tensor:
+    return images.reshape(-1, depth, *images.shape[1:]).movedim(1, 2)
+
+
+def _flat(
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the settings of the convolutions of images."""
+    stride, padding, dilation = (list(each)[1:] for each in (stride, padding, dilation))
+    return (stride, padding, dilation, transposed, list(output_padding)[1:], groups)
+
+
+def _padded(volume: Tensor, before: int, after: int) -> Tensor:
+    padded: Tensor = aten.constant_pad_nd(volume, [0, 0, 0, 0, before, after])
+    return padded
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+) -> Any:  # fmt: skip
+    """Convolve volumes: add the convolutions of images by each slab of the kernel."""
+    if x.dim() != 5:
+        return NotImplemented
+    slabs = _Slabs(stride[0], padding[0], dilation[0], transposed)
+    flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
+    depth, kernel = x.shape[2], weight.shape[2]
+    reach = dilation[0] * (kernel - 1) + 1
+    total: Any = 0
+    if not transposed:
+        volume = _padded(x, padding[0], padding[0])
+        count = (volume.shape[2] - reach) // stride[0] + 1
+        for at in range(kernel):
+            images = _images(slabs.of(volume, at, count))
+            total = total + aten.convolution(images, weight[:, :, at], None, *flat)
+        result = _volume(total, count)
+    else:
+        whole = (depth - 1) * stride[0] + reach
+        for at in range(kernel):
+            part = _volume(aten.convolution(_images(x), weight[:, :, at], None, *flat), depth)
+            first = at * dilation[0]
+            room = part.new_zeros([*part.shape[:2], whole, *part.shape[3:]])
+            end = first + (depth - 1) * stride[0] + 1
+            total = total + aten.slice_scatter(room, part, 2, first, end, stride[0])
+        count = whole - 2 * padding[0] + output_padding[0]
+        result = _padded(total, 0, output_padding[0])[:, :, padding[0] : padding[0] + count]
+    return result if bias is None else result + bias.reshape(-1, 1, 1, 1)
+
+
+def convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int, mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Return the gradients of `convolution` by volume, weight and bias."""
+    if x.dim() != 5:
+        return NotImplemented
+    slabs = _Slabs(stride[0], padding[0], dilation[0], transposed)
+    flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
+    few, many = (x, gradient) if transposed else (gradient, x)  # `few` gives slabs, `many` windows
+    count, kernel = few.shape[2], weight.shape[2]
+    reach = (count - 1) * stride[0] + dilation[0] * (kernel - 1) + 1
+    before = padding[0]
+    volume = _padded(many, before, max(0, reach - many.shape[2] - before))
+    by_x: Any = 0
+    by_weight = []
+    for at in range(kernel):
+        window = _images(slabs.of(volume, at, count))
+        ends = (window, _images(few)) if transposed else (_images(few), window)
+        wanted = [mask[0], mask[1], False]
+        found = aten.convolution_backward(*ends, weight[:, :, at], None, *flat, wanted)
+        by_weight.append(found[1])
+        if mask[0]:
+            part = _volume(found[0], count)
+            if not transposed:
+                room = part.new_zeros([*part.shape[:2], *volume.shape[2:]])
+                first = at * dilation[0]
+                end = first + (count - 1) * stride[0] + 1
+                part = aten.slice_scatter(room, part, 2, first, end, stride[0])
+            by_x = by_x + part
+    if mask[0] and not transposed:
+        by_x = by_x[:, :, before : before + x.shape[2]]
+    return (
+        by_x if mask[0] else None,
+        torch.stack(by_weight, 2) if mask[1] else None,
+        gradient.sum([0, 2, 3, 4]) if mask[2] else None,
+    )
+
+
+VOLUME_CONVOLUTIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+}
+"""Decompositions for a device that convolves images only. Convolutions of images stay whole."""
