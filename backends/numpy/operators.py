@@ -84,10 +84,48 @@ def _put(x: Array, indices: Sequence[Any], value: Any, accumulate: bool = False)
     return y
 
 
+def _scatter_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, include_self: bool = True
+) -> Array:
+    y, index = np.atleast_1d(x).copy(), np.atleast_1d(index)
+    places = _along(index, dim)
+    if not include_self:
+        limits: Any = np.finfo(y.dtype) if y.dtype.kind == "f" else np.iinfo(y.dtype)
+        y[places] = {"prod": 1, "amax": limits.min, "amin": limits.max}.get(reduce, 0)
+    into: Any = REDUCE[reduce]
+    into.at(y, places, np.atleast_1d(source)[tuple(map(slice, index.shape))])
+    if reduce == "mean":
+        counts = np.full(y.shape, int(include_self))
+        np.add.at(counts, places, 1)
+        divide = np.divide if y.dtype.kind == "f" else np.floor_divide
+        y = divide(y, counts.clip(1))
+    return y.reshape(x.shape)
+
+
+def _pad(x: Array, widths: Sequence[int], value: float = 0) -> Array:
+    """Pad the last dimensions, the last one first; negative widths cut."""
+    pairs = [(0, 0)] * x.ndim
+    for place in range(len(widths) // 2):
+        pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])
+    padded = np.pad(x, [(max(a, 0), max(b, 0)) for a, b in pairs], constant_values=value)
+    return padded[tuple(slice(max(-a, 0), b if b < 0 else None) for a, b in pairs)]
+
+
+def _lgamma(x: float) -> float:
+    try:
+        return math.lgamma(x)
+    except (ValueError, OverflowError):  # a pole, or a result out of range
+        return math.inf
+
+
+REDUCE = {
+    "sum": np.add, "mean": np.add, "prod": np.multiply, "amax": np.maximum, "amin": np.minimum
+}  # fmt: skip
 DIVIDE: Any = {None: np.divide, "floor": np.floor_divide, "trunc": lambda a, b: np.trunc(a / b)}
-NUMPY = """abs bitwise_not ceil cos diagonal exp expm1 flip floor isinf isnan log log1p log2
-logical_and logical_not logical_or logical_xor maximum minimum reciprocal round sign sin sqrt
-tanh trunc"""
+NUMPY = """abs bitwise_not ceil cos cosh diagonal exp exp2 expm1 flip floor fmax fmin isinf isnan
+log log10 log1p log2 logical_and logical_not logical_or logical_xor maximum minimum nextafter
+reciprocal round sign sin sinh sqrt tan tanh trunc"""
+INVERSES = "acos acosh asin asinh atan atan2 atanh"
 BINARY = "eq ne lt le gt ge mul bitwise_and bitwise_or bitwise_xor fmod remainder"
 REDUCTIONS = """amax.default amin.default any.default any.dim any.dims argmax.default argmin.default
 max.default mean.default mean.dim min.default prod.default prod.dim_int
@@ -96,11 +134,15 @@ sum.default sum.dim_IntList"""
 TABLE: dict[str, Callable[..., Any]] = {
     **{f"{name}.default": getattr(np, name) for name in NUMPY.split()},
     **{f"{n}.Tensor {n}.Scalar": vars(operator).get(n) or vars(np)[n] for n in BINARY.split()},
+    **{f"{name}.default": getattr(np, f"arc{name[1:]}") for name in INVERSES.split()},
     **{name: _reduction(getattr(np, name.split(".")[0])) for name in REDUCTIONS.split()},
     "_to_copy.default alias.default clone.default lift_fresh_copy.default": lambda x, **_: x,
     "neg.default": np.negative,
     "rsqrt.default": lambda x: 1 / np.sqrt(x),
     "erf.default": np.frompyfunc(math.erf, 1, 1),
+    "erfc.default": np.frompyfunc(math.erfc, 1, 1),
+    "lgamma.default": np.frompyfunc(_lgamma, 1, 1),
+    "copysign.Tensor": np.copysign,
     "sigmoid.default": lambda x: 1 / (1 + np.exp(-x)),
     "relu.default": lambda x: np.maximum(x, 0),
     "clamp.default clamp.Tensor": lambda x, low=None, high=None: np.clip(x, low, high),
@@ -122,6 +164,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "split_with_sizes.default": lambda x, n, dim=0: np.split(x, np.cumsum(n)[:-1], dim),
     "cat.default": _cat,
     "repeat.default": np.tile,
+    "constant_pad_nd.default": _pad,
     "copy.default": lambda x, source: np.broadcast_to(source, x.shape),
     "fill.Scalar fill.Tensor": lambda x, value: np.full(x.shape, np.reshape(value, ())),
     "as_strided.default": _as_strided,
@@ -130,8 +173,10 @@ TABLE: dict[str, Callable[..., Any]] = {
     "index_select.default": _index_select,
     "embedding.default": lambda weight, index, *_: weight[index],
     "gather.default": _gather,
-    "scatter.value": _scatter,
+    "scatter.value scatter.src": _scatter,
+    "scatter_reduce.two": _scatter_reduce,
     "scatter_add.default": functools.partial(_scatter, accumulate=True),
+    "empty.memory_format empty_permuted.default": lambda size, *_, **__: np.zeros(size),
     "full.default": lambda size, value, **_: np.full(size, value),
     "full_like.default": lambda x, value, **_: np.full(x.shape, value),
     "zeros_like.default": lambda x, **_: np.zeros(x.shape),

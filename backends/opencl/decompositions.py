@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositions
+from hetpipe.sdk.decompositions.indexing import scatter_mean
 from hetpipe.sdk.graph import core_decompositions
+
+from .ops.registry import LOWERINGS
 
 aten = torch.ops.aten
 FLOAT32_KERNELS = (
@@ -27,7 +30,7 @@ def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
     """Return the decompositions by operator; `kept` names the operators that have a kernel."""
     from torch._decomp import get_decompositions
 
-    table = {**core_decompositions(), **fallback_decompositions(), **FUSED}
+    table = {**core_decompositions(), **fallback_decompositions(keep=LOWERINGS), **BESIDE_LOWERINGS}
     found = get_decompositions(FLOAT32_KERNELS)
     return {
         **{op: fn for op, fn in table.items() if str(op) not in kept},
@@ -66,8 +69,9 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return x * (1 / (1 + torch.exp(-x)))
 
 
-FUSED: Mapping[Any, Callable[..., Any]] = {
-    aten.gelu_backward.default: gelu_backward,
+BESIDE_LOWERINGS: Mapping[Any, Callable[..., Any]] = {
+    aten.gelu_backward.default: gelu_backward,  # its terms are the terms of the forward
     aten.silu.default: silu,
+    aten.scatter_reduce.two: scatter_mean,  # the other reductions have a kernel
 }
-"""Activations whose terms a forward and a backward share."""
+"""Decompositions beside the lowerings."""

@@ -1,4 +1,4 @@
-"""Pooling of volumes, and adaptive pooling, by reads from windows.
+"""Pooling of images and volumes, by reads from windows.
 
 Element k of window o is element `place[o, k]` of a dimension, where `inside[o, k]` is true.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,9 +117,10 @@ def _pooled(size: int, kernel: int, stride: int, pad: int, dilation: int, ceil: 
 
 
 def _pooling(
-    x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, padded: bool
-) -> list[Windows]:
-    count = 3
+    x: Tensor, count: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool,
+    padded: bool,
+) -> list[Windows]:  # fmt: skip
+    """Return the windows of the last `count` dimensions."""
     sizes = _each(kernel, count, ())
     settings = zip(
         range(x.dim() - count, x.dim()), sizes, _each(stride, count, sizes),
@@ -135,24 +137,24 @@ def max_pool3d(
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the largest element of each window, and its place."""
-    return _largest(x, _pooling(x, kernel, stride, padding, dilation, ceil_mode, False))
+    return _largest(x, _pooling(x, 3, kernel, stride, padding, dilation, ceil_mode, False))
 
 
-def avg_pool3d(
-    x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+def avg_pool(
+    count: int, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the mean of each window."""
-    windows = _pooling(x, kernel, stride, padding, 1, ceil_mode, count_include_pad)
+    """Return the mean of each window over the last `count` dimensions."""
+    windows = _pooling(x, count, kernel, stride, padding, 1, ceil_mode, count_include_pad)
     return _mean(x, windows, divisor_override)
 
 
-def avg_pool3d_backward(
-    gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
-    count_include_pad: bool, divisor_override: int | None,
+def avg_pool_backward(
+    count: int, gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any,
+    ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `avg_pool3d`."""
-    windows = _pooling(x, kernel, stride, padding, 1, ceil_mode, count_include_pad)
+    """Return the gradient of `avg_pool`."""
+    windows = _pooling(x, count, kernel, stride, padding, 1, ceil_mode, count_include_pad)
     return _mean_backward(gradient, windows, divisor_override)
 
 
@@ -171,9 +173,9 @@ def adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     return _mean(x, _bins(x, output_size), None)
 
 
-def adaptive_avg_pool3d_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of `adaptive_avg_pool`."""
-    return _mean_backward(gradient, _bins(x, gradient.shape[-3:]), None)
+def adaptive_avg_pool_backward(count: int, gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of `adaptive_avg_pool` over the last `count` dimensions."""
+    return _mean_backward(gradient, _bins(x, gradient.shape[-count:]), None)
 
 
 def _put_back(gradient: Tensor, x: Tensor, places: Tensor, count: int) -> Tensor:
@@ -204,13 +206,17 @@ def adaptive_max_pool3d_backward(gradient: Tensor, x: Tensor, places: Tensor) ->
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.max_pool3d_with_indices.default: max_pool3d,
     aten.max_pool3d_with_indices_backward.default: max_pool3d_backward,
-    aten.avg_pool3d.default: avg_pool3d,
-    aten.avg_pool3d_backward.default: avg_pool3d_backward,
+    aten.avg_pool2d.default: partial(avg_pool, 2),
+    aten.avg_pool2d_backward.default: partial(avg_pool_backward, 2),
+    aten.avg_pool3d.default: partial(avg_pool, 3),
+    aten.avg_pool3d_backward.default: partial(avg_pool_backward, 3),
     aten.adaptive_max_pool2d.default: adaptive_max_pool,
     aten.adaptive_max_pool2d_backward.default: adaptive_max_pool2d_backward,
     aten.adaptive_max_pool3d.default: adaptive_max_pool,
     aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
+    aten._adaptive_avg_pool2d.default: adaptive_avg_pool,
+    aten._adaptive_avg_pool2d_backward.default: partial(adaptive_avg_pool_backward, 2),
     aten._adaptive_avg_pool3d.default: adaptive_avg_pool,
-    aten._adaptive_avg_pool3d_backward.default: adaptive_avg_pool3d_backward,
+    aten._adaptive_avg_pool3d_backward.default: partial(adaptive_avg_pool_backward, 3),
 }
 """Decompositions by operator."""
