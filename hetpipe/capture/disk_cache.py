@@ -77,8 +77,8 @@ def _to_record(parts: data_pickle.Parts) -> Any:
         rows, inputs, outputs = value
         return Program(graph_of_rows(rows), inputs, outputs)
     record, names = RECORDS[kind]
-    made = object.__new__(record)
-    vars(made).update(
+    instance = object.__new__(record)
+    vars(instance).update(
         zip(names, value, strict=True)
     )  # faster than calling the class, and there are many
-    return made
+    return instance

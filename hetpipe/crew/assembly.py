@@ -128,9 +128,11 @@ class Assembly:
             parts = PARTS if source in streaming else 1
             plugs = transport.plugs(wire, ranks, tag, parts)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
-                ends, own = plugged[member]
-                ends.append(EdgeEnd(wire, port, link or Link(), own.add(fds)))
-        return {member: (tuple(ends), own) for member, (ends, own) in plugged.items()}
+                ends, descriptors = plugged[member]
+                ends.append(EdgeEnd(wire, port, link or Link(), descriptors.add(fds)))
+        return {
+            member: (tuple(ends), descriptors) for member, (ends, descriptors) in plugged.items()
+        }
 
     def values_of(self, stage: StageGraphs) -> dict[str, Array]:
         """Return the parameters and buffers of a stage."""
@@ -147,8 +149,8 @@ class Assembly:
         for feed, size in zip(feeds, samples, strict=True):
             lo, hi = self.shares.rows(replica, size)
             leaves = {slot.name: feed[slot.name] for slot in slots[hi - lo]}
-            own = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
-            own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
+            rows = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
+            own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
 
     @staticmethod

@@ -108,8 +108,10 @@ class Crew(Workers):
         loads = {}
         for n, move in enumerate(moves):
             if not move.stays:
-                own = {name: named[name] for role, name in move.comes if role != STATE}
-                loads[Replica(n, 0)] = say.StageLoad(assembly.stages[n][0], 0, own, move.held)
+                stage_values = {name: named[name] for role, name in move.comes if role != STATE}
+                loads[Replica(n, 0)] = say.StageLoad(
+                    assembly.stages[n][0], 0, stage_values, move.held
+                )
         self._load(assembly, placement, loads, keep, np.zeros)
         self.write(STATE, values.get(STATE, {}))
 
@@ -132,13 +134,17 @@ class Crew(Workers):
             plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
             for member, (ends, fds) in plugged.items():
                 replicas = placement.replicas_of(member)
-                own = tuple(loads[each] for each in replicas if each in loads)
-                stay = tuple(each.stage for each in replicas if each not in loads)
+                stage_loads = tuple(loads[replica] for replica in replicas if replica in loads)
+                stay = tuple(replica.stage for replica in replicas if replica not in loads)
                 with fds:
-                    message = say.Load(own, keep, state_init, ends, assembly.shares, stay)
+                    message = say.Load(stage_loads, keep, state_init, ends, assembly.shares, stay)
                     self._fleet.send(self._index[member], message, fds.numbers)
             answers = dict(zip(placement.row_of, self._control.gather(workers), strict=True))
-            refused = [(member, *each) for member, own in answers.items() for each in own.items()]
+            refused = [
+                (member, *answer)
+                for member, reasons in answers.items()
+                for answer in reasons.items()
+            ]
             if not refused:
                 self._assembly, self._placement = None, placement
                 self.load_count += 1
@@ -189,14 +195,16 @@ class Crew(Workers):
                 self._origin_s = now_s
             rows = worker_rows(request.schedule)
             lanes = {member: rows[row] for member, row in self._placement.row_of.items()}
-            self._posted.append(Posted(now_s, {member: len(own) for member, own in lanes.items()}))
+            self._posted.append(
+                Posted(now_s, {member: len(member_rows) for member, member_rows in lanes.items()})
+            )
             self._answers = Answers(request, assembly.reporters, len(lanes))
             script, schedule = self._scripts.send(request.schedule, self._serial)
-            for member, own in lanes.items():
+            for member, member_rows in lanes.items():
                 active = self._placement.active(member, assembly.shares, place.begins)
                 batch = batch_of(request, self._serial, active, assembly)
                 message = say.Step(
-                    self._serial, script, schedule, own, place.closing, place.first,
+                    self._serial, script, schedule, member_rows, place.closing, place.first,
                     place.microbatches, place.begins, batch,
                     drain=part is None or isinstance(request, Apply), evaluates=evaluates,
                 )  # fmt: skip
@@ -232,11 +240,15 @@ class Crew(Workers):
         owners = assembly.owners(role, names)
         merged: dict[str, Array] = {}
         with self._conversation():
-            for stage, own in owners.items():
+            for stage, stage_names in owners.items():
                 worker = self._index[self._placement.members[stage][replica]]
-                self._fleet.send(worker, say.Read(stage, role, tuple(own)))
+                self._fleet.send(worker, say.Read(stage, role, tuple(stage_names)))
                 merged.update(self._control.gather([worker])[0])
-        order = names if names is not None else [name for own in owners.values() for name in own]
+        order = (
+            names
+            if names is not None
+            else [name for stage_names in owners.values() for name in stage_names]
+        )
         return {name: merged[name] for name in order}
 
     def write(self, role: str, values: Mapping[str, Array]) -> None:

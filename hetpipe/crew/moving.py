@@ -74,7 +74,9 @@ def same_stage(one: StageGraphs, other: StageGraphs) -> bool:
 
 
 def _outline(stage: StageGraphs) -> tuple[Any, ...]:
-    passes = {size: [_slots(p) for p in own.programs] for size, own in stage.passes.items()}
+    passes = {
+        size: [_slots(p) for p in passes_of.programs] for size, passes_of in stage.passes.items()
+    }
     whole = [_slots(p) for p in (stage.update, stage.predict, stage.norm) if p is not None]
     evaluation = {size: _slots(p) for size, p in stage.evaluation.items()}
     return stage.stage, passes, whole, evaluation, sorted(stage.constants)

@@ -49,4 +49,6 @@ class StageMembers:
 
     def active(self, member: str, shares: Shares, mini_batch: int) -> list[Replica]:
         """Return a member's replicas that take part in a mini-batch."""
-        return [each for each in self.replicas_of(member) if shares.takes(each, mini_batch)]
+        return [
+            replica for replica in self.replicas_of(member) if shares.takes(replica, mini_batch)
+        ]

@@ -146,7 +146,11 @@ class Workers:
 
         Members that cannot compile ahead do nothing.
         """
-        able = {member: (own,) for member, own in stages.items() if self.compiles_ahead(member)}
+        able = {
+            member: (stage_list,)
+            for member, stage_list in stages.items()
+            if self.compiles_ahead(member)
+        }
         self.begin_each("hetpipe.worker.programs:compile_ahead", able)
 
     def set_speed(self, member: str, speed: float) -> None:
@@ -157,8 +161,8 @@ class Workers:
         """
         worker = self._worker(member)
         members = tuple(
-            replace(each, speed=speed) if each.id == member else each
-            for each in self.cluster.members
+            replace(other, speed=speed) if other.id == member else other
+            for other in self.cluster.members
         )
         cluster = replace(self.cluster, members=members)
         with self._conversation():

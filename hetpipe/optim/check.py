@@ -82,8 +82,8 @@ def _lost(
             yield f"{key}={pair!r}"
     if "initial_lr" in first:
         yield "the schedule of its learning rate (give lr a function of the update's number)"
-    trained = {id(each) for group in groups for each in group["params"]}
-    if left_out := sum(id(each) not in trained for each in parameters):
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    if left_out := sum(id(parameter) not in trained for parameter in parameters):
         yield f"a choice of parameters: it leaves {left_out} out (freeze them by requires_grad_)"
     if any(_has_stepped(state) for state in _states(value)):
         yield "the state of its earlier steps"

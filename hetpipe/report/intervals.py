@@ -98,8 +98,8 @@ def pair_messages(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
 
 def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
     lanes: dict[int, list[Interval]] = defaultdict(list)
-    for each in sorted(passes, key=attrgetter("start_s")):
-        lanes[each.worker].append(each)
+    for interval in sorted(passes, key=attrgetter("start_s")):
+        lanes[interval.worker].append(interval)
     return lanes
 
 
@@ -117,13 +117,13 @@ def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
 
 
 def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> Iterator[Interval]:
-    ends = {worker: sorted(each.end_s for each in lane) for worker, lane in lanes.items()}
+    ends = {worker: sorted(interval.end_s for interval in lane) for worker, lane in lanes.items()}
     for send, receive in pair_messages(spans):
         parts = [(receive.start_s, receive.end_s)]
         if send is not None:
-            own = ends.get(receive.worker, [])
-            before = bisect_right(own, receive.start_s)
-            free_s = own[before - 1] if before else send.end_s
+            lane_ends = ends.get(receive.worker, [])
+            before = bisect_right(lane_ends, receive.start_s)
+            free_s = lane_ends[before - 1] if before else send.end_s
             again_s = max(send.end_s, free_s) if _has_length(receive) else receive.end_s
             parts = [(send.start_s, send.end_s), (again_s, receive.end_s)]
             if again_s == send.end_s:
@@ -142,23 +142,23 @@ def _waits(
     lanes: Mapping[int, list[Interval]], others: Iterable[Interval], begin_s: float
 ) -> Iterator[Interval]:
     needed: dict[tuple[int, Action | None], list[Interval]] = defaultdict(list)
-    for each in sorted(others, key=attrgetter("start_s")):
-        single = each.action.op in _RECEIVES.values()
-        needed[each.worker, each.action if single else None].append(each)
+    for interval in sorted(others, key=attrgetter("start_s")):
+        single = interval.action.op in _RECEIVES.values()
+        needed[interval.worker, interval.action if single else None].append(interval)
     for worker, lane in lanes.items():
         free_s = begin_s
-        for each in lane:
-            stage, op, number = each.action.stage, each.action.op, each.action.number
+        for interval in lane:
+            stage, op, number = interval.action.stage, interval.action.op, interval.action.number
             receive = Action(stage, _RECEIVES[op], number) if op in _RECEIVES else None
             busy = [] if op is Op.BACKWARD_WEIGHT else needed.get((worker, receive), [])
-            for lo, hi in _free_parts(free_s, each.start_s, busy):
-                yield Interval(Kind.WAIT, worker, each.action, lo, hi)
-            free_s = max(free_s, each.end_s)
+            for lo, hi in _free_parts(free_s, interval.start_s, busy):
+                yield Interval(Kind.WAIT, worker, interval.action, lo, hi)
+            free_s = max(free_s, interval.end_s)
 
 
 def _free_parts(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
     """Yield the parts of lo..hi outside `busy`, whose intervals are sorted by their starts."""
-    for start_s, end_s in [*((each.start_s, each.end_s) for each in busy), (hi, hi)]:
+    for start_s, end_s in [*((interval.start_s, interval.end_s) for interval in busy), (hi, hi)]:
         if lo < min(start_s, hi):
             yield lo, min(start_s, hi)
         lo = max(lo, end_s)

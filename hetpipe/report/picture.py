@@ -80,12 +80,12 @@ def figure_of(workloads: Sequence[Sequence[Timeline]], title: str = "") -> Figur
     for timelines in workloads:
         first: Axes | None = None
         shown = [intervals(timeline) for timeline in timelines]
-        width_s = max((_width_s(each) for each in shown), default=0.0)
-        for timeline, each in zip(timelines, shown, strict=True):
+        width_s = max((_width_s(panel) for panel in shown), default=0.0)
+        for timeline, panel in zip(timelines, shown, strict=True):
             axes = figure.add_subplot(next(panels), sharex=first)
             first = first or axes
-            _draw(axes, timeline, each, width_s)
-            kinds |= {interval.kind for interval in each}
+            _draw(axes, timeline, panel, width_s)
+            kinds |= {interval.kind for interval in panel}
         if first is not None:
             axes.set_xlabel("time since the step began, ms")
     figure.suptitle(title, x=0.01, ha="left")
@@ -121,11 +121,11 @@ _NUMBERED = _COMPUTE - {PASSES[Op.UPDATE]}
 
 
 def _begin_s(shown: Sequence[Interval]) -> float:
-    return min((each.start_s for each in shown), default=0.0)
+    return min((interval.start_s for interval in shown), default=0.0)
 
 
 def _width_s(shown: Sequence[Interval]) -> float:
-    return max((each.end_s for each in shown), default=0.0) - _begin_s(shown)
+    return max((interval.end_s for interval in shown), default=0.0) - _begin_s(shown)
 
 
 def _legend(kinds: set[Kind]) -> list[Artist]:

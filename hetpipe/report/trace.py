@@ -70,7 +70,11 @@ class _Process:
     def events(self) -> list[Event]:
         """Return the timeline's events, after the names of the process and its threads."""
         shown = intervals(self._timeline)
-        passes = [self._pass(each) for each in shown if each.kind not in (Kind.SUM, Kind.TRANSFER)]
+        passes = [
+            self._pass(interval)
+            for interval in shown
+            if interval.kind not in (Kind.SUM, Kind.TRANSFER)
+        ]
         beside = [*self._beside()]
         named = [self._name(0, "process_name", self._timeline.label)]
         for (worker, track), thread in sorted(self._threads.items()):

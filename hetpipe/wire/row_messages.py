@@ -66,8 +66,10 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
         for axis in range(min(ranks))
         if all(shape[axis] == rows for rows, shape in shapes.items())
     ]
-    rest = {tuple(size for a, size in enumerate(s) if a not in axes) for s in shapes.values()}
-    if len(ranks) != 1 or len(axes) != 1 or len(rest) != 1:
+    other_sizes = {
+        tuple(size for a, size in enumerate(s) if a not in axes) for s in shapes.values()
+    }
+    if len(ranks) != 1 or len(axes) != 1 or len(other_sizes) != 1:
         listed = ", ".join(f"{list(s)} for {rows} samples" for rows, s in sorted(shapes.items()))
         raise HetpipeError(
             f"{name}, which crosses between stages, is {listed}: no dimension of it has one row "

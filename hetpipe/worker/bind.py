@@ -171,10 +171,10 @@ class StageBinding:
         backwards = [self.bind(program, (GRAD,)) for program in passes.halves or whole]
         reads = [_in_frame(part.sources) for part in backwards]
         firsts = [self.bind(program, (GRAD,)) for program in self._firsts.get(passes.samples, ())]
-        made: set[int] = set()
+        saved: set[int] = set()
         for part, before in enumerate((forward, *backwards)[:-1]):
-            made |= _saved_once(before)
-            lasts = made.difference(*reads[part + 1 :])
+            saved |= _saved_once(before)
+            lasts = saved.difference(*reads[part + 1 :])
             backwards[part] = backwards[part].donate_also(lasts)
             if firsts:
                 firsts[part] = firsts[part].donate_also(lasts)
@@ -222,8 +222,8 @@ def _programs(graphs: StageGraphs) -> list[Program]:
         for passes_of in graphs.passes.values()
         for program in (passes_of.forward, passes_of.backward, *(passes_of.halves or ()))
     ]
-    others = (graphs.update, graphs.predict, graphs.norm, *graphs.evaluation.values())
-    return [program for program in (*passes, *others) if program is not None]
+    whole_stage = (graphs.update, graphs.predict, graphs.norm, *graphs.evaluation.values())
+    return [program for program in (*passes, *whole_stage) if program is not None]
 
 
 def _in_frame(places: Iterable[Place]) -> frozenset[int]:

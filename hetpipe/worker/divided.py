@@ -39,17 +39,17 @@ def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
     """Return the messages of replicas inside passes. Raises `HetpipeError` if replicas differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
-        own = layouts(program)
-        if by_pass.setdefault(content, own) != own:
+        sums = layouts(program)
+        if by_pass.setdefault(content, sums) != sums:
             raise HetpipeError(
                 f"the replicas of stage {replicas[0].stage} would sum {_text(by_pass[content])} "
-                f"and {_text(own)} in the same pass: do not let the model's structure depend on "
+                f"and {_text(sums)} in the same pass: do not let the model's structure depend on "
                 "the number of rows, or set sync_batch_norm=False"
             )
     return {
         Kind(content, place): layout
-        for content, own in by_pass.items()
-        for place, layout in enumerate(own)
+        for content, sums in by_pass.items()
+        for place, layout in enumerate(sums)
     }
 
 

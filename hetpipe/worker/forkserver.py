@@ -55,8 +55,8 @@ def main(fd: int, controller: int) -> None:
                 return
             status = descriptors.pop()
             pid = _fork(request, descriptors)
-            for own in descriptors:
-                os.close(own)
+            for received in descriptors:
+                os.close(received)
             if pid is None:
                 os.close(status)
                 continue

@@ -58,8 +58,8 @@ def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args)
         except Exception as error:
-            told = isinstance(error, HetpipeError)
-            text = str(error) if told else f"{type(error).__name__}: {error}".rstrip(": ")
+            is_ours = isinstance(error, HetpipeError)
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}".rstrip(": ")
             return Failed(text, isinstance(error, UnsupportedOperatorError))
 
     return catching

@@ -114,11 +114,11 @@ class Memory:
 
     def _reach(self, held: Held) -> None:
         """Record the total with `held` on top of all frames, which other lanes may change."""
-        others = [_count(other.frame, other.awaited) for other in self._latest.values()]
+        running = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
-        in_flight = self._in_flight + sum(other.in_flight for other in others)
+        in_flight = self._in_flight + sum(other.in_flight for other in running)
         self._most_in_flight = max(self._most_in_flight, in_flight + held.in_flight)
-        nbytes += sum(other.nbytes for other in others)
+        nbytes += sum(other.nbytes for other in running)
         self._peak_nbytes = max(self._peak_nbytes, nbytes + held.nbytes)
 
     def _look(

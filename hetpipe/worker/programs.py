@@ -30,7 +30,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
 
 def programs_of(stage: StageGraphs) -> list[Program]:
     """Return all programs of a stage."""
-    passes = [program for own in stage.passes.values() for program in own.programs]
+    passes = [program for pair in stage.passes.values() for program in pair.programs]
     extras = (stage.update, stage.predict, stage.norm)
     return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]
 

@@ -35,8 +35,8 @@ class Routes:
 
     def fellows(self, stage: int) -> list[Replica]:
         """Return the other replicas of a stage."""
-        own = self.own(stage)
-        return [replica for replica in self._shares.replicas(stage) if replica != own]
+        this = self.own(stage)
+        return [replica for replica in self._shares.replicas(stage) if replica != this]
 
     def among(self, stage: int, kind: Kind) -> Layout:
         """Return the tensors that a stage's replicas send each other in messages of a kind."""

@@ -179,14 +179,14 @@ class Service:
             )  # fmt: skip
         senders, receivers = {}, {}
         for end in message.edges:
-            wire, own = end.wire, fds[slice(*end.fds)]
+            wire, descriptors = end.wire, fds[slice(*end.fds)]
             edge = (wire.source, wire.target)
             port = end.port or HandoverPort()
             if wire.target in self._replicas.items():
-                inlet = port.inlet(wire, self._device, own)
+                inlet = port.inlet(wire, self._device, descriptors)
                 receivers[edge] = make_receiver(inlet, self.fail)
             if wire.source in self._replicas.items():
-                outlet = port.outlet(wire, self._device, end.link, own)
+                outlet = port.outlet(wire, self._device, end.link, descriptors)
                 senders[edge] = Sender(outlet, self.fail)
         exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
         self._exchange = exchange

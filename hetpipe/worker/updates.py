@@ -64,8 +64,8 @@ class Updates:
         if not self.shares.in_turn:
             return 1.0
         replica, together = Replica(action.stage, self.replicas[action.stage]), self.round(action)
-        own = [number for number in together if self.shares.takes(replica, number)]
-        scales = (self.scale(self.mini_batches.update(number)) for number in own)
+        taken = [number for number in together if self.shares.takes(replica, number)]
+        scales = (self.scale(self.mini_batches.update(number)) for number in taken)
         return sum(scales) / len(together)
 
     def round(self, action: Action) -> range:
@@ -100,7 +100,9 @@ class Updates:
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
     """Return the sum over the stages' scaled gradients, and the name of one that is not finite."""
     squares = [stage.square(scale) for stage in stages]
-    bad = [stage for stage, own in zip(stages, squares, strict=True) if not math.isfinite(own)]
+    bad = [
+        stage for stage, square in zip(stages, squares, strict=True) if not math.isfinite(square)
+    ]
     return sum(squares), _bad_gradient(bad[0]) if bad else ""
 
 

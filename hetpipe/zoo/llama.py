@@ -58,7 +58,7 @@ class GroupedAttention(nn.Module):
             layer(x).unflatten(-1, (self.groups, -1)).transpose(1, 2)
             for layer in (self.k_proj, self.v_proj)
         )
-        q, k = (rotate(each, self.cosine, self.sine) for each in (q, k))
+        q, k = (rotate(heads, self.cosine, self.sine) for heads in (q, k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         mixed: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return mixed

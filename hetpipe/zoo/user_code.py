@@ -115,11 +115,11 @@ def guard_batches(
         if not hasattr(stream, "__iter__"):
             raise HetpipeError(f"{call} returned {_describe(stream)}; yield pairs (x, y)")
         with run_user_code(call):
-            rest = iter(stream)
+            iterator = iter(stream)
         for number in count():
             with run_user_code(f"{call}, at mini-batch {number},"):
                 try:
-                    batch = next(rest)
+                    batch = next(iterator)
                 except StopIteration:
                     raise HetpipeError(
                         f"{call} ended after {number} mini-batches: it must go on for ever, so "

@@ -106,8 +106,8 @@ def _owners(run: object) -> Iterator[type | ModuleType]:
     classes = {cls for module in modules for cls in type(module).__mro__}
     classes -= set(nn.Module.__mro__)
     files = {cls.__module__ for cls in classes}
-    given = [run, *vars(run).values()] if modules else [run]
-    files |= {getattr(value, "__module__", None) or "torch" for value in given}
+    sources = [run, *vars(run).values()] if modules else [run]
+    files |= {getattr(value, "__module__", None) or "torch" for value in sources}
     files = {name for name in files if name.partition(".")[0] not in ("torch", "builtins")}
     for name in files & sys.modules.keys():
         yield (file := sys.modules[name])
@@ -126,13 +126,15 @@ def names_module(function: Any, model: nn.Module) -> bool:
         cells = []
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     modules = set(model.modules())
-    return any(isinstance(each, nn.Module) and each in modules for each in (*cells, *named))
+    return any(isinstance(value, nn.Module) and value in modules for value in (*cells, *named))
 
 
 def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
     """Return the containers among the values, to a depth, each with a copy."""
-    found = {id(each): each for value in values for each in _containers(value, depth)}
-    return [(each, copy.copy(each)) for each in found.values()]
+    containers = {
+        id(container): container for value in values for container in _containers(value, depth)
+    }
+    return [(container, copy.copy(container)) for container in containers.values()]
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:

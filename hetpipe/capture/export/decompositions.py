@@ -200,7 +200,7 @@ def lstm(
     if h0.shape[2] != c0.shape[2]:
         how = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
         return projected(x, hx, params, *how)
-    directions, each = 1 + bidirectional, 4 if has_biases else 2
+    directions, per_direction = 1 + bidirectional, 4 if has_biases else 2
     y = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for layer in range(num_layers):
@@ -209,7 +209,7 @@ def lstm(
         ways = []
         for way in range(directions):
             index = layer * directions + way
-            w_ih, w_hh, *biases = params[index * each : (index + 1) * each]
+            w_ih, w_hh, *biases = params[index * per_direction : (index + 1) * per_direction]
             bias = biases[0] + biases[1] if biases else None
             x = y.flip(0) if way else y
             h, cell, *_ = own.lstm_layer(x, h0[index], c0[index], w_ih, w_hh, bias)

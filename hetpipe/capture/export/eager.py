@@ -58,19 +58,19 @@ class EagerModule:
         """
         module = with_loss(self.model, self.loss_fn, self.example)
         tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for full, own in [*module.named_parameters(), *module.named_buffers()]:
+        for full, tensor in [*module.named_parameters(), *module.named_buffers()]:
             name = full.removeprefix(PREFIX)
-            given = torch.tensor(values[name]) if name in values else own.detach().clone()
-            tensors[full] = _widen(given) if wide else given
+            value = torch.tensor(values[name]) if name in values else tensor.detach().clone()
+            tensors[full] = _widen(value) if wide else value
             if name in self.trainable:
                 parameters[name] = tensors[full].requires_grad_()
         losses, outputs = [], list[tuple[str, torch.Tensor]]()
         with self.modes.apply(), self._dtypes(wide), torch.enable_grad():
             for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
                 leaves = [torch.tensor(feed[name]) for name in self.example.names]
-                given_leaves = tuple(map(_widen, leaves)) if wide else tuple(leaves)
+                arguments = tuple(map(_widen, leaves)) if wide else tuple(leaves)
                 with _record_outputs(module, outputs, number == 0):
-                    loss = functional_call(module, tensors, given_leaves)[0]
+                    loss = functional_call(module, tensors, arguments)[0]
                 if loss.requires_grad:
                     (loss * tangent).backward()
                 losses.append(float(loss.detach()))

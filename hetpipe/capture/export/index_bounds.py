@@ -140,7 +140,7 @@ def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) 
         if bound.columns is None and bound.leaf not in ranges:
             ranges[bound.leaf] = (bound.low, bound.high, bound.ignored)
     passes = (passes for stage in graphs for passes in stage.passes.values())
-    for program in (program for each in passes for program in each.programs):
+    for program in (program for pair in passes for program in pair.programs):
         for slot, placeholder in zip(program.inputs, graph_inputs(program.graph), strict=True):
             if slot.role == INPUT and slot.name in ranges:
                 placeholder.meta["checked"] = ranges[slot.name]

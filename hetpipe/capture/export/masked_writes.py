@@ -22,11 +22,11 @@ def write_by_where(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.index_put.default:
             continue
-        source, indices, value, *rest = node.args
+        source, indices, value, *options = node.args
         masks = [i for i in indices if i is not None and i.meta["val"].dtype is torch.bool]
         if not masks:
             continue
-        accumulates = bool(rest and rest[0]) or bool(node.kwargs.get("accumulate"))
+        accumulates = bool(options and options[0]) or bool(node.kwargs.get("accumulate"))
         if len(indices) > 1 or accumulates or not _is_one(source, masks[0], value):
             raise CaptureError(
                 f"a write at a mask{where(node)} puts another value at each place, and how many "

@@ -127,7 +127,7 @@ class LossCheck:
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
         """Return whether the loss of random outputs is the mean of its parts; None if it fails."""
         compared = [] if outputs is None else self._compare_random(outputs, leaves)
-        return all(each.agrees for each in compared) if compared else None
+        return all(comparison.agrees for comparison in compared) if compared else None
 
     def _compare_random(
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
@@ -144,10 +144,10 @@ class LossCheck:
             widths = (False, False, False, True) if is_cheap else (False,)
             drawn = [outputs.draw(rows, is_wide) for is_wide in widths]
         compared = []
-        for each in drawn:
-            if each is not None:
+        for output in drawn:
+            if output is not None:
                 with suppress(Exception):
-                    compared.append(self._compare(each, outputs.spec, leaves, seed=seed))
+                    compared.append(self._compare(output, outputs.spec, leaves, seed=seed))
         return compared
 
     def _compare_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
@@ -167,8 +167,8 @@ class LossCheck:
                 tree_flatten(run_model(model, self._example.rebuild(part)[0]))
                 for part in (leaves, *self._parts(leaves))
             ]
-        (whole, spec), *rest = runs
-        parts = [part for part, _ in rest]
+        (whole, spec), *part_runs = runs
+        parts = [part for part, _ in part_runs]
         if all(map(self._is_joinable, whole, *parts)):
             joined = [
                 torch.cat(leaf) if isinstance(leaf[0], Tensor) else leaf[0]
@@ -224,9 +224,9 @@ class LossCheck:
             for leaf in output
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
-        rest = iter(sources)
+        remaining = iter(sources)
         output = [
-            next(rest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            next(remaining) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
             for leaf in output
         ]
 
@@ -324,7 +324,7 @@ def _gradient(loss: Tensor, sources: list[Tensor]) -> Tensor:
         return torch.zeros(1)
     grads = torch.autograd.grad(loss, sources, allow_unused=True)
     pairs = zip(grads, sources, strict=True)
-    rows = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
+    rows = [torch.zeros_like(source) if grad is None else grad for grad, source in pairs]
     return torch.cat([row.reshape(-1).to(torch.float64) for row in rows])
 
 

@@ -38,11 +38,11 @@ class NamedTensors:
         self.aliases: dict[str, str] = {}
         model_names: set[str] = set()
         for prefix, module in roots(model, loss_fn):
-            for tensors, found in (
+            for tensors, named in (
                 (self.parameters, module.named_parameters(remove_duplicate=False)),
                 (self.buffers, module.named_buffers(remove_duplicate=False)),
             ):
-                for own_name, tensor in found:
+                for own_name, tensor in named:
                     name = prefix + own_name
                     if prefix and name in model_names:
                         raise CaptureError(

@@ -109,8 +109,8 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
         value = getattr(owner, name)
         setattr(owner, name, value + _FAR)
         try:
-            found = rehearsal.call()
-            depends = found.events != last.events
+            call = rehearsal.call()
+            depends = call.events != last.events
         except Exception:
             depends = True
         setattr(owner, name, value)

@@ -31,8 +31,8 @@ class Modes:
     @property
     def all_eval(self) -> bool:
         """Whether no module of the model trains."""
-        own = set(self.model.modules())
-        return not any(training for module, training in self.training if module in own)
+        modules = set(self.model.modules())
+        return not any(training for module, training in self.training if module in modules)
 
     def warn(self) -> None:
         """Warn if no module of the model trains, which is rarely intended."""

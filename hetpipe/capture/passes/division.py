@@ -94,7 +94,7 @@ def _boundaries(
     returns."""
     varying = _varying(program)
     results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
-    read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]
+    read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for group in sums for n in group)]
     for node in read:
         if node.op == "call_function" and not is_sum(node):
             results[level[node]].add(node)

@@ -97,9 +97,9 @@ class _Table:
         """Replace the products."""
         for node in list(self._graph.nodes):
             with self._graph.inserting_before(node):
-                made = self._replacement(node)
-            if made is not None:
-                node.replace_all_uses_with(made)
+                replacement = self._replacement(node)
+            if replacement is not None:
+                node.replace_all_uses_with(replacement)
 
     def _replacement(self, node: fx.Node) -> fx.Node | None:
         if node.target in (_MM, _ADDMM):
@@ -116,7 +116,7 @@ class _Table:
         self, node: fx.Node, bias: list[Any], rows: _ReorderedRows, matrix: Any
     ) -> fx.Node | None:
         """Replace E[i] W by a lookup in E W; a bias must be the same for all rows."""
-        if any(each.meta["val"].dim() > 1 for each in bias):
+        if any(operand.meta["val"].dim() > 1 for operand in bias):
             return None
         product = self._call(node, node.target, *bias, self._table, matrix, **node.kwargs)
         return self._call(node, _ROWS, product, self._tokens_of(node, rows))
@@ -178,10 +178,10 @@ class _Table:
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call before `node`, in its layer."""
-        made = self._graph.call_function(target, args, kwargs)
-        given = fx.map_arg((args, kwargs), lambda arg: _row_major(arg.meta["val"]))
-        made.meta.update(node.meta, val=target(*given[0], **given[1]))
-        return made
+        call = self._graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda arg: _row_major(arg.meta["val"]))
+        call.meta.update(node.meta, val=target(*values[0], **values[1]))
+        return call
 
 
 def _row_major(value: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,8 @@ def partition(
     drop_unread(joint.graph)
     _forget_shapes(joint.graph)
     saved = _tensors_to_save(joint, recompute) if joint.gradients else []
-    own = {node: key for node, key in joint.inputs.items() if key[0] in (INPUT, CUT)}
-    kept = [((SAVED, node.name), node) for node in saved if node not in own]
+    stage_inputs = {node: key for node, key in joint.inputs.items() if key[0] in (INPUT, CUT)}
+    kept = [((SAVED, node.name), node) for node in saved if node not in stage_inputs]
     inputs = [(key, node) for node, key in joint.inputs.items() if key[0] != TANGENT]
     forward = make_program(
         joint.graph, sort_by_role(inputs, FORWARD_ORDER), [*joint.outputs, *kept]
@@ -56,7 +56,7 @@ def partition(
     accumulators, results = _accumulate(joint)
     arguments = [
         *((key, node) for node, key in joint.inputs.items() if not _is_sample(joint, key)),
-        *((own[node], node) for node in saved if node in own),
+        *((stage_inputs[node], node) for node in saved if node in stage_inputs),
         *kept,
         *accumulators,
     ]

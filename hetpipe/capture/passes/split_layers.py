@@ -160,8 +160,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _renumber(flat: FlatGraph, index: int, product: fx.Node) -> None:
     """Make room for a layer after `index`, which keeps the nodes that `product` needs."""
-    others = [node for node, layer in flat.layer.items() if layer != index]
-    kept = reachable([product], others)
+    outside = [node for node, layer in flat.layer.items() if layer != index]
+    kept = reachable([product], outside)
     for node, layer in flat.layer.items():
         if layer > index or (layer == index and node not in kept):
             flat.layer[node] = layer + 1
