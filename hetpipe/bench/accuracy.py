@@ -33,7 +33,7 @@ from hetpipe.files import write_json
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
 from hetpipe.profile.clock import half_width_s
 from hetpipe.profile.drift import mean_correction
 from hetpipe.profile.measure import profile
@@ -190,7 +190,7 @@ def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[
     for cuts, schedule, count in sorted(others):
         members = cluster.ids[: len(cuts) + 1]
         try:
-            proposal = Proposal(cuts, grouped(members), schedule, count)
+            proposal = Proposal(cuts, single_device_groups(members), schedule, count)
             chosen.append(priced.plan(proposal, f"{schedule} x {count}, cuts {list(cuts)}"))
         except HetpipeError:
             continue  # the devices cannot run this one

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.profile.count import counted
+from hetpipe.profile.count import count_calls
 from hetpipe.sdk.backend import DONE, Backend, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import get_backend
@@ -39,7 +39,7 @@ class Pace:
         """The time of a graph."""
         return sum(
             self.launch_s + max(each.operations / self.flops, each.nbytes / self.memory_Bps)
-            for _, each in counted(graph.graph)
+            for _, each in count_calls(graph.graph)
         )
 
 

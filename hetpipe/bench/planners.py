@@ -22,7 +22,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost.board import board
 from hetpipe.cost.pipedream_profile import ChainCosts
-from hetpipe.cost.placed import placed
+from hetpipe.cost.placed import scale_to_boards
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.dapple import plan_dapple
@@ -135,7 +135,7 @@ def auto(layers: int, devices: int) -> Callable[[], object]:
     boards, links = {each.id: board(each.board) for each in members}, link_costs(cluster)
     profiled = board(BOARDS[0]), 8
     costs = {
-        size: placed("drawn", drawn_layers(layers), profiled, boards, links, size)
+        size: scale_to_boards("drawn", drawn_layers(layers), profiled, boards, links, size)
         for size in (2**power for power in range(MINI_BATCH.bit_length()))
     }
     return partial(plan, costs, cluster, PlannerOptions(MINI_BATCH), "auto")

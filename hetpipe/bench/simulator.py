@@ -17,7 +17,7 @@ from rich.console import Console
 from hetpipe.bench.planners import ROUNDS, exponent
 from hetpipe.report.tables import make_table
 from hetpipe.schedule.columns import Columns, columns_of
-from hetpipe.schedule.complete import flushed
+from hetpipe.schedule.complete import complete_passes
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.validate import validate
 from hetpipe.simulate.simulator import simulate
@@ -107,7 +107,7 @@ def cost_of(
 def _schedule(name: str, stages: int, microbatches: int, workers: int) -> Columns:
     """A schedule that nobody has checked."""
     passes = columns_of(rule_of(name).rows(stages, microbatches, None, workers))
-    return flushed(passes, stages, (), ())
+    return complete_passes(passes, stages, (), ())
 
 
 if __name__ == "__main__":

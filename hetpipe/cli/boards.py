@@ -29,11 +29,11 @@ def command(
     """List the boards that plans can count on unseen: cards, FPGAs and processors by data sheet."""
     from dataclasses import asdict
 
-    from hetpipe.cost.board import boards, named
+    from hetpipe.cost.board import boards, find_board
 
     output = Output(json)
     every = boards(folder)
-    chosen = every if id is None else {id: named(every, id)}
+    chosen = every if id is None else {id: find_board(every, id)}
     output.console.print(_overview(chosen) if id is None else _page(chosen[id]))
     output.finish({"boards": [asdict(board) for board in chosen.values()]})
 

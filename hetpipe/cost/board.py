@@ -128,10 +128,10 @@ def boards(folder: Path | None = None) -> dict[str, Board]:
 
 def board(id: str) -> Board:
     """Return hetpipe's board with this id. Raises `CostError` if there is none."""
-    return named(_own_boards(), id)
+    return find_board(_own_boards(), id)
 
 
-def named(boards: Mapping[str, Board], id: str) -> Board:
+def find_board(boards: Mapping[str, Board], id: str) -> Board:
     """Return the board with this id. Raises `CostError` with similar ids."""
     if id not in boards:
         low = id.lower()

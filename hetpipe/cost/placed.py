@@ -13,7 +13,7 @@ UPDATE_ACCESSES = 4
 """How often an update moves the bytes of the parameters: weights, gradients and state."""
 
 
-def placed(
+def scale_to_boards(
     name: str,
     chain: ChainCosts,
     profiled: tuple[Board, int],

@@ -21,7 +21,7 @@ from hetpipe.cost.board import Board, board
 from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
 from hetpipe.cost.pipedream_profile import ProfileNode, read_profile
 from hetpipe.papers.reproduced.table import Row, expected
-from hetpipe.plan.shares import divided
+from hetpipe.plan.shares import divide_samples
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer, ring_s
@@ -226,7 +226,7 @@ def speedup(
     samples_s = [sum(stage_s(network.layers, each, 1, weights_on_chip=False)) for each in rates]
     slowest = min(link.bandwidth_Bps for link in between)
     sum_s = ring_s(len(rates), round(network.params_nbytes), 0.0, slowest)
-    by_speed = divided(MINI_BATCH, [1 / each_s for each_s in samples_s])
+    by_speed = divide_samples(MINI_BATCH, [1 / each_s for each_s in samples_s])
     busy_s = max(count * each_s for count, each_s in zip(by_speed, samples_s, strict=True))
     evenly_s = MINI_BATCH / len(rates) * max(samples_s)
     return Speedup(pipeline_s, busy_s + sum_s, evenly_s + sum_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import BackendError, PlanError
 from hetpipe.pipeline.batches import sizes_of
 from hetpipe.pipeline.loading import loading_of
-from hetpipe.pipeline.lossscale import choose_scaling, watching
+from hetpipe.pipeline.lossscale import choose_scaling, watch_gradients
 from hetpipe.pipeline.options import PassOptions, UpdateOptions
 from hetpipe.profile.drift import probes_of
 from hetpipe.profile.probing import NBYTES, ORDERS, probe_graphs
@@ -62,7 +62,7 @@ class Exportable:
         scaling = choose_scaling(
             self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
         )
-        clip = watching(self.updates.clip, scaling, not plan.rule.flushes)
+        clip = watch_gradients(self.updates.clip, scaling, not plan.rule.flushes)
         loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, clip)
         sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
         return replace(loading, plan=self.placed, ahead=False).graphs(

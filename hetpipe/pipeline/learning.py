@@ -71,7 +71,7 @@ class Learning:
         too_few = any(len(ratios.get(device, ())) < LEAST for device in plan.all_devices)
         if too_few or max(plan.replicas) > 1:
             return None
-        table = scaled(self._table, self.factors)
+        table = scale_costs(self._table, self.factors)
         costs = {
             id: replace(cost, spread=math.hypot(cost.spread, spread_of(ratios[id])))
             if id in ratios
@@ -96,7 +96,7 @@ class Learning:
 
     def table(self, emulated: Collection[str] = ()) -> CostTable:
         """Return the learned costs; the times of `emulated` devices have that label."""
-        return scaled(self._table, self.factors, emulated)
+        return scale_costs(self._table, self.factors, emulated)
 
 
 def correction_of(
@@ -175,7 +175,7 @@ def spread_of(values: Sequence[float]) -> float:
     return (high - low) / (2 * middle)
 
 
-def scaled(
+def scale_costs(
     table: CostTable, factors: Mapping[str, float], emulated: Collection[str] = ()
 ) -> CostTable:
     """Return the table with every device's times multiplied by its factor, 1 by default."""

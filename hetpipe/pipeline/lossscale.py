@@ -107,7 +107,7 @@ def choose_scaling(
     return Scaling(rule, rule.start)
 
 
-def watching(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
+def watch_gradients(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
     """Return `clip`, extended to look for gradients that are not finite. Raises `HetpipeError`.
 
     An update with such gradients is skipped; an asynchronous schedule reports it.

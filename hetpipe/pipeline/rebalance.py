@@ -16,7 +16,7 @@ from hetpipe.pipeline.hysteresis import Hysteresis
 from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
-from hetpipe.plan.pricing import Partition, Question, price, problem
+from hetpipe.plan.pricing import Partition, Question, price, why_impossible
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class Rebalancer:
         present = price(question, _partition(plan), plan.origin)
         best = _best(table, plan)
         ran = [price(question, each, plan.origin) for each in self._ran
-               if problem(question, each) is None]  # fmt: skip
+               if why_impossible(question, each) is None]  # fmt: skip
         tried = min(ran, key=lambda plan: plan.step_s, default=best)
         if best.step_s > (1 - GAIN) * tried.step_s:
             best = tried

@@ -25,7 +25,7 @@ from hetpipe.pipeline.batches import (
     slices,
 )
 from hetpipe.pipeline.fit import check_loss
-from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
+from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
 from hetpipe.pipeline.resume import ROLES, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
 from hetpipe.pipeline.stages import Stages, Subject
@@ -87,7 +87,7 @@ class Training:
         )
         if before is not None and before.loss_scale is not None:
             self.scaling.restore(before.loss_scale)
-        self._clip = watching(updates.clip, self.scaling, not plan.rule.flushes)
+        self._clip = watch_gradients(updates.clip, self.scaling, not plan.rule.flushes)
         self.stages = Stages(subject, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None

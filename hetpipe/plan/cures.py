@@ -11,8 +11,8 @@ from hetpipe.errors import CostError
 from hetpipe.plan.exact import exact
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.pricing import why_unable
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped, in_flight
-from hetpipe.plan.search import fitting
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, in_flight, single_device_groups
+from hetpipe.plan.search import fit_cuts
 from hetpipe.schedule.rule import rule_of
 from hetpipe.words import words
 
@@ -55,7 +55,7 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
     for remedy, trial, names in _remedies(priced, members, schedule, count):
         recompute = remedy.startswith("recompute")
         counted = max(trial.options.microbatches)
-        if fitting(trial, _bare(trial, names, schedule, counted, recompute)):
+        if fit_cuts(trial, _bare(trial, names, schedule, counted, recompute)):
             return f"{reason}; it fits with {remedy}"
     return f"{reason}; no cure alone is enough: take devices with more memory, or more of them"
 
@@ -71,7 +71,7 @@ def _bare(
 ) -> Proposal:
     """Return a proposal with a stage on each device, without cuts."""
     layers = len(next(iter(priced.tables.values())).layers)
-    groups = grouped(members[:layers] if rule_of(schedule).averages else members[:1])
+    groups = single_device_groups(members[:layers] if rule_of(schedule).averages else members[:1])
     depths = in_flight(schedule, len(groups), count)
     return Proposal((), groups, schedule, count, depths, recompute)
 

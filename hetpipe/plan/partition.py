@@ -12,7 +12,7 @@ import numpy as np
 from hetpipe.plan.costs import Array
 
 
-def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
+def balance_cuts(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
     """Place cuts by T = 1 / sum(1 / T_n), then move boundary layers while that helps.
 
     `costs[n][lo, hi]` as in `exact`, `whole_s[n]` = T_n. A move helps if it lowers the slowest

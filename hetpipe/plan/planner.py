@@ -16,7 +16,7 @@ from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective, StageCosts
 from hetpipe.plan.exact import exact
 from hetpipe.plan.interval import with_interval
-from hetpipe.plan.partition import balanced, moves
+from hetpipe.plan.partition import balance_cuts, moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import (
     Partition,
@@ -25,7 +25,7 @@ from hetpipe.plan.pricing import (
     lower_bound_s,
     predict,
     price,
-    problem,
+    why_impossible,
     why_unrunnable,
 )
 from hetpipe.schedule.generators import max_in_flight
@@ -209,7 +209,7 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
         quickest = _quickest(question, candidates, "user")
         if quickest is not None:
             return quickest[1]
-        why = problem(question, candidates[0])
+        why = why_impossible(question, candidates[0])
     raise PlanError(f"no plan for {words(devices)}, cut at {list(cuts)}: {why}")
 
 
@@ -260,7 +260,7 @@ def _propose(
         ]
         best = exact(matrices)
         if best is not None:
-            cuts += [best, balanced(matrices, whole_s)]
+            cuts += [best, balance_cuts(matrices, whole_s)]
     return list(dict.fromkeys(cuts))
 
 
@@ -283,7 +283,7 @@ def _quickest(
     for candidate in sorted(candidates, key=lambda c: bounds_s[c.devices, c.cuts]):
         if best is not None and bounds_s[candidate.devices, candidate.cuts] > best[1].step_s:
             break
-        if problem(question, candidate) is not None:
+        if why_impossible(question, candidate) is not None:
             continue
         plan = price(question, candidate, origin)
         if best is None or _rank(plan) < _rank(best[1]):
@@ -299,7 +299,7 @@ def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
         for cuts in moves(partition.cuts, layers):
             moved = Partition(partition.devices, cuts, partition.in_flight)
             limit_s = (best[1] if best else plan).step_s * (1 - GAIN)
-            if lower_bound_s(question, moved) < limit_s and problem(question, moved) is None:
+            if lower_bound_s(question, moved) < limit_s and why_impossible(question, moved) is None:
                 priced = price(question, moved, plan.origin)
                 if priced.step_s < limit_s:
                     best = (moved, priced)
@@ -321,7 +321,7 @@ def _why_not(
         for cuts in _propose(question, order, depth, ["sum"], bounded=False)
     ]
     if relaxed:
-        reasons = (problem(question, partition) for partition in (*relaxed, *refused))
+        reasons = (why_impossible(question, partition) for partition in (*relaxed, *refused))
         return next(reason for reason in reasons if reason is not None)
     why = why_unrunnable(question.costs.table, orders[0])
     if why is not None:

@@ -265,7 +265,7 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
     return bound_s + costs.table.step_overhead_s
 
 
-def problem(question: Question, partition: Partition) -> str | None:
+def why_impossible(question: Question, partition: Partition) -> str | None:
     """Return why the partition cannot run: an unsupported layer, too little memory, or a parameter
     that two stages would update at different times; None if it can run."""
     costs = question.costs

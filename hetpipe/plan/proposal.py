@@ -12,7 +12,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, PlanError, ScheduleError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import Partition, Question, lower_bound_s, price, problem
+from hetpipe.plan.pricing import Partition, Question, lower_bound_s, price, why_impossible
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.schedule.generators import max_in_flight
 from hetpipe.schedule.rule import rule_of
@@ -139,7 +139,7 @@ class Priced:
             )  # fmt: skip
         else:
             question, partition = self._question(proposal), self._partition(proposal)
-            why_not = problem(question, partition)
+            why_not = why_impossible(question, partition)
             if why_not is not None:
                 raise PlanError(why_not)
             return price(question, partition, origin)
@@ -148,7 +148,7 @@ class Priced:
 
     def why_not(self, proposal: Proposal) -> str | None:
         """Return why a proposal without replicas cannot run; None if it can."""
-        return problem(self._question(proposal), self._partition(proposal))
+        return why_impossible(self._question(proposal), self._partition(proposal))
 
     def bound_s(self, proposal: Proposal) -> float:
         """Return a lower bound of the step, much faster than its price."""
@@ -266,6 +266,6 @@ def lack(number: int, stage: StagePlan) -> str:
     )
 
 
-def grouped(devices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def single_device_groups(devices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return groups with a stage on each device."""
     return tuple((device,) for device in devices)

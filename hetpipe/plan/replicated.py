@@ -22,7 +22,7 @@ from hetpipe.plan.pricing import (
     predicted_step_s,
     why_unable,
 )
-from hetpipe.plan.shares import all_reduce_s, divided
+from hetpipe.plan.shares import all_reduce_s, divide_samples
 from hetpipe.plan.times import stage_times
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
@@ -326,7 +326,7 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
     """
     share = max(1, round(samples / len(times)))
     speeds = [1 / max(sum(each.at(share)), 1e-12) for each in times.values()]
-    rows = dict(zip(times, divided(samples, speeds), strict=True))
+    rows = dict(zip(times, divide_samples(samples, speeds), strict=True))
 
     def end_s(device: str, more: int = 0) -> float:
         return sum(times[device].at(rows[device] + more))

@@ -41,7 +41,7 @@ OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 Groups = tuple[tuple[str, ...], ...]
 
 
-def partitioned(
+def propose_partitions(
     priced: Priced, groups: Groups, counts: Iterable[int] = (), recompute: bool | None = None
 ) -> Iterator[Proposal]:
     """Yield proposals with these groups as stages: the best cuts by two objectives, for all numbers
@@ -52,7 +52,7 @@ def partitioned(
         for mode in modes if recompute is None else (recompute,):
             for schedule, depths in _schedules(priced, groups, count):
                 bare = Proposal((), groups, schedule, count, depths, mode)
-                yield from fitting(priced, bare)
+                yield from fit_cuts(priced, bare)
 
 
 def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
@@ -69,7 +69,7 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
     return list(dict.fromkeys(near))
 
 
-def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
+def fit_cuts(priced: Priced, bare: Proposal) -> list[Proposal]:
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
     Fewer in flight allow other cuts. They are tried only if memory may be short, and the schedule
@@ -131,7 +131,7 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
     return True
 
 
-def improved(plan: Plan, priced: Priced) -> Plan:
+def improve_plan(plan: Plan, priced: Priced) -> Plan:
     """Return the plan after all moves that shorten its predicted step."""
     groups = [stage.devices for stage in plan.stages]
     best, left = plan, FRUGAL_PRICES if is_large(priced, groups) else PRICES
@@ -174,7 +174,7 @@ def _moves(plan: Plan, priced: Priced) -> Iterator[Proposal]:
     if large:
         return
     for groups in dict.fromkeys(_regrouped(here.groups, plan, priced)):
-        yield from partitioned(priced, groups, [plan.microbatches], plan.recompute)
+        yield from propose_partitions(priced, groups, [plan.microbatches], plan.recompute)
 
 
 def _relieves(plan: Plan, cuts: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.simulate.times import ring_s
 
 
-def divided(samples: int, speeds: Sequence[float]) -> list[int]:
+def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
     """Divide `samples` into whole numbers in the ratio of `speeds`, each 1 or more if possible.
 
     The first of equal ones get the remainder.

@@ -21,7 +21,7 @@ Way = tuple[str, str]
 """From one device to another."""
 
 
-def sharing(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
+def share_media(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
     """Return the times with the media that messages between stages, and sums, occupy.
 
     Messages between two replicas of one stage (`asp`) occupy the media that all its pairs have in

@@ -45,7 +45,7 @@ def modelled_costs(
     }
 
 
-def attached(cluster: Cluster) -> Cluster | None:
+def attached_cluster(cluster: Cluster) -> Cluster | None:
     """Return the cluster without its boards; None if it has only boards."""
     members = tuple(member for member in cluster.members if not member.board)
     if not members:
@@ -55,7 +55,7 @@ def attached(cluster: Cluster) -> Cluster | None:
     return replace(cluster, members=members, links=links)
 
 
-def joined(measured: CostTable, modelled: CostTable) -> CostTable:
+def merge_tables(measured: CostTable, modelled: CostTable) -> CostTable:
     """Return the devices of both tables, and links as measured, or else as described."""
     return replace(
         measured,
@@ -82,12 +82,12 @@ def board_costs(
     reasons = _reasons(captured, crew, optimizer, min(samples))
     tables = {size: _refusing(table, reasons) for size, table in tables.items()}
     progress("counting operations for boards", 1, 1)
-    devices = attached(crew.cluster)
+    devices = attached_cluster(crew.cluster)
     if devices is None:
         return tables
     with Crew.start(devices) as measuring:
         measured = profile(captured, measuring, optimizer, samples, progress, report)
-    return {size: joined(measured[size], table) for size, table in tables.items()}
+    return {size: merge_tables(measured[size], table) for size, table in tables.items()}
 
 
 def _reasons(

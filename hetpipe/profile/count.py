@@ -43,10 +43,10 @@ def layer_work(stage: StageGraphs, samples: int) -> LayerWork:
 
 def kernels(program: Program) -> tuple[Kernel, ...]:
     """Return the work of a program's operators, without views."""
-    return tuple(kernel for _, kernel in counted(program.graph.graph))
+    return tuple(kernel for _, kernel in count_calls(program.graph.graph))
 
 
-def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
+def count_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
     """Yield the calls of a graph that are not views, each with its work."""
     for node in graph.nodes:
         if node.op != "call_function" or _name(node) in VIEWS:

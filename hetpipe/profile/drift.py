@@ -96,7 +96,7 @@ def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict
     }
 
 
-def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
+def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
     """Return the prediction for a plan made by `table`, corrected by these probes of its devices.
 
     Without probes it is the plan's own prediction.
@@ -114,7 +114,7 @@ def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correct
 
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
     """Probe the devices now, and return the corrected prediction for a plan made by `table`."""
-    return corrected(plan, table, probe_again(crew, table, plan.all_devices))
+    return correct_for_drift(plan, table, probe_again(crew, table, plan.all_devices))
 
 
 def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -> Correction:

@@ -19,7 +19,7 @@ PIECES = 32
 Shape = tuple[int, ...]
 
 
-def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
+def compile_operator(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
     """Compile an operator on `count` float32 tensors of a shape, with a result of that shape.
 
     Returns None if the device lacks the operator.
@@ -45,7 +45,7 @@ def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
     return canonical(graph)
 
 
-def filled(device: Device, shape: Shape) -> Buffer:
+def filled_buffer(device: Device, shape: Shape) -> Buffer:
     """Return a buffer on the device, filled with small numbers."""
     buffer, event = check_uploaded(device, device.upload(np.full(shape, 0.5, np.float32)))
     event.wait()
@@ -66,8 +66,10 @@ class Stirrer:
         for _ in range(nbytes // PIECE):
             if not self._ring:
                 shape = (PIECE // 4,)
-                self._executable = compiled(self._device, torch.ops.aten.neg.default, 1, shape)
-                self._ring = [filled(self._device, shape) for _ in range(PIECES)]
+                self._executable = compile_operator(
+                    self._device, torch.ops.aten.neg.default, 1, shape
+                )
+                self._ring = [filled_buffer(self._device, shape) for _ in range(PIECES)]
             if self._executable is None:  # the device cannot: the caches do not change
                 return
             ran = self._executable.run([self._ring[self._next]])

@@ -18,7 +18,7 @@ from hetpipe.cost.probe import Probe
 from hetpipe.crew.crew import Crew
 from hetpipe.profile import clock
 from hetpipe.profile.clock import ClockWarning, Samples
-from hetpipe.profile.fixed import compiled, filled, graph_of
+from hetpipe.profile.fixed import compile_operator, filled_buffer, graph_of
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import dump_graph
 from hetpipe.sdk.validation import check_ran
@@ -167,14 +167,14 @@ def probe_graphs(order: int, nbytes: int) -> dict[str, bytes]:
 
 def _product(device: Device, order: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (order, order)
-    program = compiled(device, *PRODUCT, shape)
-    return None if program is None else (program, [filled(device, shape) for _ in range(2)])
+    program = compile_operator(device, *PRODUCT, shape)
+    return None if program is None else (program, [filled_buffer(device, shape) for _ in range(2)])
 
 
 def _elementwise(device: Device, nbytes: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (nbytes // 4,)
-    program = compiled(device, *ELEMENTWISE, shape)
-    return None if program is None else (program, [filled(device, shape)])
+    program = compile_operator(device, *ELEMENTWISE, shape)
+    return None if program is None else (program, [filled_buffer(device, shape)])
 
 
 def _fitting(

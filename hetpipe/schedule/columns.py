@@ -13,7 +13,7 @@ import numpy as np
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.codes import CODES, OPS, Array
-from hetpipe.schedule.order import Order, ordered
+from hetpipe.schedule.order import Order, order_steps
 
 Row = tuple[Action, ...]
 
@@ -42,8 +42,8 @@ class Columns(Sequence[Row]):
 
     @cached_property
     def order(self) -> Order | None:
-        """See `hetpipe.schedule.order.ordered`."""
-        return ordered(self.codes, self.stages, self.numbers, self.rows)
+        """See `hetpipe.schedule.order.order_steps`."""
+        return order_steps(self.codes, self.stages, self.numbers, self.rows)
 
     @cached_property
     def actions(self) -> tuple[Row, ...]:

@@ -37,7 +37,7 @@ def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
     return pairs
 
 
-def flushed(
+def complete_passes(
     passes: Columns, stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
 ) -> Columns:
     """Return the passes with transfers, sums over replicas, and each stage's update at its end.

@@ -21,7 +21,7 @@ from hetpipe.schedule.complete import (
     WEIGHTS,
     Pair,
     Tied,
-    flushed,
+    complete_passes,
     tied_pairs,
     with_transfers,
     with_updates,
@@ -122,7 +122,7 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
     microbatches, mini_batches = question.microbatches, question.mini_batches
     if rule.flushes:
         passes = question.passes(microbatches, question.in_flight)
-        schedule = flushed(columns_of(passes), stages, pairs, replicas)
+        schedule = complete_passes(columns_of(passes), stages, pairs, replicas)
         validate(schedule, microbatches, question.in_flight)
         return schedule
     if pairs:

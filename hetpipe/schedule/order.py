@@ -60,7 +60,7 @@ class _Transfers(NamedTuple):
     messages: Array  # integers; a send and its receive have the same
 
 
-def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
+def order_steps(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
     """Return the order of a schedule in columns; None if it is not plain, or deadlocks."""
     roles = ROLES[codes]
     if not len(codes) or min(stages.min(), numbers.min()) < 0 or roles.max() == OTHER:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.columns import columns_of
-from hetpipe.schedule.complete import Pair, flushed
+from hetpipe.schedule.complete import Pair, complete_passes
 from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.order import Order
 from hetpipe.schedule.rule import Rule
@@ -53,7 +53,7 @@ def order_of(
     passes = columns_of(rule.rows(stages, microbatches, in_flight, workers))
     if laned_stages(passes):
         return None
-    order = flushed(passes, stages, pairs, ()).order
+    order = complete_passes(passes, stages, pairs, ()).order
     if order is None:
         raise ScheduleError(
             f"{rule.name} deadlocks with {stages} stages and {microbatches} micro-batches"

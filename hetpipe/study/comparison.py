@@ -11,10 +11,10 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import finished
+from hetpipe.plan.planners.choice import finish_plan
 from hetpipe.plan.planners.registry import PLANNERS
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
 from hetpipe.study.planning import costs_for
 from hetpipe.study.subject import Subject, sizes_of
 
@@ -112,7 +112,7 @@ def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
         if name == "data-parallel":
             yield Proposal((), (tuple(members),), name, count)
         else:
-            yield Proposal(cuts, grouped(members[:stages]), "1f1b", count)
+            yield Proposal(cuts, single_device_groups(members[:stages]), "1f1b", count)
 
 
 def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
@@ -143,7 +143,7 @@ def _row(planner: str, priced: Priced, cluster: Cluster) -> Row:
     try:
         if planner in BY_HAND:
             quickest = priced.quickest(by_hand(planner, priced, cluster), planner)
-            plan = finished(quickest, priced, cluster)
+            plan = finish_plan(quickest, priced, cluster)
         else:
             plan = planned(priced.tables, cluster, priced.options, planner)
     except HetpipeError as error:

@@ -88,7 +88,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     but lent operators, on ones.
     Raises `HetpipeError` if there is no such model or device.
     """
-    from hetpipe.profile.count import counted
+    from hetpipe.profile.count import count_calls
     from hetpipe.sdk.companion import CompanionDevice
     from hetpipe.sdk.graph import operator_name, refusal
     from hetpipe.sdk.registry import decompositions_of, open_device
@@ -114,7 +114,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
         programs = [passes.forward, passes.backward, stage.update]
         for program in (program for program in programs if program is not None):
             programs_all.append(program.graph)
-            for node, kernel in counted(program.graph.graph):
+            for node, kernel in count_calls(program.graph.graph):
                 taken_s = kernels_s(judge, [kernel])
                 total_s += taken_s
                 reason = refusal(there, node)
@@ -124,7 +124,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
                     calls[name] += 1
                     reasons.setdefault(name, reason)
                     layers.setdefault(name, {})[str(node.meta.get("layer", "?"))] = None
-            calls[""] += sum(1 for _ in counted(program.graph.graph))
+            calls[""] += sum(1 for _ in count_calls(program.graph.graph))
     lacking = tuple(
         Lacking(name, calls[name], taken_s / total_s, reasons[name], tuple(layers[name]))
         for name, taken_s in sorted(seconds.items(), key=lambda item: -item[1])

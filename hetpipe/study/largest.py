@@ -11,7 +11,7 @@ from hetpipe.cost.between import at_size
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped, in_flight
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, in_flight, single_device_groups
 from hetpipe.plan.search import best_cuts
 from hetpipe.schedule.rule import rule_of
 from hetpipe.study.subject import Subject, sizes_of
@@ -140,7 +140,7 @@ def fits(
     depths = in_flight(method.schedule, len(members), microbatches)
     options = PlannerOptions(table.samples * microbatches, (microbatches,), weights=method.weights)
     priced = Priced({table.samples: table}, options)
-    groups = grouped(members)
+    groups = single_device_groups(members)
     bare = Proposal((), groups, method.schedule, microbatches, depths, method.recompute)
     tried = best_cuts(priced, bare) if cuts is None else [cuts]
     return any(not priced.why_not(replace(bare, cuts=each)) for each in tried)

@@ -54,9 +54,9 @@ class Model:
 
         Raises `HetpipeError` where a device cannot be opened or a link is not described.
         """
-        from hetpipe.profile.boards import attached, joined
+        from hetpipe.profile.boards import attached_cluster, merge_tables
 
-        devices = attached(cluster)
+        devices = attached_cluster(cluster)
         if devices is None:
             return self._modelled(cluster, sorted({min(sizes), *sizes[::3], max(sizes)}))
         chosen = sorted({-(-self.mini_batch // parts) for parts in MEASURED_PARTS})
@@ -64,7 +64,7 @@ class Model:
         if not cluster.described:
             return tables
         modelled = self._modelled(cluster, chosen)
-        return {size: joined(table, modelled[size]) for size, table in tables.items()}
+        return {size: merge_tables(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
         """Output channels of the layers that can be split; none if the optimizer forbids it."""

@@ -10,7 +10,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict, predicted_step_s
-from hetpipe.plan.sharing import sharing
+from hetpipe.plan.sharing import share_media
 from hetpipe.plan.times import stage_times
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
@@ -67,7 +67,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
     """
     times = stage_times(plan, costs)
     if cluster is not None:
-        times = sharing(times, plan, costs, cluster)
+        times = share_media(times, plan, costs, cluster)
     timeline = predict(plan, costs, times=times)
     whole = outcome(timeline, memories(plan, costs))
     if plan.rule.flushes:

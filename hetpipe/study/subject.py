@@ -12,7 +12,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.costs import link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
-from hetpipe.cost.placed import placed
+from hetpipe.cost.placed import scale_to_boards
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.plan import Plan
@@ -72,7 +72,7 @@ def of_chain(
     def costs(cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         members, links = described(cluster), link_costs(cluster)
         return {
-            size: placed(name, chain, profiled, members, links, size, state_copies)
+            size: scale_to_boards(name, chain, profiled, members, links, size, state_copies)
             for size in sizes
         }
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from hetpipe.cost.work import Kernel, ProductShape
-from hetpipe.profile.count import counted
+from hetpipe.profile.count import count_calls
 
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[ProductShape]]] = {
     "plain": (
@@ -33,7 +33,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[ProductShape
 def kernels(fn: Callable[..., Any], *inputs: torch.Tensor) -> list[Kernel]:
     """The operators of a function that are matrix products."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
-    return [kernel for _, kernel in counted(graph) if kernel.products]
+    return [kernel for _, kernel in count_calls(graph) if kernel.products]
 
 
 def test_matrix_products() -> None:

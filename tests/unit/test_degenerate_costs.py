@@ -18,7 +18,7 @@ from hetpipe.plan.pipedream import Level, plan_pipedream
 from hetpipe.plan.planners.registry import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire
-from hetpipe.plan.shares import divided
+from hetpipe.plan.shares import divide_samples
 from hetpipe.study.comparison import together
 
 FREE = LayerCost(0.0, 0.0, 0.0)
@@ -105,7 +105,7 @@ def test_many_devices_are_not_all_listed():
 
 @pytest.mark.parametrize("speeds", [[1e12, 1, 1, 1, 1], [1, 1e9, 0.1], [100.0] + [1.0] * 7])
 def test_slow_replicas_have_a_row_where_there_are_enough(speeds):
-    rows = divided(8, speeds)
+    rows = divide_samples(8, speeds)
     assert sum(rows) == 8
     assert min(rows) >= 1
     assert rows.index(max(rows)) == speeds.index(max(speeds))

@@ -14,7 +14,7 @@ from hetpipe.cost.table import LinkCost
 from hetpipe.errors import CostError
 from hetpipe.optim import sgd
 from hetpipe.profile import described
-from hetpipe.profile.count import counted, layer_work
+from hetpipe.profile.count import count_calls, layer_work
 from hetpipe.sdk import registry
 from hetpipe.sdk.graph import operator_name
 
@@ -66,7 +66,7 @@ def test_products_are_as_many_as_torch_counts(captured: Captured) -> None:
         passes = stage.passes[SAMPLES]
         assert passes.backward is not None
         for program in (passes.forward, passes.backward):
-            for node, kernel in counted(program.graph.graph):
+            for node, kernel in count_calls(program.graph.graph):
                 if operator_name(node).startswith(PRODUCTS):
                     operations += kernel.operations
     assert operations == counter.get_total_flops()

@@ -29,7 +29,7 @@ from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.profile import measure
 from hetpipe.profile.drift import (
     Correction,
-    corrected,
+    correct_for_drift,
     drifts_since,
     mean_correction,
     probe_again,
@@ -116,7 +116,7 @@ def test_costs_after_a_drift_have_the_probes_of_now() -> None:
 def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -> None:
     table = probed(make_table({"a": 1.0, "b": 0.5}))
     plan = make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
-    correction = corrected(plan, table, now(**slower))
+    correction = correct_for_drift(plan, table, now(**slower))
     assert correction.raw_s == plan.step_s
     assert correction.corrected_s == pytest.approx(factor * plan.step_s)
     assert correction.drifts == pytest.approx(slower)
@@ -129,7 +129,7 @@ def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
     tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
               8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
     plan = staged_plan(tables, [["a", "b"]], [], Passes("gpipe", 2), mini_batch=16)
-    correction = corrected(plan, tables[8], now(a=1.0, b=3.0))
+    correction = correct_for_drift(plan, tables[8], now(a=1.0, b=3.0))
     assert correction.corrected_s == pytest.approx(3 * plan.step_s)
 
 
@@ -146,9 +146,11 @@ def test_a_device_that_computes_alone_is_quicker() -> None:
     assert explore({4: plain}, ["a", "b"], mini_batch=16)[0].all_devices == ("a", "b")
     for plan in (alone, both):  # the timeline says the same as the plan
         assert predict(plan, table).total_s == pytest.approx(plan.step_s)
-        assert corrected(plan, table, {}).corrected_s == plan.step_s
-    assert corrected(alone, table, now(a=0.5)).corrected_s == pytest.approx(alone.step_s)
-    assert corrected(both, table, now(a=1.0, b=1.0)).corrected_s == pytest.approx(both.step_s)
+        assert correct_for_drift(plan, table, {}).corrected_s == plan.step_s
+    assert correct_for_drift(alone, table, now(a=0.5)).corrected_s == pytest.approx(alone.step_s)
+    assert correct_for_drift(both, table, now(a=1.0, b=1.0)).corrected_s == pytest.approx(
+        both.step_s
+    )
 
 
 def test_two_of_three_devices_are_between() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.hysteresis import Hysteresis
-from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scaled, typical
+from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scale_costs, typical
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan, predict
@@ -43,7 +43,7 @@ def plan_of(costs: CostTable, schedule: str = "1f1b", weights: str = "flush") ->
 
 def measured(plan: Plan, costs: CostTable, factors: Mapping[str, float]) -> Timeline:
     """A step as it would be if devices took these times their costs."""
-    return predict(plan, scaled(costs, factors))
+    return predict(plan, scale_costs(costs, factors))
 
 
 def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
@@ -199,7 +199,7 @@ def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
     before = training.plan
     for slow in (1.0, 2.5, 1.0):
         training.train(rebalancer, iter([{"a": slow}] * 29))
-        best = plan_of(scaled(table(), {"a": slow}))
+        best = plan_of(scale_costs(table(), {"a": slow}))
         assert training.plan.step_s <= 1.05 * best.step_s, slow
     assert len(training.moves) == 2
     assert training.plan.step_s == pytest.approx(before.step_s)
@@ -211,7 +211,7 @@ def test_a_plan_that_has_run_is_preferred_to_one_that_promises_little_more() -> 
     before = training.plan
     factor = next(
         factor for factor in (1.0 - n / 1000 for n in range(400))
-        if plan_of(scaled(table(), {"a": factor})).cuts != before.cuts
+        if plan_of(scale_costs(table(), {"a": factor})).cuts != before.cuts
     )  # fmt: skip
     for slow in (2.5, factor):
         training.train(rebalancer, iter([{"a": slow}] * 40))

@@ -10,7 +10,7 @@ import torch
 
 from hetpipe.bench.paced import PACES, Pace, PacedBackend, PacedOpenCL, PacedTorch
 from hetpipe.errors import BackendError
-from hetpipe.profile.fixed import compiled, filled
+from hetpipe.profile.fixed import compile_operator, filled_buffer
 
 SIZE = 1024
 
@@ -20,7 +20,7 @@ def test_a_graph_takes_the_longer_of_operations_and_bytes() -> None:
     times_s = []
     for pace in (Pace(1e12, 1e9, 0.0), Pace(1e6, 1e12, 0.0), Pace(1e12, 1e12, 0.01)):
         device._pace = pace  # type: ignore[attr-defined] # no list has such paces
-        program = compiled(device, torch.ops.aten.neg.default, 1, (SIZE,))
+        program = compile_operator(device, torch.ops.aten.neg.default, 1, (SIZE,))
         times_s.append(program._seconds)  # type: ignore[union-attr]
     assert times_s == pytest.approx([8 * SIZE / 1e9, SIZE / 1e6, 0.01], rel=1e-6)
 
@@ -36,9 +36,9 @@ def test_results_are_right_and_late(backend: type[PacedBackend]) -> None:
     assert {info.id.split(":")[1] for info in infos} == set(PACES)
     device = backend().open(next(i for i in infos if i.id.split(":")[1] == "slow"))
     shape = (4 * SIZE, SIZE)
-    program = compiled(device, torch.ops.aten.neg.default, 1, shape)
+    program = compile_operator(device, torch.ops.aten.neg.default, 1, shape)
     assert program is not None
-    buffer = filled(device, shape)
+    buffer = filled_buffer(device, shape)
     begin_s = time.monotonic()
     (negative,), event, chunks = program.run([buffer])
     event.wait()

@@ -10,7 +10,7 @@ import pytest
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.exact import bottleneck, exact
-from hetpipe.plan.partition import balanced, moves
+from hetpipe.plan.partition import balance_cuts, moves
 
 MIB = 2**20
 
@@ -97,7 +97,7 @@ def test_exact_is_brute_force_on_300_random_cases(block):
             feasible += 1
             assert bottleneck(matrices, cuts) == pytest.approx(best, rel=1e-12)
             whole_s = [float(costs.compute_s(device, 0, layers)) for device in order]
-            near = balanced(matrices, whole_s)
+            near = balance_cuts(matrices, whole_s)
             assert bottleneck(matrices, near) >= best * (1 - 1e-12)
             for moved in moves(near, layers):  # no single move lowers its slowest stage
                 assert bottleneck(matrices, moved) >= bottleneck(matrices, near)
@@ -115,7 +115,7 @@ def test_balanced_is_near_the_optimum_and_exact_is_never_worse():
         matrices = [costs.matrix(order, n, 1, "sum") for n in range(4)]
         whole_s = [float(costs.compute_s(device, 0, 40)) for device in order]
         best = bottleneck(matrices, exact(matrices))
-        gaps.append(bottleneck(matrices, balanced(matrices, whole_s)) / best - 1)
+        gaps.append(bottleneck(matrices, balance_cuts(matrices, whole_s)) / best - 1)
     assert min(gaps) >= -1e-12
     assert sum(gaps) / len(gaps) < 0.03
     assert max(gaps) < 0.15
@@ -132,12 +132,12 @@ def test_equal_layers_go_to_devices_by_their_speed():
     table = CostTable("toy", 1, layers, devices, free)
     costs = StageCosts(table)
     matrices = [costs.matrix(list(devices), n, 1, "sum") for n in range(3)]
-    assert exact(matrices) == balanced(matrices, [36.0, 18.0, 12.0]) == (2, 6)
+    assert exact(matrices) == balance_cuts(matrices, [36.0, 18.0, 12.0]) == (2, 6)
 
 
 def test_one_stage_has_no_cuts():
     matrix = np.array([[math.inf, 1.0], [math.inf, math.inf]])
-    assert exact([matrix]) == balanced([matrix], [1.0]) == ()
+    assert exact([matrix]) == balance_cuts([matrix], [1.0]) == ()
 
 
 def test_moves_leave_no_stage_empty():

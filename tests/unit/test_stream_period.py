@@ -13,7 +13,7 @@ from tables import MIB, make_table
 
 from hetpipe.cost.table import DeviceCost, LayerCost, LinkCost
 from hetpipe.plan.bound import lower_bound_s
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
 from hetpipe.plan.replicated import Passes, staged_plan
 from hetpipe.plan.times import stage_times
 from hetpipe.study.simulation import simulate
@@ -154,7 +154,9 @@ def test_the_slowest_of_many_stages_sets_the_pace():
     speeds = {f"d{n}": 1.5 if n == 9 else 3.0 for n in range(16)}
     table = make_table(speeds, 16)
     passes = Passes("pipedream", 1, "stash")
-    plan = staged_plan({4: table}, grouped(list(speeds)), range(1, 16), passes, mini_batch=4)
+    plan = staged_plan(
+        {4: table}, single_device_groups(list(speeds)), range(1, 16), passes, mini_batch=4
+    )
     assert plan.step_s == pytest.approx(2.0 + 0.1 / 1.5)
 
 

@@ -22,7 +22,7 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as choose
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import Passes, staged_plan
-from hetpipe.plan.sharing import sharing
+from hetpipe.plan.sharing import share_media
 from hetpipe.plan.times import crossing, stage_times
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
@@ -161,7 +161,7 @@ def test_the_shares_of_all_replicas_are_on_a_shared_link(
         {4: table, 1: make_table(dict.fromkeys(names, 1.0), 2, samples=1)},
         [tuple(names[:first]), tuple(names[first:])], [1], passes, mini_batch=4,
     )  # fmt: skip
-    shared = sharing(stage_times(plan, table), plan, table, cluster)
+    shared = share_media(stage_times(plan, table), plan, table, cluster)
     found = shared.forward_links[0].occupancy_s, shared.backward_links[0].occupancy_s
     assert found == pytest.approx(seconds)
 
@@ -203,7 +203,7 @@ def test_sums_over_replicas_share_a_bus(
     shape: Any, sums_s: tuple[float, float], step_s: float
 ) -> None:
     plan, tables, cluster = shared_case((2, 2), shape, cut_mib=0)
-    shared = sharing(stage_times(plan, tables[4]), plan, tables[4], cluster)
+    shared = share_media(stage_times(plan, tables[4]), plan, tables[4], cluster)
     assert tuple(each.occupancy_s for each in shared.sums) == pytest.approx(sums_s)
     assert simulate(plan, tables[4], cluster).step_s == pytest.approx(step_s)
 

@@ -12,9 +12,9 @@ from itertools import combinations
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import check_members, finished, quickest
+from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
-from hetpipe.plan.search import improved, partitioned
+from hetpipe.plan.search import improve_plan, propose_partitions
 
 OTHERS = ("exact", "bapipe", "dapple", "pipedream")
 FREE_ORDER_DEVICES = 4
@@ -30,8 +30,8 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest predicted plan of all planners. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    best = quickest(priced, proposals(priced, cluster), cluster, "auto")
-    return finished(improved(best, priced), priced, cluster)
+    best = fastest_plan(priced, proposals(priced, cluster), cluster, "auto")
+    return finish_plan(improve_plan(best, priced), priced, cluster)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -48,7 +48,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
         yield from _in_kinds(priced, cluster.ids)
     if len(cluster.ids) <= FREE_ORDER_DEVICES:
         for groups in _all_groups(cluster.ids, priced.options):
-            yield from partitioned(priced, groups)
+            yield from propose_partitions(priced, groups)
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -59,7 +59,7 @@ def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     sizes = set(range(1, count)) if count <= FEW else {count >> shift for shift in range(1, 7)}
     for size in sorted(sizes - {0}):
         chosen = set(by_speed[:size])
-        yield from partitioned(
+        yield from propose_partitions(
             priced, tuple((member,) for member in cluster.ids if member in chosen)
         )
 
@@ -99,7 +99,7 @@ def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
             for kind in kinds.values()
             for first in range(0, len(kind), replicas)
         )
-        yield from partitioned(priced, groups)
+        yield from propose_partitions(priced, groups)
 
 
 def _all_groups(members: Sequence[str], options: PlannerOptions) -> Iterator[Groups]:

@@ -22,16 +22,16 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.plan.costs import Array, StageCosts
 from hetpipe.plan.exact import bottleneck, exact, stage_times
 from hetpipe.plan.intra import with_splits
-from hetpipe.plan.partition import balanced, ideal_stage_s
+from hetpipe.plan.partition import balance_cuts, ideal_stage_s
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import check_members, finished, quickest
+from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
 from hetpipe.plan.proposal import (
     PlannerOptions,
     Priced,
     Proposal,
     Tables,
-    grouped,
     in_flight,
+    single_device_groups,
 )
 from hetpipe.plan.search import worth_trying
 from hetpipe.schedule.rule import rule_of
@@ -46,8 +46,8 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest of BaPipe's plans. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    best = quickest(priced, proposals(priced, cluster), cluster, "bapipe")
-    return finished(*with_splits(best, priced), cluster)
+    best = fastest_plan(priced, proposals(priced, cluster), cluster, "bapipe")
+    return finish_plan(*with_splits(best, priced), cluster)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -56,14 +56,14 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     table = next(iter(priced.tables.values()))
     streaming = all(table.devices[member].execution == "async" for member in members)
     own = STREAMING if streaming else SYNCHRONOUS
-    for count in worth_trying(priced, grouped(members)):
+    for count in worth_trying(priced, single_device_groups(members)):
         if options.data_parallel and len(members) > 1:
             yield Proposal((), (members,), "data-parallel", count)
         for schedule in options.among(own):
             if rule_of(schedule).replicates:
                 continue
             for stages in range(min(len(members), len(table.layers)), 0, -1):
-                bare = Proposal((), grouped(members[:stages]), schedule, count)
+                bare = Proposal((), single_device_groups(members[:stages]), schedule, count)
                 cuts = partition(priced, bare)
                 if cuts is not None:
                     yield Proposal(cuts, bare.groups, schedule, count)
@@ -117,7 +117,7 @@ def _between(
 
 def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
     """Return BaPipe's cuts, or the exact ones if their slowest stage is faster."""
-    cuts, other = balanced(compute_s, whole_s), exact(compute_s)
+    cuts, other = balance_cuts(compute_s, whole_s), exact(compute_s)
     if other is None or bottleneck(compute_s, cuts) <= bottleneck(compute_s, other):
         return cuts
     return other

@@ -13,7 +13,7 @@ from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predicted_step_s, why_unrunnable
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
-from hetpipe.plan.sharing import sharing
+from hetpipe.plan.sharing import share_media
 from hetpipe.plan.times import stage_times
 from hetpipe.words import words
 
@@ -33,10 +33,14 @@ def chosen(
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    return finished(quickest(priced, proposals(priced, cluster), cluster, planner), priced, cluster)
+    return finish_plan(
+        fastest_plan(priced, proposals(priced, cluster), cluster, planner), priced, cluster
+    )
 
 
-def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, planner: str) -> Plan:
+def fastest_plan(
+    priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, planner: str
+) -> Plan:
     """Return the fastest plan of the proposals. Raises `PlanError` with a cure if none can run."""
     proposed = list(proposed)
     try:
@@ -49,7 +53,7 @@ def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, pla
         ) from error
 
 
-def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
+def finish_plan(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
     """Return the plan with its interval, the lower bound of all plans on the cluster, and a note if
     shared links slow its messages and sums."""
     nearest = min(priced.tables, key=lambda size: abs(size - best.share_samples))
@@ -62,7 +66,7 @@ def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[s
     """Yield a note on the step if messages and sums share the cluster's links."""
     size = priced.options.size(best.microbatches)
     table = priced.table(min(max(size, min(priced.tables)), max(priced.tables)))
-    shared = sharing(stage_times(best, table, as_planned=True), best, table, cluster)
+    shared = share_media(stage_times(best, table, as_planned=True), best, table, cluster)
     if not shared.shares_media:
         return
     step_s = predicted_step_s(best, table, shared)

@@ -19,15 +19,15 @@ from hetpipe.plan.chain import chain_of
 from hetpipe.plan.dapple import candidates
 from hetpipe.plan.latency import published_plans
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import check_members, finished, quickest
+from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
 from hetpipe.plan.proposal import (
     PlannerOptions,
     Priced,
     Proposal,
     Tables,
     deep_in_flight,
-    grouped,
     in_flight,
+    single_device_groups,
 )
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.plan.server_groups import Machines, Wire
@@ -50,12 +50,12 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest of DAPPLE's plans. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    best = quickest(priced, proposals(priced, cluster), cluster, "dapple")
+    best = fastest_plan(priced, proposals(priced, cluster), cluster, "dapple")
     shape = best.cuts, tuple(stage.devices for stage in best.stages)
     if best.schedule == "data-parallel":
         shape = (), shape[1][:1]
     others = _with_counts(options, shape, options.counts(priced.tables))
-    return finished(quickest(priced, others, cluster, "dapple"), priced, cluster)
+    return finish_plan(fastest_plan(priced, others, cluster, "dapple"), priced, cluster)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -69,7 +69,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
             "choose another schedule, or another planner"
         )
     members = tuple(id for group in cluster.groups() for id in group)
-    counts = worth_trying(priced, grouped(members))
+    counts = worth_trying(priced, single_device_groups(members))
     for count in counts[:: -(-len(counts) // SEARCHED)]:
         for shape in dict.fromkeys(_shapes(priced, cluster, members, count)):
             yield from _with_counts(options, shape, [count])
@@ -99,7 +99,7 @@ def _shapes(
     priced: Priced, cluster: Cluster, members: Sequence[str], count: int
 ) -> Iterator[Shape]:
     """Yield the shapes of the published program and of the search, for a micro-batch count."""
-    few = FEW_CANDIDATES if is_large(priced, grouped(members)) else CANDIDATES
+    few = FEW_CANDIDATES if is_large(priced, single_device_groups(members)) else CANDIDATES
     size = priced.options.size(count)
     table = priced.table(size).beside(len(members))
     chain, machines = chain_of(table, members), machines_of(table, cluster)

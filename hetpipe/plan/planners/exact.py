@@ -22,10 +22,10 @@ from hetpipe.plan.proposal import (
     Priced,
     Proposal,
     Tables,
-    grouped,
     in_flight,
+    single_device_groups,
 )
-from hetpipe.plan.search import best_cuts, is_large, partitioned, worth_trying
+from hetpipe.plan.search import best_cuts, is_large, propose_partitions, worth_trying
 
 STATES = 2**16
 """The best order is computed for at most this many counts of devices by kind."""
@@ -41,10 +41,10 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     """Yield the optimal cuts for each order, schedule and number of micro-batches."""
     for order in orders(priced, cluster.ids):
-        yield from partitioned(priced, grouped(order))
+        yield from propose_partitions(priced, single_device_groups(order))
     if priced.options.free_order and len(cluster.ids) > 1:
         order = typed_order(priced, cluster.ids)
-        yield from partitioned(priced, grouped(order))
+        yield from propose_partitions(priced, single_device_groups(order))
 
 
 def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
@@ -52,7 +52,9 @@ def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
 
     It omits members that make nothing faster; with many kinds, it is the given order.
     """
-    table = priced.table(priced.options.size(worth_trying(priced, grouped(members))[-1]))
+    table = priced.table(
+        priced.options.size(worth_trying(priced, single_device_groups(members))[-1])
+    )
     kinds: dict[int, list[str]] = {}
     for member in members:
         kinds.setdefault(id(table.devices[member].layers), []).append(member)
@@ -79,7 +81,11 @@ def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
     With many layers the order of devices matters little, so large cases have only the given one.
     """
     given = tuple(members)
-    if not priced.options.free_order or len(members) < 2 or is_large(priced, grouped(given)):
+    if (
+        not priced.options.free_order
+        or len(members) < 2
+        or is_large(priced, single_device_groups(given))
+    ):
         return [given]
     return list(dict.fromkeys([given, _exchanged(priced, given)]))
 
@@ -107,7 +113,7 @@ def _slowest(priced: Priced, order: tuple[str, ...]) -> tuple[float, int]:
     """Return seconds and number of the slowest stage under the best cuts for an order."""
     count = priced.options.counts(priced.tables)[-1]
     depths = in_flight("1f1b", len(order), count)
-    bare = Proposal((), grouped(order), "1f1b", count, depths)
+    bare = Proposal((), single_device_groups(order), "1f1b", count, depths)
     best = float("inf"), 0
     costs = priced.costs(bare)
     matrices = [

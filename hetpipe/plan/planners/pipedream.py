@@ -16,7 +16,7 @@ from hetpipe.plan.chain import chain_of
 from hetpipe.plan.pipedream import Level, PipeDreamStage, SyncRule, plan_pipedream
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, grouped
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, single_device_groups
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 
@@ -35,8 +35,8 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     levels = levels_of(priced, cluster)
     if not options.replicas:
         raise PlanError("the planner pipedream replicates stages: allow replicas, or take another")
-    large = is_large(priced, grouped(cluster.ids))
-    for count in worth_trying(priced, grouped(cluster.ids)):
+    large = is_large(priced, single_device_groups(cluster.ids))
+    for count in worth_trying(priced, single_device_groups(cluster.ids)):
         schedules = [name for name in options.among(FLUSHING) if _takes(name, count)]
         if not schedules:
             continue
@@ -49,7 +49,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
                     stages = plan_pipedream(chain, levels, rule, capacity_nbytes).stages
                 except PlanError:
                     continue
-                cuts, groups = placed(stages, cluster.ids)
+                cuts, groups = assign_members(stages, cluster.ids)
                 alike = options.data_parallel and len(groups) == 1 and len(groups[0]) > 1
                 for schedule in schedules:
                     if alike and rule_of(schedule).flushes:
@@ -72,7 +72,7 @@ def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
         return [Level(len(cluster.ids), min(links, default=float("inf")))]
 
 
-def placed(
+def assign_members(
     stages: Sequence[PipeDreamStage], members: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]:
     """Return the cuts, and the members of each stage, in order."""
