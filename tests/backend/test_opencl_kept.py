@@ -5,21 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from hetpipe.backends.opencl import ops  # noqa: F401 - registers the lowerings
-from hetpipe.backends.opencl.doubles import beside_kernels
+from hetpipe.backends.opencl.decompositions import FLOAT32_KERNELS
 from hetpipe.backends.opencl.ops.registry import LOWERINGS, Lowering, kept_operators
 
+from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS
 from hetpipe.sdk.registry import get_backend
 
 
 def test_kept_operators_are_not_decomposed() -> None:
-    decomposed = {str(operator) for operator in get_backend("opencl").decompositions()}
+    table = get_backend("opencl").decompositions()
+    decomposed = {str(operator) for operator in table}
     assert "hetpipe.lstm.default" in kept_operators()
     assert "aten.native_layer_norm_backward.default" in kept_operators()
     # Some have a decomposition as well, which leaves float32 to their kernels.
-    beside = beside_kernels()
-    assert kept_operators() & decomposed == {str(operator) for operator in beside}
+    beside = {str(operator) for operator in (*FLOAT32_KERNELS, *VOLUME_CONVOLUTIONS)}
+    assert kept_operators() & decomposed == beside
     x = torch.zeros(2, 3)
-    assert beside[torch.ops.aten._softmax.default](x, -1, False) is NotImplemented
+    assert table[torch.ops.aten._softmax.default](x, -1, False) is NotImplemented
     assert "aten._adaptive_avg_pool2d.default" not in kept_operators()
 
 

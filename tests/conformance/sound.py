@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from hetpipe.backends.numpy import OWN
 from hetpipe.backends.numpy.operators import OPERATORS
 from torch import fx
 
@@ -189,7 +188,8 @@ class SoundBackend(Backend):
         return self.device(info)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return primitive_decompositions(keep=OWN)
+        ours = [name for name in OPERATORS if name.startswith("hetpipe.")]
+        return primitive_decompositions(keep=ours)
 
 
 __all__ = ["DONE", "Array", "SoundBackend", "SoundBuffer", "SoundDevice", "SoundExecutable"]
