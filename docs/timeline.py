@@ -14,11 +14,11 @@ from hetpipe.simulate import StageTimes, Timeline, Transfer, simulate
 
 LAYERS, MICROBATCHES = 12, 6
 FORWARD_S = {"fast": 1e-3, "slow": 2e-3}
-"""Of one layer and one micro-batch; a backward takes twice as long."""
+"""Seconds of one layer and one micro-batch; a backward takes twice as long."""
 
 
 def step(how: str, fast_layers: int) -> Timeline:
-    """A step with so many layers on the fast device and the others on the slow one."""
+    """Return a step with `fast_layers` layers on the fast device and the others on the slow one."""
     layers = (fast_layers, LAYERS - fast_layers)
     forward_s = tuple(n * each_s for n, each_s in zip(layers, FORWARD_S.values(), strict=True))
     link = (Transfer(latency_s=0.2e-3, occupancy_s=2e-3),)

@@ -163,15 +163,15 @@ HEAD = """\
 # Operators
 
 torch has a database of its operators with samples of their arguments, which its own tests run. This
-page says which of its entries each backend runs. It is written by `hetpipe.conformance.survey`, and
-a test holds it: what it calls running runs, and is right.
+page says which of its entries each backend runs. `hetpipe.conformance.survey` writes it, and a test
+checks that every entry listed as running runs and is right.
 
-An entry is asked for if it has float32, torch itself can run and trace it, and its results are
-neither random, nor complex, nor memory that nobody has initialised: {asked} of the {entries}
-entries that torch {torch} has in float32. It runs if the largest of its first samples does, forward
-and with the gradients by all floating inputs where torch has them, and if every result is that of
-float64 within the bounds of [the conformance suite](conformance.md). Otherwise the backend refuses
-it by name when a graph is planned; nothing falls back. No entry is wrong, and none crashes.
+The survey covers an entry if it has float32, torch itself can run and trace it, and its results are
+neither random, nor complex, nor uninitialised memory: {asked} of the {entries} entries that
+torch {torch} has in float32. An entry runs if the largest of its first samples does, forward and
+with the gradients by all floating inputs where torch has them, and if every result equals float64
+within the bounds of [the conformance suite](conformance.md). Otherwise the backend refuses the
+entry by name when a graph is planned; nothing falls back. No entry is wrong, and none crashes.
 """
 
 

@@ -1,4 +1,4 @@
-"""The commands of docs/backends.md, run in an environment that has hetpipe as a wheel."""
+"""hetpipe as a wheel: its files, and the README's scripts and the guide's commands with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,9 +27,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     python = folder / "venv" / "bin" / "python"
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run([str(python), "-c", code], folder).strip())
-    for entry in entries(dependencies("hetpipe") - {"hetpipe"}):
-        if not (site / entry).exists():
-            (site / entry).symlink_to(Path(sysconfig.get_path("purelib"), entry))
+    link(dependencies("hetpipe") - {"hetpipe"}, site)
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
     run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], folder)
     (wheel,) = folder.glob("hetpipe-*.whl")
@@ -44,6 +43,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PATH": path,
         "XDG_CACHE_HOME": str(folder / "cache"),
         "GUIDE": str(folder),
+        "SITE": str(site),
     }
 
 
@@ -60,6 +60,13 @@ def dependencies(name: str) -> set[str]:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 waiting.append(canonicalize_name(requirement.name))
     return names
+
+
+def link(distributions: set[str], site: Path) -> None:
+    """Link installed distributions into another environment's folder of packages."""
+    for entry in entries(distributions):
+        if not (site / entry).exists():
+            (site / entry).symlink_to(Path(sysconfig.get_path("purelib"), entry))
 
 
 def entries(distributions: set[str]) -> set[str]:
@@ -96,3 +103,35 @@ def test_the_guide_trains_a_stage(environment: dict[str, str]) -> None:
     assert "skeleton:cpu:0" in devices
     assert "hetpipe-skeleton 0.1.0" in devices.replace("\n", "")
     assert "equal" in train
+
+
+def test_the_wheel_has_every_file_of_its_packages(environment: dict[str, str]) -> None:
+    """Kernels, boards, clusters of papers, skeletons, headers and the example in C are data."""
+    folders = {"hetpipe": "hetpipe"} | {
+        name: f"hetpipe/{name}" for name in ("backends", "kernels", "boards")
+    }
+    sources = {
+        f"{target}/{path.relative_to(ROOT / name).as_posix()}"
+        for name, target in folders.items()
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and not {"__pycache__", "build"} & set(path.parts)
+    }
+    (wheel,) = Path(environment["GUIDE"]).glob("hetpipe-*.whl")
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert sorted(sources - packed) == []
+    assert sorted(name for name in packed if not name.startswith("hetpipe/")) == []
+
+
+def test_the_doctor_runs_from_a_wheel(environment: dict[str, str]) -> None:
+    text = run(["hetpipe", "doctor"], Path(environment["GUIDE"]), environment)
+    assert "pytorch:cpu:0" in text
+    assert "numpy:cpu:0" in text
+
+
+@pytest.mark.parametrize("name", ["two_devices.py", "hugging_face.py"])
+def test_the_scripts_of_the_readme_run_from_a_wheel(environment: dict[str, str], name: str) -> None:
+    pytest.importorskip("transformers")
+    link(dependencies("transformers"), Path(environment["SITE"]))
+    script = ROOT / "examples" / name
+    text = run(["python", str(script)], Path(environment["GUIDE"]), environment)
+    assert len(re.findall(r"^step \d+ \S+$", text, re.MULTILINE)) == 10
