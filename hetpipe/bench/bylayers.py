@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hetpipe.bench.exact import ExactDevice
 from hetpipe.bench.filed import Filed
 from hetpipe.bench.inturn import StepInTurn
 from hetpipe.bench.judge import Distance
 from hetpipe.bench.machine import trim_memory
 from hetpipe.capture.program import StageGraphs
+from hetpipe.check.device import ExactDevice
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.wire.wire import host_dtype
 

@@ -11,7 +11,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.diagnosis.judge import FACTOR, difference, eps_of, off_by_rounding, spread
+from hetpipe.check.difference import (
+    eps_of,
+    largest_magnitude,
+    tensor_difference,
+    tolerance,
+)
+from hetpipe.check.noise import with_rounding_errors
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ def compare_gradients(workload: Workload, pipe: Pipeline, seed: int) -> Gradient
     spreads = dict.fromkeys(right, 0.0)
     for noise in range(NOISY_RUNS):
         for name, gradient in of_torch(noise).items():
-            spreads[name] = max(spreads[name], spread([gradient], right[name]))
+            spreads[name] = max(spreads[name], tensor_difference(gradient, right[name], 1).error)
     return furthest(gradients, right, spreads, terms_in(batch))
 
 
@@ -82,16 +88,16 @@ def furthest(
     `spreads` is the effect of rounding by parameter, and `terms` the terms of the longest sum. A
     gradient that is zero but for rounding is compared with the largest gradient of all.
     """
-    largest = max((_largest(gradient) for gradient in right.values()), default=0.0)
+    largest = max((largest_magnitude(gradient) for gradient in right.values()), default=0.0)
     found: list[GradientError] = []
     for name, expected in right.items():
         actual = gradients.get(name)
         if actual is None:
             actual = torch.zeros_like(expected)
-        compared = difference(actual, expected, terms)
+        compared = tensor_difference(actual, expected, terms)
         allowed = compared.allowed + SPREAD_FACTOR * spreads[name]
-        allowed += FACTOR * eps_of([expected]) * largest
-        unit = _largest(expected) or largest or 1.0
+        allowed += tolerance(largest, eps_of(expected.dtype))
+        unit = largest_magnitude(expected) or largest or 1.0
         found.append(GradientError(name, compared.error / unit, allowed / unit))
     return max(found, key=lambda each: each.error / each.allowed if each.allowed else math.inf)
 
@@ -107,8 +113,4 @@ def disturb_parameters(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(off_by_rounding(parameter, generator))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+            parameter.copy_(with_rounding_errors(parameter, generator))

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.filed import Filed, activations_filed
 from hetpipe.bench.shared import with_same_parameters
 from hetpipe.capture.export.example import call
+from hetpipe.check.noise import with_rounding_errors
+from hetpipe.check.reference import default_dtype
 from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.workload import Workload
 
@@ -65,20 +67,15 @@ def step_of_torch(
 
     gradients = Filed()
     x, y = tree_map(cast, batch)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # of tensors that the model makes
     with _cast(model, dtype) as wide, ExitStack() as hooks:
         for name, parameter in wide.named_parameters():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(take(name))  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
-        try:
-            with activations_filed(wide):
-                loss = workload.loss_fn(call(wide, x), y)
-                loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-                loss.backward()
-        finally:
-            torch.set_default_dtype(default)
+        with default_dtype(dtype), activations_filed(wide):
+            loss = workload.loss_fn(call(wide, x), y)
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+            loss.backward()
         return Step(loss.item(), gradients)
 
 
@@ -102,13 +99,7 @@ def steps_in_float32(
 
 
 def _disturbed(generator: torch.Generator, module: nn.Module, args: Any, result: Any) -> Any:
-    def off(value: torch.Tensor) -> torch.Tensor:
-        if not value.is_floating_point():
-            return value
-        by = torch.empty(value.shape, dtype=value.dtype).uniform_(-1, 1, generator=generator)
-        return value * (1 + by * torch.finfo(value.dtype).eps)
-
-    return tree_map_only(torch.Tensor, off, result)
+    return tree_map(partial(with_rounding_errors, generator=generator, units=1.0), result)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.bench.kernelcases import SETS, Case
 from hetpipe.bench.machine import keep_memory
+from hetpipe.check.reference import float64_results
 from hetpipe.environment import clock
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
@@ -175,8 +176,7 @@ def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[]
 
 def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
     """The largest difference of the first result, relative to its largest element."""
-    result = case.function(*(tensor.double() for tensor in tensors))
-    wide = (result[0] if isinstance(result, tuple) else result).numpy()
+    wide = float64_results(case.function, tensors)[0]
     return float(np.abs(actual - wide).max() / np.abs(wide).max())
 
 

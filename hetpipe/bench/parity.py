@@ -180,7 +180,7 @@ def _layers_compared(
     a device may be `UNDETERMINED_FACTOR` times as far.
     """
     from hetpipe.bench.bylayers import StepByLayers
-    from hetpipe.bench.exact import RoundingDevice
+    from hetpipe.check.device import RoundingDevice
 
     own = _captured(workload, model, device, samples, None)
 

@@ -16,7 +16,7 @@ import torch
 
 from hetpipe.bench.eager import Eager, compared_sizes
 from hetpipe.bench.gradients import GradientError, disturb_parameters
-from hetpipe.diagnosis.judge import FACTOR, eps_of
+from hetpipe.check.difference import eps_of, tolerance
 from hetpipe.profile import cache
 from hetpipe.zoo.load import optimizer_of
 
@@ -149,8 +149,8 @@ def compare(
     if not expected:
         return None if gradient is None else Comparison(0, gradient=gradient)
     worst = max(step.difference for step in taken)
-    eps = eps_of([*workload.model.parameters()])
-    rounding = FACTOR * eps
+    eps = eps_of(*(parameter.dtype for parameter in workload.model.parameters()))
+    rounding = tolerance(1.0, eps)
     if not worst <= rounding:
         sizes = compared_sizes(workload.model, plan.mini_batch, plan.microbatches)
         rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)

@@ -25,9 +25,9 @@ def command(
 ) -> None:
     """Examine every backend and device. Exit 1 if a backend that is named, or a device that joins
     unasked, does not work."""
+    from hetpipe.check.selftest_process import run_selftests
     from hetpipe.errors import HetpipeError
     from hetpipe.sdk.registry import backend_names, discover_devices
-    from hetpipe.sdk.tested import run_selftests
 
     output = Output(json)
     named = split_names(backends) or []

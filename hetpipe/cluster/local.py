@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from hetpipe.check.selftest_process import trusted
 from hetpipe.cluster.member import Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices
-from hetpipe.sdk.tested import trusted
 
 
 class DeviceWarning(UserWarning):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule, NotAsked, check, expect
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.rig import Rig, compare, tensors_of, trace
+from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.graph import graph_calls, operator_name

@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 
+from hetpipe.check.difference import Array
 from hetpipe.conformance.check import BrokenRule, check, expect
-from hetpipe.conformance.rig import WAIT_S, Array, Rig, compare, host_dtype
+from hetpipe.conformance.rig import WAIT_S, Rig, compare, host_dtype
 
 SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))
 LARGE = ((1 << 21) + 5, (1 << 22) + 3, (10 << 20) + 1)

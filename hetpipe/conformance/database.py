@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache, partial
 
+from hetpipe.check.difference import Array, case_tolerance, eps_of, errors_of, largest_of
 from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
-from hetpipe.conformance.rig import Array, Rig, compare, tolerance
+from hetpipe.conformance.rig import Rig, compare
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
 
 SAMPLES = 3
@@ -56,7 +56,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
     terms = max([tensor.numel() for tensor in tensors], default=1) or 1
     results = zip(actual, question.wide, question.near, strict=True)
     for index, (array, wide, near) in enumerate(results):
-        limit = tolerance(wide, near.dtype.name, terms)
+        limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
         if near.dtype.kind == "f":  # some functions are ill-conditioned, for torch as well
             limit = max(limit, ILL_CONDITIONED * _worst(near, wide))
         place = index - question.values
@@ -67,9 +67,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
 def _worst(near: Array, wide: Array) -> float:
     if near.shape != wide.shape:
         raise BrokenRule(f"torch itself gives {near.shape}, in float64 {wide.shape}")
-    error = abs(near.astype("float64") - wide)
-    finite = error[error < math.inf]
-    return float(finite.max()) if finite.size else 0.0
+    return largest_of(errors_of(near, wide))
 
 
 @cache

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetpipe.check.difference import UNITS, case_tolerance, eps_of
+from hetpipe.check.reference import float64_results
 from hetpipe.conformance.cases import CASES, Case
 from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked, check, expect
-from hetpipe.conformance.rig import EPS, Rig, compare, in_float64, tolerance
+from hetpipe.conformance.rig import Rig, compare
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_outputs
 
@@ -28,21 +30,21 @@ def judge(
     fn: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
     terms: int = 1,
-    units: float = 16.0,
+    units: float = UNITS,
 ) -> None:
     """Run a function on the device and compare every result with float64."""
     graph = rig.graph(fn, *inputs)
     actual = rig.results(rig.device.compile(graph), *inputs)
-    expected = in_float64(fn, inputs)
+    expected = float64_results(fn, inputs)
     expect(len(actual) == len(expected), f"{len(actual)} results, there should be {len(expected)}")
     for index, (array, wide, node) in enumerate(
         zip(actual, expected, graph_outputs(graph), strict=True)
     ):
-        promised = str(node.meta["val"].dtype)[6:]
+        declared = str(node.meta["val"].dtype)[6:]
         where = f"result {index} (inputs {_shapes(inputs)})"
-        expect(array.dtype.name == promised, f"{where} is {array.dtype}, it should be {promised}")
-        coarsest = max((promised, *(str(t.dtype)[6:] for t in inputs)), key=lambda d: EPS.get(d, 0))
-        compare(array, wide, tolerance(wide, coarsest, terms, units), where)
+        expect(array.dtype.name == declared, f"{where} is {array.dtype}, it should be {declared}")
+        eps = eps_of(declared, *(tensor.dtype for tensor in inputs))
+        compare(array, wide, case_tolerance(wide, eps, terms, units), where)
 
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> str:

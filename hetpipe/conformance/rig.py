@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch import fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hetpipe.check.difference import Array, difference
+from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule, NotAsked
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import canonical, graph_calls, operator_name
 from hetpipe.sdk.registry import decompositions_of
 
-Array = np.ndarray[Any, Any]
 Function = Callable[..., Any]
 
 WAIT_S = 60.0
@@ -158,15 +158,6 @@ def _drop_unread_writes(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result, in order."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, (tuple, list)):
-        return [tensor for item in result for tensor in tensors_of(item)]
-    return []
-
-
 def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
     """The operators of a graph that the device refuses, with its reasons.
 
@@ -182,54 +173,11 @@ def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
     return answers
 
 
-def in_float64(fn: Function, inputs: Sequence[torch.Tensor]) -> list[Array]:
-    """The results of a function that computes in float64 wherever its inputs are floating."""
-    wide = [t.double() if t.is_floating_point() else t for t in inputs]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return [tensor.detach().numpy() for tensor in tensors_of(fn(*wide))]
-    finally:
-        torch.set_default_dtype(before)
-
-
-def tolerance(wide: Array, dtype: str, terms: int, units: float = 16.0) -> float:
-    """The largest error that is allowed: units * sqrt(terms) * eps * the largest magnitude; 0 for
-    integers and bools."""
-    if wide.dtype.kind != "f":
-        return 0.0
-    finite = np.abs(wide[np.isfinite(wide)])
-    largest = max(1.0, float(finite.max()) if finite.size else 1.0)
-    return units * math.sqrt(terms) * EPS[dtype] * largest
-
-
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""The machine epsilon of each floating dtype."""
-
-
 def compare(actual: Array, expected: Array, limit: float, where: str) -> None:
     """Raise `BrokenRule` with the worst element unless all differ by `limit` at most.
 
-    Infinities and NaN must be the same ones. Where neither is floating they must be equal.
+    Infinities and NaN must be the same, and integers and bools equal.
     """
-    if actual.shape != expected.shape:
-        raise BrokenRule(f"{where} has the shape {actual.shape}, not {expected.shape}")
-    if actual.size == 0:
-        return
-    if actual.dtype.kind not in "f":
-        wrong = actual != expected
-        error = np.asarray(wrong, np.float64)
-        limit = 0.0
-    else:
-        with np.errstate(invalid="ignore"):
-            same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-            error = np.where(same, 0.0, np.abs(actual.astype(np.float64) - expected))
-        wrong = ~(error <= limit)
-    if wrong.any():
-        flat = int(np.argmax(np.where(np.isnan(error), np.inf, error)))
-        place = tuple(int(i) for i in np.unravel_index(flat, actual.shape))
-        raise BrokenRule(
-            f"{where}: element {list(place)} is {actual[place]!s}, it should be "
-            f"{expected[place]!s} (allowed {limit:.2g}); {int(wrong.sum())} of {actual.size} "
-            "elements are wrong"
-        )
+    found = difference(actual, expected, limit)
+    if found.is_wrong:
+        raise BrokenRule(f"{where}: {found.text}")

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetpipe.check.difference import Array
+from hetpipe.check.reference import float64_results, tensors_of
 from hetpipe.conformance.check import NotAsked
-from hetpipe.conformance.rig import Array, in_float64, tensors_of, trace
+from hetpipe.conformance.rig import trace
 from hetpipe.sdk.graph import graph_calls
 
 LOOKED_AT = 24
@@ -99,7 +101,7 @@ def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
         raise Unasked("its results are not initialised")
     try:
         near = [each.numpy() for each in tensors_of(fn(*tensors))]
-        wide = in_float64(fn, tensors)
+        wide = float64_results(fn, tensors)
     except Exception as error:
         raise Unasked(f"torch cannot run it: {_first_line(error)}") from error
     if any(array.dtype.kind == "c" for array in near):
@@ -127,7 +129,7 @@ def _with_gradients(alone: Question) -> Question | None:
 
     try:
         near = [each.numpy() for each in tensors_of(both(*tensors))]
-        wide = in_float64(both, tensors)
+        wide = float64_results(both, tensors)
     except Exception:
         return None
     if len(near) != len(wide):

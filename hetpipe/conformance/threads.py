@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hetpipe.check.difference import Array
 from hetpipe.conformance.check import BrokenRule, Level, NotAsked, check, expect
 from hetpipe.conformance.copies import random_array, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.rig import WAIT_S, Array, Rig, compare
+from hetpipe.conformance.rig import WAIT_S, Rig, compare
 
 
 def at_once(*jobs: Callable[[], None]) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetpipe.check.difference import Array, case_tolerance, eps_of
+from hetpipe.check.reference import reference_values
 from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check, expect
-from hetpipe.conformance.rig import Array, Rig, compare, refusals, tolerance
+from hetpipe.conformance.rig import Rig, compare, refusals
 from hetpipe.sdk.graph import graph_outputs
 
 ROWS, MICROBATCHES, STEPS = 12, 3, 6
@@ -134,21 +136,20 @@ def _lacking(rig: Rig, model: Model) -> list[str]:
 
 
 def _program_check(model: Model, rig: Rig) -> None:
-    from hetpipe.diagnosis.judge import judged
-
     if lacking := _lacking(rig, model):
         raise NotAsked("refused: " + "; ".join(dict.fromkeys(lacking)))
     for cuts in ((), (2,)):
         for name, program in _programs(rig, model, cuts):
             generator = np.random.default_rng(5)
             inputs = [_example(slot, generator) for slot in program.inputs]
-            values = judged(program.graph, [torch.from_numpy(array) for array in inputs])
+            values = reference_values(program.graph, [torch.from_numpy(array) for array in inputs])
             expected = [values[node].numpy() for node in graph_outputs(program.graph)]
             executable = rig.device.compile(program.graph)
             outputs = rig.run(executable, [rig.put(array) for array in inputs])
             for slot, output, wide in zip(program.outputs, outputs, expected, strict=True):
                 where = f"{slot.role} {slot.name} of the {name}"
-                compare(rig.get(output), wide, tolerance(wide, output.dtype, 4096), where)
+                allowed = case_tolerance(wide, eps_of(output.dtype), 4096)
+                compare(rig.get(output), wide, allowed, where)
 
 
 def _example(slot: Any, generator: np.random.Generator) -> Array:

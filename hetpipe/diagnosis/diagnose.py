@@ -12,20 +12,13 @@ import torch
 from torch import fx
 
 from hetpipe.capture.program import CUT
+from hetpipe.check.difference import Difference, eps_of, tensor_difference
+from hetpipe.check.reference import is_comparable, reference_values, tensors_of, terms_of
 from hetpipe.crew.workers import Workers
-from hetpipe.diagnosis.judge import (
-    Difference,
-    difference,
-    eps_of,
-    is_comparable,
-    judged,
-    tensors_of,
-    terms_of,
-)
 from hetpipe.diagnosis.record import Culprit, Diagnosis, Verdict
 from hetpipe.diagnosis.rehearsal import Rehearsal, Run, Start
 from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
-from hetpipe.diagnosis.search import Finding, Search
+from hetpipe.diagnosis.search import Finding, Search, half_of
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
@@ -102,7 +95,7 @@ class _Examination:
         Raises `_FoundError` where the two part.
         """
         graph = of_one_replica(run.program.graph)
-        values = judged(graph, run.inputs)
+        values = reference_values(graph, run.inputs)
         given = [self._given(run, index) for index in range(len(run.inputs))]
         pairs = zip(graph_inputs(graph), given, strict=True)
         held = {node: value for node, value in pairs if isinstance(value, Held)}
@@ -127,8 +120,10 @@ class _Examination:
         if key not in self._compiled:
             name = self._trials[run.stage].compile(search.graph)
             terms = max(map(terms_of, graph_calls(search.graph)), default=1)
-            metas = [t for node in search.graph.graph.nodes for t in tensors_of(_meta(node))]
-            self._compiled[key] = _Compiled(name, search.graph, terms, eps_of(metas))
+            nodes = search.graph.graph.nodes
+            tensors = [t for node in nodes for t in tensors_of(node.meta.get("val"))]
+            eps = eps_of(*(tensor.dtype for tensor in tensors))
+            self._compiled[key] = _Compiled(name, search.graph, terms, eps)
         return self._compiled[key]
 
     def _run(self, run: Run, search: Search, given: Sequence[Given], keeps: bool = True) -> Outputs:
@@ -165,7 +160,7 @@ class _Examination:
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
         """Run on the same inputs again, after others. Raises `_FoundError` if results differ."""
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
-        self._run(run, search, [_half(value) for value in given], keeps=False)
+        self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)
         for found in self._parted(run, search, again, first.__getitem__):
             if self._is_beyond(search, found):
@@ -183,8 +178,8 @@ class _Examination:
         for node, actual in zip(graph_outputs(search.graph), outputs, strict=True):
             right = expected(node)
             if actual is not None and right is not None and is_comparable(node):
-                found = difference(actual, right, compiled.terms, compiled.eps)
-                if found.parts:
+                found = tensor_difference(actual, right, compiled.terms, compiled.eps)
+                if found.is_wrong:
                     parted.append(Finding((), node, found, actual))
         return parted
 
@@ -222,13 +217,3 @@ class _Examination:
                 continue  # a mask of an attention
             device = self._devices[run.member]
             self.not_finite = source_of(run, device, search.graph, search.values, node)
-
-
-def _half(value: Given) -> Given:
-    """Other numbers of the same form."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value if isinstance(value, Held) or not is_float else value * 0.5
-
-
-def _meta(node: fx.Node) -> object:
-    return node.meta.get("val")

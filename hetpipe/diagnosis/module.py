@@ -15,7 +15,8 @@ import torch
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.export.eager import EagerRun
 from hetpipe.capture.program import BUFFER, LOSS, PARAM, RNG
-from hetpipe.diagnosis.judge import judged, tensors_of
+from hetpipe.check.difference import half_digits, largest_magnitude
+from hetpipe.check.reference import reference_values, tensors_of
 from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
 from hetpipe.sdk.graph import graph_outputs, of_one_replica
 
@@ -39,10 +40,9 @@ class ModuleComparison:
     ) -> None:
         self.detail, self.notes = "", tuple[str, ...]()
         self._captured, self._rehearsal, self._leaves = captured, rehearsal, leaves
-        dtypes = [captured.precision.compute, captured.precision.cut, "float32"]
-        about = [torch.finfo(getattr(torch, dtype)) for dtype in dtypes if dtype is not None]
-        self._digits = math.sqrt(max(each.eps for each in about))
-        smallest_max = min(each.max for each in about)
+        dtypes = ("float32", captured.precision.compute, captured.precision.cut)
+        self._digits = half_digits(*dtypes)
+        smallest_max = min(torch.finfo(getattr(torch, name)).max for name in dtypes if name)
         if _draws_numbers(rehearsal.start):
             self.notes = (
                 "the module itself by eager torch, since dropout draws other masks there",
@@ -61,7 +61,7 @@ class ModuleComparison:
             self.notes = ("the module itself in float64, in which it does not run",)
         values = [*rehearsal.start.values[PARAM].values(), *self._leaves.values()]
         tensors = [*map(torch.tensor, values), *(output for _, output in self._exact.outputs)]
-        self._may_overflow = max(map(_largest, tensors)) > smallest_max**LARGE
+        self._may_overflow = max(map(largest_magnitude, tensors)) > smallest_max**LARGE
         self.detail = self._losses() or self._gradients()
 
     def _run(self, wide: bool) -> EagerRun:
@@ -99,14 +99,14 @@ class ModuleComparison:
             joined = self._captured.parts.join(arrays)
             found.update({n: torch.from_numpy(a) for n, a in joined.items() if n not in others})
         exact, near = self._exact.gradients, self._near.gradients
-        largest = max((_largest(gradient) for gradient in exact.values()), default=0.0)
+        largest = max((largest_magnitude(gradient) for gradient in exact.values()), default=0.0)
         for name in reversed(exact):
             actual = found.get(name, torch.zeros_like(exact[name]))
             if self._differs(actual, near[name], exact[name], FLOOR * largest):
-                error = float((actual.double() - exact[name].double()).abs().max())
+                error = largest_magnitude(actual.double() - exact[name].double())
                 return (
                     f"its gradient of {name} is off by {error:.3g}, where the module's largest is "
-                    f"{_largest(exact[name]):.3g}"
+                    f"{largest_magnitude(exact[name]):.3g}"
                 )
         return ""
 
@@ -116,11 +116,10 @@ class ModuleComparison:
         """Return whether a value is further from the exact one than rounding explains."""
         if self._may_overflow and not bool(actual.isfinite().all()):
             return False  # the order of a sum decides
-        error = (actual.double() - exact.double()).abs().nan_to_num(nan=math.inf)
-        spread = (near.double() - exact.double()).abs().nan_to_num(nan=math.inf)
-        largest = max(_largest(exact), floor)
-        allowed = self._digits * largest + ROUNDING * float(spread.max())
-        return not (bool(torch.equal(actual, near)) or float(error.max()) <= allowed)
+        error = largest_magnitude(actual.double() - exact.double())
+        spread = largest_magnitude(near.double() - exact.double())
+        allowed = self._digits * max(largest_magnitude(exact), floor) + ROUNDING * spread
+        return not (torch.equal(actual, near) or error <= allowed)
 
     def _first_layer(self) -> str:
         """Return the first module after the last one whose output the programs compute, too."""
@@ -128,22 +127,15 @@ class ModuleComparison:
         first = ""
         for name, output in self._exact.outputs:
             right = output.reshape(-1).double()
-            allowed = self._digits * max(_largest(right), 1e-30)
+            allowed = self._digits * max(largest_magnitude(right), 1e-30)
             if any(
-                float((value - right).abs().nan_to_num(nan=math.inf).max()) <= allowed
+                largest_magnitude(value - right) <= allowed
                 for value in values.get(right.numel(), ())
             ):
                 first = ""
             else:
                 first = first or name
         return f"; the output of layer {first} is the first that differs" if first else ""
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude; infinite for what is no number."""
-    if not tensor.numel():
-        return 0.0
-    return float(tensor.double().abs().nan_to_num(nan=math.inf).max())
 
 
 def _draws_numbers(start: Start) -> bool:
@@ -158,7 +150,7 @@ def _forward_values(start: Start) -> dict[int, list[torch.Tensor]]:
         if run.name != "forward":
             break
         graph = of_one_replica(run.program.graph)
-        by_node = judged(graph, run.inputs)
+        by_node = reference_values(graph, run.inputs)
         rehearsal.done(run, [by_node[node] for node in graph_outputs(graph)])
         for value in by_node.values() if run.microbatch == 0 else ():
             for tensor in tensors_of(value):

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from hetpipe.capture.program import GRAD, PARAM, Program, Slot
-from hetpipe.diagnosis.judge import Values, layer_of, tensors_of
+from hetpipe.check.reference import Values, call_of, layer_of, tensors_of
 from hetpipe.diagnosis.record import Culprit
 from hetpipe.diagnosis.rehearsal import Run
 from hetpipe.diagnosis.search import Finding
@@ -61,7 +61,7 @@ def source_of(
         read: list[fx.Node] = []
     else:
         read = inputs_of(node)
-        operators, layer = (operator_name(_call(node)),), _layers(run.program, [_call(node)])
+        operators, layer = (operator_name(call_of(node)),), _layers(run.program, [call_of(node)])
         text = f"{_first(values[node])}; {_inputs_text(read, values)}"
     return Culprit(
         stage=run.stage,
@@ -79,17 +79,12 @@ def source_of(
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node's operator reads."""
-    return list(_call(node).all_input_nodes)
+    return list(call_of(node).all_input_nodes)
 
 
 def is_finite(value: object) -> bool:
     """Whether all of a node's value is."""
     return all(bool(t.isfinite().all()) for t in tensors_of(value) if t.is_floating_point())
-
-
-def _call(node: fx.Node) -> fx.Node:
-    """The operator's call, of which the node may be an item."""
-    return node.all_input_nodes[0] if operator_name(node) == "getitem" else node
 
 
 def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:

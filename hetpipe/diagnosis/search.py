@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,29 +12,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.diagnosis.judge import (
-    Difference,
+from hetpipe.check.difference import Difference, eps_of, tensor_difference
+from hetpipe.check.noise import disturb_node, rounding_effects
+from hetpipe.check.reference import (
     Value,
     Values,
-    difference,
-    eps_of,
-    exactly,
+    call_of,
+    exact_value,
     is_comparable,
-    judged,
-    node_spread,
-    spread,
+    reference_values,
     tensors_of,
     terms_of,
 )
+from hetpipe.check.search import first_fault, others_fail, shortest_fault
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.sdk.graph import graph_inputs, operator_name
-from hetpipe.sdk.parts import Part, part_of, reachable, units_of
+from hetpipe.sdk.parts import Part, Unit, part_of, reachable, units_of
 from hetpipe.sdk.recurrent import is_workspace
 from hetpipe.worker.graph_trials import Held
 
 NOISY_RUNS = 3
 REPEATS = 6
-ELSEWHERE = 4  # operators that are tried after a failure
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,15 @@ class Search:
     def alone(self, outputs: Iterable[fx.Node] | None = None) -> Finding | None:
         """The first operator that is wrong by itself, given the judge's inputs; of those that these
         outputs depend on, if any are given."""
-        needed = None if outputs is None else reachable(outputs, ())
-        for number, unit in enumerate(self._units):
-            if needed is not None and needed.isdisjoint(unit):
-                continue
-            if (finding := self._window(number, number + 1)) is not None:
-                return finding
-        return None
+        units: Iterable[Unit] = self._units
+        if outputs is not None:
+            needed = reachable(outputs, ())
+            units = (unit for unit in units if not needed.isdisjoint(unit))
+        return first_fault(units, lambda unit: self._probe([unit]))
 
     def is_steady(self, finding: Finding) -> bool:
         """Whether an operator that is wrong by itself is so in the same way each time."""
-        number = next(n for n, unit in enumerate(self._units) if unit[0] in finding.nodes)
-        part = self._part(number, number + 1)
+        part = self._part([next(unit for unit in self._units if unit[0] in finding.nodes)])
         if part is None or finding.failure or finding.actual is None:
             return True
         index = part.results.index(finding.output)
@@ -87,47 +82,26 @@ class Search:
             outputs = self._trials.run(name, [self._given(source) for source in part.sources])
             again = declared(outputs[index], finding.actual.dtype)
             terms = terms_of(part.nodes[0])
-            if again is None or difference(again, finding.actual, terms).parts:
+            if again is None or tensor_difference(again, finding.actual, terms).is_wrong:
                 return False
         return True
 
     def unsteady(self) -> Finding | None:
         """The first operator that is wrong once it has had other inputs, or now and then."""
-        for number in range(len(self._units)):
-            if (finding := self._repeated(number)) is not None:
-                return finding
-        return None
+        return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
         """The shortest run of operators, in the graph's order, that is wrong in one graph."""
-        right, wrong = 0, len(self._units)
-        finding = self._window(0, wrong)
-        if finding is None:
-            return None
-        while wrong - right > 1:
-            middle = (right + wrong) // 2
-            shorter = self._window(0, middle)
-            if shorter is None:
-                right = middle
-            else:
-                wrong, finding = middle, shorter
-        low, high = 0, wrong  # from `low` it is wrong, from `high` right
-        while high - low > 1:
-            middle = (low + high) // 2
-            shorter = self._window(middle, wrong)
-            if shorter is None:
-                high = middle
-            else:
-                low, finding = middle, shorter
-        return finding
+        return shortest_fault(self._units, self._probe)
 
     def fails_elsewhere(self, finding: Finding) -> bool:
         """Whether the device raises in all other operators, too: it may be lost."""
-        failed = {operator_name(node) for node in finding.nodes}
-        others = {operator_name(unit[0]): n for n, unit in enumerate(self._units)}
-        numbers = [n for name, n in others.items() if name not in failed]
-        found = [self._window(n, n + 1) for n in numbers[:ELSEWHERE]]
-        return bool(found) and all(each is not None and each.failure for each in found)
+
+        def fails(unit: Unit) -> bool:
+            found = self._probe([unit])
+            return found is not None and bool(found.failure)
+
+        return others_fail(self._units, {operator_name(node) for node in finding.nodes}, fails)
 
     def allowed(self, node: fx.Node) -> float:
         """The error of a node that rounding explains, of all nodes before it as well."""
@@ -139,16 +113,17 @@ class Search:
         inputs = [self.values[node] for node in graph_inputs(self.graph)]
         worst: dict[fx.Node, float] = {}
         for seed in range(NOISY_RUNS):
-            noisy = judged(self.graph, inputs, torch.Generator().manual_seed(seed))
+            disturb = partial(disturb_node, torch.Generator().manual_seed(seed))
+            noisy = reference_values(self.graph, inputs, disturb)
             for node, value in noisy.items():
                 if isinstance(value, torch.Tensor) and is_comparable(node):
-                    own = spread([value], self.values[node])
-                    worst[node] = max(worst.get(node, 0.0), own)
+                    effect = tensor_difference(value, self.values[node], 1).error
+                    worst[node] = max(worst.get(node, 0.0), effect)
         return worst
 
-    def _window(self, low: int, high: int) -> Finding | None:
-        """Run the units low..high in one graph; None if they are right, or cannot be run so."""
-        if (part := self._part(low, high)) is None:
+    def _probe(self, units: Sequence[Unit]) -> Finding | None:
+        """Run units in one graph; return None if they are right, or cannot run in one graph."""
+        if (part := self._part(units)) is None:
             return None
         try:
             name = self._trials.compile(part.graph)
@@ -157,20 +132,20 @@ class Search:
         except DeviceFailedError as error:
             return None if error.refused else _failing(part, str(error))
         for node, output in zip(part.results, outputs, strict=True):
-            found, actual = self._compare(node, output, self.values, single=high - low == 1)
-            if found.parts:
+            found, actual = self._compare(node, output, self.values, len(units) == 1)
+            if found.is_wrong:
                 return Finding(part.nodes, node, found, actual)
         return None
 
-    def _repeated(self, number: int) -> Finding | None:
-        """Run one unit again and again, on its inputs and on the half of them in turn."""
-        if (part := self._part(number, number + 1)) is None:
+    def _probe_again(self, unit: Unit) -> Finding | None:
+        """Run a unit several times, on its inputs and on half their values in turn."""
+        if (part := self._part([unit])) is None:
             return None
         if any(source in self._held for source in part.sources):
             return None
-        halved = {source: _half(self.values[source]) for source in part.sources}
+        halved = {source: half_of(self.values[source]) for source in part.sources}
         call = part.nodes[0]
-        halved[call] = exactly(call, fx.map_arg((call.args, call.kwargs), halved.__getitem__))
+        halved[call] = exact_value(call, fx.map_arg((call.args, call.kwargs), halved.__getitem__))
         halved.update({item: halved[call][item.args[1]] for item in part.nodes[1:]})
         try:
             name = self._trials.compile(part.graph)
@@ -178,17 +153,17 @@ class Search:
                 inputs = [self._given(source, values) for source in part.sources]
                 outputs = self._trials.run(name, inputs)
                 for node, output in zip(part.results, outputs, strict=True):
-                    found, actual = self._compare(node, output, values, single=True)
-                    if found.parts:
+                    found, actual = self._compare(node, output, values, True)
+                    if found.is_wrong:
                         return Finding(part.nodes, node, found, actual)
             self._trials.forget(name)
         except DeviceFailedError as error:
             return None if error.refused else _failing(part, str(error))
         return None
 
-    def _part(self, low: int, high: int) -> Part | None:
-        """The units low..high as a graph; None if it has no result, or unknown inputs."""
-        part = part_of(self.graph, self._units[low:high], is_comparable)
+    def _part(self, units: Sequence[Unit]) -> Part | None:
+        """Return units as a graph; None if it has no result, or unknown inputs."""
+        part = part_of(self.graph, units, is_comparable)
         if part is None or any(is_workspace(s) and s not in self._held for s in part.sources):
             return None
         return replace(part, graph=_castable(part.graph, self._held))
@@ -205,10 +180,11 @@ class Search:
         """Compare a node's value: by itself, or after others in one graph."""
         actual, expected = declared(output, node.meta["val"].dtype), values[node]
         assert actual is not None
-        call = node.all_input_nodes[0] if operator_name(node) == "getitem" else node
+        call = call_of(node)
         read = [t for source in call.all_input_nodes for t in tensors_of(values[source])]
-        found = difference(actual, expected, terms_of(call), eps_of([*read, expected]))
-        if not found.parts:
+        eps = eps_of(*(tensor.dtype for tensor in read))
+        found = tensor_difference(actual, expected, terms_of(call), eps)
+        if not found.is_wrong:
             return found, actual
         extra = _beyond(call, node, values) if single else self.allowed(node)
         return Difference(found.error, found.allowed + extra), actual
@@ -223,14 +199,15 @@ def _failing(part: Part, text: str) -> Finding:
 def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:
     """The error that a single operator may have beyond the usual bound."""
     arguments: Any = fx.map_arg((call.args, call.kwargs), values.__getitem__)
-    spreads = node_spread(call, arguments, values[call])
+    effects = rounding_effects(call, arguments, values[call])
     if call is node:
-        return spreads[0]
-    own = [id(tensor) for tensor in tensors_of(values[call])]
-    return spreads[own.index(id(values[node]))]
+        return effects[0]
+    ids = [id(tensor) for tensor in tensors_of(values[call])]
+    return effects[ids.index(id(values[node]))]
 
 
-def _half(value: Value) -> Value:
+def half_of(value: Value) -> Value:
+    """Return half of a floating tensor, and other values as they are."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value * 0.5 if is_float else value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE
+from hetpipe.check.difference import half_digits
 from hetpipe.diagnosis.diagnose import diagnose
 from hetpipe.diagnosis.module import ModuleComparison
 from hetpipe.diagnosis.record import Diagnosis
@@ -62,8 +62,7 @@ def _apart(subject: Subject, rehearsal: Rehearsal, loss: float, grads: Mapping[s
     """Describe how loss or gradients of the pipeline's pass differ from the programs'; empty if
     they agree."""
     precision = subject.captured.precision
-    dtypes = [d for d in (precision.compute, precision.cut, "float32") if d is not None]
-    digits = math.sqrt(max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes))
+    digits = half_digits(precision.compute, precision.cut)
     if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):
         return f"its loss is {loss:.6g}, the loss of the single programs is {rehearsal.loss:.6g}"
     for stage, named in zip(rehearsal.start.stages, rehearsal.grads, strict=True):

@@ -30,7 +30,7 @@ from hetpipe.sdk.kernelspec import KernelSpec, Tolerance, read_spec
 from hetpipe.sdk.references import load_reference
 from hetpipe.sdk.registry import get_backend
 from hetpipe.workbench.case import POISONS, Run, call_of, expected, sizes_of
-from hetpipe.workbench.compare import Difference, difference
+from hetpipe.workbench.compare import OutputError, output_error
 
 
 def main(argv: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class _Bench:
     def _judged(
         self, call: KernelCall, right: Mapping[str, Array], sizes: Mapping[str, int],
         again: KernelCall | None,
-    ) -> tuple[list[Flaw], dict[str, Difference]]:  # fmt: skip
+    ) -> tuple[list[Flaw], dict[str, OutputError]]:  # fmt: skip
         """The flaws of a run, and the error of each output. `again` is the same with other bytes
         in the outputs."""
         spec = self._spec
@@ -125,7 +125,7 @@ class _Bench:
         for name, actual in first.items():
             tolerance = spec.tolerance.get(name, Tolerance())
             terms = tolerance.terms.value(sizes)
-            found = differences[name] = difference(actual, right[name], tolerance, terms)
+            found = differences[name] = output_error(actual, right[name], tolerance, terms)
             if found.wrong and not any(flaw.kind == "not written" for flaw in flaws):
                 line = self._line(call, name)
                 flaws.append(Flaw("wrong result", call.function, f"{name}: {found.text}", line))

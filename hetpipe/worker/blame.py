@@ -1,6 +1,6 @@
-"""Blame: an error of a device names the operator and the layer, whatever the device itself says.
+"""Errors of a device with the operator and the layer, whatever text the device raises.
 
-Where it does not say it, the graph is compiled or run once more, operator by operator.
+If the text names no operator, the graph is compiled or run again, operator by operator.
 """
 
 from __future__ import annotations
@@ -9,33 +9,38 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from torch import fx
 
+from hetpipe.check.reference import operator_and_layer
+from hetpipe.check.search import first_fault, others_fail
 from hetpipe.errors import BackendError, BundleError, HetpipeError, UnsupportedOperatorError
 from hetpipe.process import start_refusal
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.inputs import form_of
-from hetpipe.sdk.parts import Part, part_of, units_of
+from hetpipe.sdk.parts import Part, Unit, part_of, units_of
 from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import host_dtype
 
 SEARCH_S = 20.0
-"""Seconds that the search for an operator may take; other workers wait meanwhile."""
-LISTED = 8  # operators in a message
-LOST = 3  # other operators that fail, too, before a device is taken for lost
+"""The time limit of the search for an operator; other workers wait meanwhile."""
+LISTED = 8
+"""The most operators that a message names."""
+
+_DEVICE_METHODS = ("compile", "compile_all", "compile_ahead", "upload", "download", "download_part")
 
 
 def compile_graphs(device: Device, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-    """`Device.compile_all`. Raises `BackendError` with operator and layer for any exception."""
+    """Call `Device.compile_all`. Raises `BackendError` with operator and layer if it fails."""
     try:
         return device.compile_all(graphs)
     except (UnsupportedOperatorError, BundleError):
         raise
     except Exception as error:
-        if _is_clear(error, graphs):
+        if _names_operator(error, graphs):
             raise
         raise _compile_error(device, graphs, error) from error
 
@@ -47,18 +52,18 @@ def run_error(
     donated: Collection[int],
     error: Exception,
 ) -> Exception:
-    """The error to raise for one of a run: with operator and layer, or else all that there are."""
-    if _is_clear(error, [graph]):
+    """Return the error of a run with the failing operator, or with all operators of the graph."""
+    if _names_operator(error, [graph]):
         return error
     try:
-        place = _place_of_run(device, graph, inputs, donated)
-    except Exception:  # not even an input can be made any more
-        place = f"{_named(graph)} failed, and uploads fail now: the device may be lost"
+        place = _failing_operator(device, graph, inputs, donated)
+    except Exception:  # the device accepts no inputs any more
+        place = f"{_describe(graph)} failed, and uploads fail now: the device may be lost"
     return BackendError(f"{device.info.id}: {place}: {summary(error)}")
 
 
 def summary(error: BaseException) -> str:
-    """One line: a `HetpipeError` speaks for itself, others need their type and place."""
+    """Return one line: the text of a `HetpipeError`; of others also the type and the place."""
     if isinstance(error, HetpipeError):
         return str(error)
     if refusal := start_refusal(error):
@@ -69,23 +74,21 @@ def summary(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback as text."""
+    """Return the traceback as text."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-def deed_of(error: BaseException) -> str:
-    """The method of a device in which an exception was raised, `upload` say; empty for none."""
+def failing_method(error: BaseException) -> str:
+    """Return the name of the device's method that raised, such as `upload`; empty if none did."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), Device) and frame.f_code.co_name in _DEEDS:
-            return frame.f_code.co_name
+        name = frame.f_code.co_name
+        if isinstance(frame.f_locals.get("self"), Device) and name in _DEVICE_METHODS:
+            return name
     return ""
 
 
-_DEEDS = ("compile", "compile_all", "compile_ahead", "upload", "download", "download_part")
-
-
-def _is_clear(error: Exception, graphs: Sequence[fx.GraphModule]) -> bool:
-    """Whether an error of the device names an operator."""
+def _names_operator(error: Exception, graphs: Sequence[fx.GraphModule]) -> bool:
+    """Return whether a device's error names an operator of the graphs."""
     calls = (node for graph in graphs for node in graph_calls(graph))
     text = str(error)
     return isinstance(error, HetpipeError) and any(operator_name(node) in text for node in calls)
@@ -94,39 +97,40 @@ def _is_clear(error: Exception, graphs: Sequence[fx.GraphModule]) -> bool:
 def _compile_error(
     device: Device, graphs: Sequence[fx.GraphModule], error: Exception
 ) -> BackendError:
+    """Return the error of the first graph, and of its first operator, that does not compile."""
     end_s = time.monotonic() + SEARCH_S
     for graph in graphs:
         try:
             device.compile(graph)
-        except Exception as own:
-            error = own
-        else:
-            continue
-        for part in _parts(graph, end_s):
-            try:
-                device.compile(part.graph)
-            except UnsupportedOperatorError:
-                continue
-            except Exception as own:
-                place = f"{device.info.id} cannot compile {_operator(part)}"
-                return BackendError(f"{place}: {summary(own)}")
-        return BackendError(
-            f"{device.info.id} cannot compile {_named(graph)}, though each operator by itself: "
-            f"{summary(error)}"
-        )
+        except Exception as graph_error:
+            found = first_fault(_parts(graph, end_s), partial(_compile_fault, device))
+            default = f"{_describe(graph)}, though each operator by itself: {summary(graph_error)}"
+            return BackendError(f"{device.info.id} cannot compile {found or default}")
     return BackendError(
         f"{device.info.id} cannot compile {len(graphs)} graphs together, though each by itself: "
         f"{summary(error)}"
     )
 
 
-def _place_of_run(
+def _compile_fault(device: Device, part: Part) -> str | None:
+    """Describe why one operator does not compile; None if it does, or is unsupported."""
+    try:
+        device.compile(part.graph)
+    except UnsupportedOperatorError:
+        return None
+    except Exception as error:
+        return f"{operator_and_layer(part.nodes[0])}: {summary(error)}"
+    return None
+
+
+def _failing_operator(
     device: Device, graph: fx.GraphModule, inputs: Sequence[Buffer], donated: Collection[int]
 ) -> str:
-    """The operator that fails by itself, or all that there are."""
+    """Run a graph operator by operator, and describe the first one that fails."""
     values: dict[fx.Node, Buffer] = {}
     for index, (node, buffer) in enumerate(zip(graph_inputs(graph), inputs, strict=True)):
-        values[node] = _zeros(device, node) if index in donated else buffer  # overwritten by now
+        # The failed run may have overwritten donated inputs.
+        values[node] = _zeros(device, node) if index in donated else buffer
     readers = Counter(source for node in graph_calls(graph) for source in node.all_input_nodes)
     for part in _parts(graph, time.monotonic() + SEARCH_S):
         if not all(source in values for source in part.sources):
@@ -134,17 +138,17 @@ def _place_of_run(
         try:
             outputs = _run(device, part, [values[source] for source in part.sources])
         except UnsupportedOperatorError:
-            break  # it runs together with others alone
+            break  # the device runs it only together with others
         except Exception:
-            if _is_lost(device, graph, part):
-                return f"{_operator(part)} failed, and others fail now: the device may be lost"
-            return f"{_operator(part)} failed"
+            place = f"{operator_and_layer(part.nodes[0])} failed"
+            lost = ", and others fail now: the device may be lost"
+            return place + lost if _is_lost(device, graph, part) else place
         values.update(zip(part.results, outputs, strict=True))
         for node in part.nodes:
             readers.subtract(node.all_input_nodes)
         for source in [source for source in values if readers[source] <= 0]:
             del values[source]
-    return f"{_named(graph)} failed, though no operator of it fails by itself"
+    return f"{_describe(graph)} failed, though no operator of it fails by itself"
 
 
 def _run(device: Device, part: Part, inputs: Sequence[Buffer]) -> list[Buffer]:
@@ -162,24 +166,22 @@ def _zeros(device: Device, node: fx.Node) -> Buffer:
 
 
 def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
-    """Whether operators of other kinds fail as well, on zeros."""
-    tried = {operator_name(failed.nodes[0])}
-    for part in _parts(graph, time.monotonic() + SEARCH_S):
-        if (name := operator_name(part.nodes[0])) in tried:
-            continue
+    """Return whether operators of other kinds fail too, on zeros."""
+
+    def fails(unit: Unit) -> bool:
+        if (part := part_of(graph, [unit])) is None:
+            return False
         try:
             _run(device, part, [_zeros(device, source) for source in part.sources])
         except Exception:
-            tried.add(name)
-            if len(tried) > LOST:
-                break
-        else:
-            return False
-    return len(tried) > 1
+            return True
+        return False
+
+    return others_fail(units_of(graph), {operator_name(failed.nodes[0])}, fails)
 
 
 def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
-    """The units of a graph as graphs, until the time is over."""
+    """Yield each unit of a graph as a graph, until `end_s`."""
     for unit in units_of(graph):
         if time.monotonic() > end_s:
             return
@@ -187,12 +189,8 @@ def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
             yield part
 
 
-def _operator(part: Part) -> str:
-    return f"{operator_name(part.nodes[0])} of layer {part.nodes[0].meta.get('layer', '?')}"
-
-
-def _named(graph: fx.GraphModule) -> str:
-    """A graph by its layers and operators."""
+def _describe(graph: fx.GraphModule) -> str:
+    """Return a graph's layers and operators."""
     calls = list(graph_calls(graph))
     layers = list(dict.fromkeys(str(node.meta["layer"]) for node in calls if "layer" in node.meta))
     names = list(dict.fromkeys(map(operator_name, calls)))

@@ -38,7 +38,7 @@ from hetpipe.wire.messages import (
 )  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.bind import Key
-from hetpipe.worker.blame import deed_of, summary, trace_of
+from hetpipe.worker.blame import failing_method, summary, trace_of
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
@@ -134,9 +134,9 @@ class Service:
         operation."""
         if isinstance(error, EdgeClosedError):
             return f"the connection to a neighbouring worker is lost {error}".rstrip()
-        if isinstance(error, HetpipeError) or not (deed := deed_of(error)):
+        if isinstance(error, HetpipeError) or not (method := failing_method(error)):
             return summary(error)
-        return f"{self._order.member.device} fails in {deed}: {summary(error)}"
+        return f"{self._order.member.device} fails in {method}: {summary(error)}"
 
     def _open(self) -> Device:
         order = self._order

@@ -20,7 +20,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.kernelspec import Tolerance, read_spec
 from hetpipe.sdk.registry import devices_of
 from hetpipe.sdk.sizes import Size
-from hetpipe.workbench.compare import difference
+from hetpipe.workbench.compare import output_error
 from hetpipe.workbench.trial import Outcome, check_sizes, outcomes, trial_of
 
 CHECKER = next((each for each in IDS if "oclgrind" in each), None)
@@ -521,20 +521,20 @@ def test_error_classes() -> None:
     near = right.astype(np.float32)
     near[0] = np.nextafter(np.float32(1.0), np.float32(2.0))
     ulp = Tolerance("ulp", 1.0)
-    assert difference(near, right, ulp, 1).wrong == 0
-    assert difference(near, right, ulp, 1).ulp == 1
-    assert difference(near, right, Tolerance("exact"), 1).wrong == 1
-    assert difference(near, right, Tolerance("sum"), 1).wrong == 0
-    assert 0 < difference(near, right, Tolerance("sum"), 1).share < 0.1
+    assert output_error(near, right, ulp, 1).wrong == 0
+    assert output_error(near, right, ulp, 1).ulp == 1
+    assert output_error(near, right, Tolerance("exact"), 1).wrong == 1
+    assert output_error(near, right, Tolerance("sum"), 1).wrong == 0
+    assert 0 < output_error(near, right, Tolerance("sum"), 1).share < 0.1
     beyond = np.array([1e200, 1.0])  # a value beyond float32 does not widen the class
-    assert difference(np.array([np.inf, 1.1], np.float32), beyond, Tolerance("sum"), 1).wrong == 1
+    assert output_error(np.array([np.inf, 1.1], np.float32), beyond, Tolerance("sum"), 1).wrong == 1
     for bad in (np.array([1, 2, -np.inf, np.nan]), np.array([1, 2, np.inf, 0.0])):
         for tolerance in (ulp, Tolerance("sum"), Tolerance("exact")):
-            assert difference(bad.astype(np.float32), right, tolerance, 1).wrong == 1
+            assert output_error(bad.astype(np.float32), right, tolerance, 1).wrong == 1
     large = np.array([1000.0, 0.0])
     off = np.array([1000.0, 1e-3], np.float32)
-    assert difference(off, large, Tolerance("sum"), 1).wrong == 0  # 16 eps of 1000 is 1.9e-3
-    assert difference(off, large, ulp, 1).wrong == 1
+    assert output_error(off, large, Tolerance("sum"), 1).wrong == 0  # 16 eps of 1000 is 1.9e-3
+    assert output_error(off, large, ulp, 1).wrong == 1
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from hetpipe.backends.native import include_folder
 from native_libraries import EXAMPLE, example, faulty, open_library
 from test_operators import check, graph_of, inputs_of, refusal
 
+from hetpipe.check.selftest import selftest
 from hetpipe.conformance.cases import CASES, Case
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import core_decompositions, graph_calls, operator_name
-from hetpipe.sdk.selftest import selftest
 
 
 @functools.cache

@@ -8,9 +8,9 @@ import pytest
 from found_devices import infos, opened
 from hetpipe.backends.numpy import NumpyDevice
 
+from hetpipe.check.selftest import selftest
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
-from hetpipe.sdk.selftest import selftest
 
 
 @pytest.mark.parametrize("device_id", [info.id for info in infos()])

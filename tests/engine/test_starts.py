@@ -16,6 +16,7 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe import process
 from hetpipe.bench.plain import PlainTorch
+from hetpipe.check.selftest_process import run_selftests
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
@@ -25,7 +26,6 @@ from hetpipe.profile.links import small_stages
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk import registry
 from hetpipe.sdk.registry import devices_of
-from hetpipe.sdk.tested import run_selftests
 
 TRAP = "raise RuntimeError('the file in the working folder was imported: ' + __file__)\n"
 BACKEND = """

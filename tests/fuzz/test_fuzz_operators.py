@@ -14,8 +14,9 @@ from fuzzing import ACCEPTED, REFUSED, outcomes
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, composite
 
+from hetpipe.check.reference import float64_results, tensors_of
 from hetpipe.conformance.check import NotAsked
-from hetpipe.conformance.rig import Rig, in_float64, tensors_of
+from hetpipe.conformance.rig import Rig
 from hetpipe.sdk.registry import discover_devices, open_device
 
 DEVICES = [
@@ -163,7 +164,7 @@ def attempt(rig: Rig, case: Case) -> str:
     inputs = case.inputs()
     try:
         own = [tensor.numpy() for tensor in tensors_of(case.function(*inputs))]
-        wide = in_float64(case.function, inputs)
+        wide = float64_results(case.function, inputs)
     except (RuntimeError, IndexError):
         return REFUSED  # by torch
     try:

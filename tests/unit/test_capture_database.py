@@ -27,8 +27,10 @@ from hetpipe.capture.passes.joint_graph import trace_joint
 from hetpipe.capture.passes.partition import partition
 from hetpipe.capture.program import CUT, INPUT, TANGENT, PassPrograms
 from hetpipe.capture.slots import Key, drop_dead, placeholders, results
+from hetpipe.check.difference import case_tolerance, eps_of
+from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule
-from hetpipe.conformance.rig import compare, tensors_of, tolerance
+from hetpipe.conformance.rig import compare
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.graph import require_support
@@ -152,7 +154,7 @@ class Case:
     ) -> None:
         wide, near = exact.numpy(force=True), single.numpy(force=True)
         terms = max([leaf.numel() for leaf in self.leaves], default=1) or 1
-        limit = tolerance(wide, near.dtype.name, terms)
+        limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
         error = abs(near.astype("float64") - wide) if near.dtype.kind == "f" else np.zeros(1)
         error = error[np.isfinite(error)]
         limit = max(limit, ILL_CONDITIONED * float(error.max(initial=0.0)))

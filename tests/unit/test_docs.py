@@ -13,11 +13,11 @@ from found_devices import run
 from torch import nn
 
 from hetpipe.capture import capture
+from hetpipe.check.selftest import selftest
 from hetpipe.optim import sgd
 from hetpipe.sdk import primitive_decompositions, registry
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
-from hetpipe.sdk.selftest import selftest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetpipe.diagnosis.judge import difference, judged
+from hetpipe.check.difference import tensor_difference
+from hetpipe.check.reference import reference_values
 from hetpipe.sdk.graph import canonical, graph_outputs
 
 LARGE = 3e38
@@ -20,7 +21,7 @@ def judgement(
     """The judge's value of `fn(x, w)`."""
     graph = canonical(make_fx(lambda x, w: (fn(x, w),), tracing_mode="fake")(x, w))
     (result,) = graph_outputs(graph)
-    value = judged(graph, [x, w])[result]
+    value = reference_values(graph, [x, w])[result]
     assert isinstance(value, torch.Tensor)
     return value
 
@@ -33,9 +34,9 @@ def test_an_overflowing_sum_determines_nothing() -> None:
     value = judgement(lambda x, w: torch.sigmoid(x @ w), x, w)
     assert value.isnan().tolist() == [[True, False]]
     own = torch.tensor([[math.nan, 1.0]])
-    assert not difference(own, value, 3).parts
+    assert not tensor_difference(own, value, 3).is_wrong
     own[0, 1] = math.nan
-    assert difference(own, value, 3).parts
+    assert tensor_difference(own, value, 3).is_wrong
 
 
 def test_an_infinity_that_is_given_stays_one() -> None:

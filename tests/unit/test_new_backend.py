@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hetpipe.check.selftest import selftest
 from hetpipe.cli.app import app
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk import registry
-from hetpipe.sdk.selftest import selftest
 
 
 @pytest.fixture(autouse=True)

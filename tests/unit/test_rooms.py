@@ -29,9 +29,10 @@ a crew; a diagnosis and a profile ask a crew's workers; the crew's controller st
 shares their vocabulary; workers talk over wires, which know of neither.
 """
 GROUND = {
-    "capture": {"optim", "sdk"},  # graphs in the operators of a backend, and of its updates
+    "capture": {"check", "optim", "sdk"},  # graphs in a backend's operators, and of its updates
     "checkpoint": {"capture"},  # the roles of what it stores
-    "cluster": {"cost", "sdk"},  # devices are there or not; boards have costs
+    "check": {"sdk"},  # graphs and devices whose numbers it judges
+    "cluster": {"check", "cost", "sdk"},  # devices are there and tested, or not; boards have costs
     "cost": set(),
     "optim": set(),
     "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
@@ -56,7 +57,7 @@ WALLS = (("capture/export", "capture/passes"),)
 
 WITHOUT_CIRCLES = (
     "pipeline", "diagnosis", "profile", "crew", "worker", "wire", "schedule", "capture",
-    "checkpoint", "optim", "report", "zoo", "cluster", "cost", "simulate", "plan",
+    "checkpoint", "optim", "report", "zoo", "cluster", "cost", "simulate", "plan", "check",
 )  # fmt: skip
 FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
+from hetpipe.check import selftest_process as tested
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.local import DeviceWarning
 from hetpipe.conformance import run
 from hetpipe.conformance.check import Level
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk import registry, tested
+from hetpipe.sdk import registry
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from hetpipe.capture.export.example import Array, Example
 from hetpipe.capture.export.torch_export import with_loss
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.precision import Precision
+from hetpipe.check.reference import default_dtype, to_float64
 
 PREFIX = "model."
 """Prefix of the model's names in the module that joins model and loss."""
@@ -61,14 +62,14 @@ class EagerModule:
         for full, tensor in [*module.named_parameters(), *module.named_buffers()]:
             name = full.removeprefix(PREFIX)
             value = torch.tensor(values[name]) if name in values else tensor.detach().clone()
-            tensors[full] = _widen(value) if wide else value
+            tensors[full] = to_float64(value) if wide else value
             if name in self.trainable:
                 parameters[name] = tensors[full].requires_grad_()
         losses, outputs = [], list[tuple[str, torch.Tensor]]()
         with self.modes.apply(), self._dtypes(wide), torch.enable_grad():
             for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
                 leaves = [torch.tensor(feed[name]) for name in self.example.names]
-                arguments = tuple(map(_widen, leaves)) if wide else tuple(leaves)
+                arguments = tuple(to_float64(leaves)) if wide else tuple(leaves)
                 with _record_outputs(module, outputs, number == 0):
                     loss = functional_call(module, tensors, arguments)[0]
                 if loss.requires_grad:
@@ -77,19 +78,8 @@ class EagerModule:
         gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
         return EagerRun(losses, gradients, outputs)
 
-    @contextmanager
-    def _dtypes(self, wide: bool) -> Iterator[None]:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64 if wide else before)
-        try:
-            with nullcontext() if wide else self.precision.autocast():
-                yield
-        finally:
-            torch.set_default_dtype(before)
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    def _dtypes(self, wide: bool) -> AbstractContextManager[object]:
+        return default_dtype(torch.float64) if wide else self.precision.autocast()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Self-tests of devices in processes of their own: a driver that crashes or hangs harms nothing.
+"""Self-tests of devices in separate processes: a driver that crashes or hangs harms nothing.
 
     this process  --pairs of reference and device-->  a process that imports torch once
                                                         |  forks one child per device, in turn
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 LIMIT = "HETPIPE_SELFTEST_LIMIT_S"
-"""Variable with the longest that the test of a device may take; 60 s, and most take two."""
+"""Variable with the time limit of a device's test; 60 s by default, most tests take two."""
 
 GRACE_S = 5.0
 """Seconds for a late test to say where it hangs, before it is killed."""
@@ -39,7 +39,7 @@ _PASSED = Entries("selftests", "json", 200)
 
 
 def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(device id, the fields of `SelfTest` or ok and message) of each device, as they come."""
+    """Yield (device id, result) as tests end: the fields of `SelfTest`, or ok and message."""
     seconds(LIMIT, 60.0)  # what is wrong with it is no fault of a device
     pairs = [(backend_reference(info.backend), info.id) for info in infos]
     for device_id in [device_id for reference, device_id in pairs if reference is None]:
@@ -49,7 +49,7 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
         return
     reading, writing = os.pipe()
     tester = subprocess.Popen(
-        process.command("hetpipe.sdk.tested", writing, *arguments),
+        process.command("hetpipe.check.selftest_process", writing, *arguments),
         env=process.environment(),
         pass_fds=(writing,),
         stdin=subprocess.DEVNULL,
@@ -75,10 +75,10 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
 
 
 def trusted(info: DeviceInfo) -> str:
-    """Why a device must not join a cluster unasked; empty if it may.
+    """Return why a device must not join a cluster unasked; empty if it may.
 
-    A device of hetpipe's own backends may, unless its runtime is unknown to them. Any other is
-    tested once, and again when its backend, driver or description changes.
+    A device of hetpipe's backends may, unless they do not know its runtime. Other devices are
+    tested once, and again after a change of their backend, driver or description.
     """
     provider = provider_of(info.backend)
     if provider.ours and not info.capabilities.untried:
@@ -111,15 +111,15 @@ def _prepare() -> None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    from hetpipe.check.selftest import trace_step
     from hetpipe.sdk.graph import core_decompositions
-    from hetpipe.sdk.selftest import traced
 
-    traced(core_decompositions())
+    trace_step(core_decompositions())
     torch.set_num_threads(threads)
 
 
 def _in_child(reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
-    """The result of a test in a fork of this process."""
+    """Return the result of a test in a fork of this process."""
     import select
 
     reading, writing = os.pipe()
@@ -161,8 +161,8 @@ def _in_child(reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
 
 
 def _test(device_id: str) -> dict[str, Any]:
+    from hetpipe.check.selftest import selftest
     from hetpipe.sdk.registry import open_device
-    from hetpipe.sdk.selftest import selftest
 
     try:
         device = open_device(device_id)

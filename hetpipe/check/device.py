@@ -1,7 +1,7 @@
-"""Devices of torch's own operators: one computes in float64 whatever the dtypes of its graphs.
+"""Reference devices: torch's operators in float64, and in the dtypes that graphs declare.
 
-Its buffers have the shapes and dtypes that graphs declare, and hold more digits. What is downloaded
-is rounded once. The other is the same in the dtypes that are declared.
+Buffers of the float64 device have the declared shapes and dtypes, and hold more digits. A download
+rounds once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from hetpipe.diagnosis.judge import widened
+from hetpipe.check.reference import to_float64
 from hetpipe.sdk.backend import BlockingDevice, Buffer
 from hetpipe.sdk.graph import graph_outputs
 from hetpipe.sdk.info import DTYPE_NBYTES, HOST_MEMORY, DeviceInfo
@@ -22,7 +22,7 @@ from hetpipe.sdk.inputs import Form, form_of
 
 
 class ExactBuffer(Buffer):
-    """A tensor of a declared form, in float64 if that is one of floats."""
+    """A tensor of a declared shape and dtype; a floating tensor is in float64."""
 
     def __init__(self, device: ExactDevice, tensor: torch.Tensor, form: Form) -> None:
         self.device = device
@@ -33,8 +33,8 @@ class ExactBuffer(Buffer):
 class ExactDevice(BlockingDevice):
     """Torch on this processor, in float64."""
 
-    _as_computed = staticmethod(widened)
-    """Tensors and dtypes as the device has them."""
+    _as_computed = staticmethod(to_float64)
+    """Convert tensors and dtypes to those of the device."""
     info = DeviceInfo(
         "exact:torch:0", "exact", "cpu", "torch in float64", "", torch.__version__, 0, HOST_MEMORY,
         tuple(DTYPE_NBYTES),
@@ -50,10 +50,10 @@ class ExactDevice(BlockingDevice):
         tensors = [buffer.tensor for buffer in inputs if isinstance(buffer, ExactBuffer)]
         with torch.no_grad():
             results = _Run(program, self._as_computed).run(*tensors)
-        own = {id(tensor): buffer for tensor, buffer in zip(tensors, inputs, strict=True)}
+        given = {id(tensor): buffer for tensor, buffer in zip(tensors, inputs, strict=True)}
         forms = map(form_of, graph_outputs(program))
         return [
-            own.get(id(result)) or ExactBuffer(self, result, form)
+            given.get(id(result)) or ExactBuffer(self, result, form)
             for result, form in zip(results, forms, strict=True)
         ]
 
@@ -67,11 +67,9 @@ class ExactDevice(BlockingDevice):
 
 
 class RoundingDevice(ExactDevice):
-    """Torch on this processor, in the dtypes that graphs declare."""
+    """Torch on this processor, in the declared dtypes."""
 
-    @staticmethod
-    def _as_computed(values: Any) -> Any:
-        return values
+    _as_computed = staticmethod(lambda values: values)
 
 
 class _Run(fx.Interpreter):

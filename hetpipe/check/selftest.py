@@ -1,4 +1,4 @@
-"""A device's self-test: does it move tensors, train, and how fast does it multiply."""
+"""Self-test of a device: copies, a small training, and the rates of copies and products."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hetpipe.check.difference import Array, case_tolerance, difference, eps_of
+from hetpipe.check.reference import float64_results
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import decompositions_of
 
-Array = np.ndarray[Any, Any]
-
 _EVENT_S = 10.0  # longest wait for one event
 _MEASURE_S = 0.2  # time for each of the two rates
 _SIZES = (64, 256, 1024)  # of the matrices: the largest that the device reaches in time counts
 _COPY_NBYTES = 4 << 20
+TERMS = 16
+"""The terms of the longest sums in the training step."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class SelfTest:
 
 
 def selftest(device: Device) -> SelfTest:
-    """Check a device against numpy in float64 and take two rates, in a few seconds.
+    """Compare a device with torch in float64 and measure two rates, in a few seconds.
 
     Never raises `HetpipeError`: a failure is the result.
     """
@@ -50,7 +52,7 @@ def selftest(device: Device) -> SelfTest:
     except HetpipeError as error:
         problem = str(error)
     seconds = time.perf_counter() - start_s
-    message = problem or "copies round trip, a training step agrees with numpy in float64"
+    message = problem or "copies round trip, a training step agrees with torch in float64"
     return SelfTest(problem is None, message, seconds, gflops, copy_Bps)
 
 
@@ -91,28 +93,19 @@ def _graph(
     return canonical(graph)
 
 
-def traced(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """The graph of the training step; the first trace of a process takes a second."""
+def trace_step(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """Return the graph of the training step; a process's first trace takes a second."""
     return _graph(_step, _step_inputs(), table)
 
 
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
-    """One step of a two-layer perceptron under mean squared error, written out by hand."""
+    """Train a two-layer perceptron for one step of mean squared error, written out by hand."""
     hidden = (x @ w1 + b1).relu()
-    difference = hidden @ w2 - y
-    slope = difference * (2.0 / difference.numel())
+    error = hidden @ w2 - y
+    slope = error * (2.0 / error.numel())
     upward = torch.where(hidden <= 0, 0.0, slope @ w2.t())
     new = (w1 - lr * (x.t() @ upward), b1 - lr * upward.sum(0), w2 - lr * (hidden.t() @ slope))
-    return ((difference * difference).sum([0, 1]) * (1 / difference.numel()), *new)
-
-
-def _step_in_float64(x: Array, y: Array, w1: Array, b1: Array, w2: Array, lr: Array) -> list[Array]:
-    hidden = np.maximum(x @ w1 + b1, 0)
-    difference = hidden @ w2 - y
-    slope = difference * (2.0 / difference.size)
-    upward = (slope @ w2.T) * (hidden > 0)
-    new = [w1 - lr * (x.T @ upward), b1 - lr * upward.sum(0), w2 - lr * (hidden.T @ slope)]
-    return [np.mean(difference * difference), *new]
+    return ((error * error).sum([0, 1]) * (1 / error.numel()), *new)
 
 
 def _step_inputs() -> list[Array]:
@@ -125,25 +118,27 @@ def _step_inputs() -> list[Array]:
 def _training(device: Device) -> str | None:
     inputs = _step_inputs()
     executable = _compile(device, _step, inputs)
-    parameters = [array.astype(np.float64) for array in inputs]
+    exact = list(inputs)
     buffers = [_put(device, array) for array in inputs]
     for step in range(3):
         outputs, event, _ = executable.run(buffers, frozenset({2, 3, 4}))
         event.wait(_EVENT_S)
-        expected = _step_in_float64(*parameters)
-        parameters[2:5] = expected[1:]
+        expected = float64_results(_step, [torch.from_numpy(array) for array in exact])
+        exact[2:5] = expected[1:]
         buffers[2:5] = outputs[1:]
         for name, buffer, wide in zip(("loss", "w1", "b1", "w2"), outputs, expected, strict=True):
-            actual = _get(device, buffer)
-            error = float(np.abs(actual - wide).max())
-            limit = 64 * float(np.finfo(np.float32).eps) * max(1.0, float(np.abs(wide).max()))
-            if not error <= limit:  # a NaN fails too
-                return f"training step {step}: {name} is off by {error:.3g}, allowed {limit:.3g}"
+            allowed = case_tolerance(wide, eps_of("float32"), TERMS)
+            found = difference(_get(device, buffer), wide, allowed)
+            if found.is_wrong:
+                return (
+                    f"training step {step}: {name} is off by {found.error:.3g}, allowed "
+                    f"{allowed:.3g}"
+                )
     return None
 
 
 def _per_call_s(call: Callable[[], None]) -> float:
-    """Seconds of a call, the best of those in `_MEASURE_S`; the first warms up."""
+    """Return the seconds of the fastest call within `_MEASURE_S`; the first call warms up."""
     call()
     best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
     while True:
@@ -168,7 +163,7 @@ def _copy_rate(device: Device) -> float:
 
 
 def _matmul_rate(device: Device) -> float:
-    """GFLOP/s of float32 products, of growing size as long as they are short."""
+    """Return the best GFLOP/s of float32 products; sizes grow while a product is short."""
     rate = 0.0
     for size in _SIZES if not device.info.capabilities.reference else (16,):
         matrices = [np.ones((size, size), np.float32)] * 2

@@ -1,0 +1,1 @@
+"""Judges numbers: float64 references, tolerances, rounding noise, differences, faulty operators."""

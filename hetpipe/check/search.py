@@ -1,0 +1,57 @@
+"""The search for the operators at which a device fails, or computes something else.
+
+A probe runs units of a graph, and returns their fault, or None if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from hetpipe.sdk.graph import operator_name
+from hetpipe.sdk.parts import Unit
+
+Fault = TypeVar("Fault")
+Item = TypeVar("Item")
+
+OTHERS = 4
+"""Other kinds of operators that must fail before a device counts as lost."""
+
+
+def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:
+    """Return the fault of the first unit or part that has one by itself."""
+    return next((fault for item in items if (fault := probe(item)) is not None), None)
+
+
+def shortest_fault(
+    units: Sequence[Unit], probe: Callable[[Sequence[Unit]], Fault | None]
+) -> Fault | None:
+    """Return the fault of the shortest run of units, found by bisecting its end, then its start."""
+    if (fault := probe(units)) is None:
+        return None
+    end, fault = _bisect(len(units), lambda count: probe(units[:count]), fault)
+    return _bisect(end, lambda count: probe(units[end - count : end]), fault)[1]
+
+
+def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> tuple[int, Fault]:
+    """Return the smallest count with a fault, and the fault; `fault` is that of `count`."""
+    right, wrong = 0, count
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        if (found := probe(middle)) is None:
+            right = middle
+        else:
+            wrong, fault = middle, found
+    return wrong, fault
+
+
+def others_fail(
+    units: Sequence[Unit], failed: Collection[str], fails: Callable[[Unit], bool]
+) -> bool:
+    """Return whether other kinds of operators fail too: the device may be lost.
+
+    `failed` names the operators with a known fault.
+    """
+    kinds = {operator_name(unit[0]): unit for unit in units}
+    others = [unit for name, unit in kinds.items() if name not in failed]
+    return bool(others) and all(map(fails, others[:OTHERS]))
