@@ -67,7 +67,7 @@ def _scatter(
 def _as_strided(
     x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Array:
-    flat = x.reshape(-1)[storage_offset or 0 :]
+    flat = np.ascontiguousarray(x).reshape(-1)[storage_offset or 0 :]  # a view may repeat elements
     steps = [step * flat.itemsize for step in stride]
     return np.lib.stride_tricks.as_strided(flat, size, steps, writeable=False)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import execute, fetch, opened, put, run, trace
+from hetpipe.backends.numpy.operators import OPERATORS
 from hetpipe.backends.numpy.random import philox
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,3 +87,9 @@ def test_two_runs_agree_bit_for_bit() -> None:
     first, second = executable.run(buffers)[0], executable.run(buffers)[0]
     for a, b in zip(first, second, strict=True):
         assert fetch(device, a).tobytes() == fetch(device, b).tobytes()
+
+
+def test_strides_count_the_elements_of_a_view_that_repeats_them() -> None:
+    repeated = np.broadcast_to(np.float32(2.0), (6,))
+    read = OPERATORS["aten.as_strided.default"](repeated, (2, 3), (3, 1))
+    np.testing.assert_array_equal(read, np.full((2, 3), 2.0, np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,48 @@ from hetpipe.backends.numpy.operators import OPERATORS
 from torch import fx
 
 from hetpipe.conformance.cases import CASES, Case
+from hetpipe.conformance.cases.case import ints, r
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import graph_calls, operator_name
 from hetpipe.sdk.registry import get_backend
 
-BEYOND_REFERENCE = {
-    *("adaptive_pool", "atan2_broadcast", "avg_pool", "avg_pool_ceil", "avg_pool_ceil_pad"),
-    *("avg_pool_divisor", "avg_pool_pad", "conv1d", "conv3d", "conv_transposed", "empty_filled"),
-    *("group_norm", "max_pool_ceil", "pad", "scatter_src"),
-}
+aten = torch.ops.aten
+
+
+def _after(name: str, first: Callable[[Any], Any]) -> Case:
+    """Return a case of an operator that is defined on the range of `first` alone."""
+    operator = getattr(aten, name).default
+    return Case("elementwise", name, lambda a: operator(first(a)), (r(3, 5),))
+
+
+def _overload(name: str) -> Any:
+    packet, overload = name.split(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+def _scatter_reduced(a: Any, s: Any, index: Any) -> Any:
+    return [
+        aten.scatter_reduce.two(a, 0, index, s, how, include_self=with_self)
+        for how in ("sum", "prod", "mean", "amax", "amin")
+        for with_self in (True, False)
+    ]
+
+
+BEYOND_REFERENCE = {"conv1d", "conv_transposed", "max_pool_ceil"}
 """Cases that numpy refuses even by its own decompositions, and these alone."""
+
+UNARY = "asinh atan cosh erfc exp2 sinh tan"
+WITHIN_ONE = "acos asin atanh"
+ABOVE_ONE = "acosh lgamma log10"
+BINARY = "copysign.Tensor fmax.default fmin.default nextafter.default"
+REFERENCE_CASES = [
+    *(Case("elementwise", n, getattr(aten, n).default, (r(3, 5),)) for n in UNARY.split()),
+    *(_after(n, lambda a: torch.tanh(a)) for n in WITHIN_ONE.split()),
+    *(_after(n, lambda a: torch.abs(a) + 1.1) for n in ABOVE_ONE.split()),
+    *(Case("elementwise", n, _overload(n), (r(3, 5), r(5))) for n in BINARY.split()),
+    Case("scatter", "scatter_reduce", _scatter_reduced, (r(5, 3), r(4, 3), ints(3, 4, 3)), terms=4),
+]
+"""Cases of operators that the suite for all backends does not ask for."""
 DEVICES = [info.id for info in infos()]
 
 
@@ -101,9 +134,16 @@ def test_operator(form: str, device_id: str, case: Case) -> None:
     check(case, run(device, graph, [t.numpy() for t in inputs_of(case)]), graph)
 
 
+@pytest.mark.parametrize("case", REFERENCE_CASES, ids=lambda case: case.name)
+def test_operator_of_the_reference_alone(case: Case) -> None:
+    graph = graph_of(case, "whole")
+    check(case, run(opened("numpy:cpu:0"), graph, [t.numpy() for t in inputs_of(case)]), graph)
+
+
 def test_every_operator_of_the_reference_has_a_case() -> None:
     device = opened("numpy:cpu:0")
-    graphs = [graph_of(case, form) for case in CASES for form in ("whole", "numpy")]
+    cases = [*CASES, *REFERENCE_CASES]
+    graphs = [graph_of(case, form) for case in cases for form in ("whole", "numpy")]
     ran = [graph for graph in graphs if refusal(device, graph) is None]
     met = {operator_name(node) for graph in ran for node in graph_calls(graph)}
     assert sorted(set(OPERATORS) - met) == []
