@@ -1,4 +1,4 @@
-"""Memory of intermediates: one arena per graph; tensors with disjoint lives share its parts."""
+"""Places a graph's intermediates in one arena; tensors with disjoint lives share memory."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Life:
 
 
 def nbytes(value: Value) -> int:
-    """Size of a tensor in bytes."""
+    """Return the size of a tensor in bytes."""
     return math.prod(value.shape) * DTYPE_NBYTES[value.dtype]
 
 
 def aligned(nbytes: int, alignment: int) -> int:
-    """Bytes that a tensor takes in an arena."""
+    """Return the bytes that a tensor takes in an arena."""
     return max(1, -(-nbytes // alignment)) * alignment
 
 
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
-    """The life of every tensor's memory, by id, in order of birth.
+    """Return the life of each tensor's memory, by id, in order of first use.
 
-    The launches of a dataflow run at once: all of them count as its last.
+    The launches of a dataflow run at once: each counts as the dataflow's last launch.
     """
     by_id: dict[int, Life] = {}
     for number, launch in enumerate(launches):
@@ -55,7 +55,11 @@ def lives(launches: Sequence[Launch]) -> dict[int, Life]:
 def inherits(
     old_id: int, new_id: int, life: Mapping[int, Life], launches: Sequence[Launch]
 ) -> bool:
-    """Whether `new` may take the memory of `old`: dead before, or read just ahead of the writes."""
+    """Return whether `new` may take the memory of `old`, a tensor of the same size.
+
+    `old` must be dead before `new` is written, or one launch must read each element of `old` just
+    before it writes the same element of `new`.
+    """
     old, new = life[old_id], life[new_id]
     if old.nbytes != new.nbytes:
         return False
@@ -73,10 +77,11 @@ def place(
     fixed: Mapping[int, Span] = MappingProxyType({}),
     most: int | None = None,
 ) -> tuple[dict[int, int], int]:
-    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth.
+    """Return the offset of each tensor by id, and the size of the arena, all in bytes.
 
-    Tensors of `life` that are `fixed` lie where they lie. Those for which `most` bytes have no room
-    get no offset. What outlives the launches lies as far up in `most` bytes as it can.
+    Tensors are placed in order of first use, each in the first gap that fits. Tensors in `fixed`
+    keep their place. A tensor gets no offset if `most` bytes have no room for it. A tensor that
+    outlives the launches is placed as near to the end of `most` bytes as possible.
     """
     offsets: dict[int, int] = {}
     live: dict[int, Span] = {}
@@ -115,7 +120,7 @@ def _meets(span: Span, others: Iterable[Span]) -> bool:
 
 
 def _free(taken: Iterable[Span], size: int, end: int | None) -> Span:
-    """The first gap of that size, or the last one before `end`."""
+    """Return the first gap of `size` bytes, or with `end` the last gap before it."""
     if end is not None:
         low, high = _free([(end - high, end - low) for low, high in taken], size, None)
         return end - high, end - low

@@ -1,4 +1,4 @@
-"""The arguments of an executable's kernels that are memory, set only where they change."""
+"""Sets the memory arguments of an executable's kernels, and only the arguments that change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .memory import Memory, Piece
 from .placement import Plan, Where
 
 FEW = 4
-"""Changes of memory in a row after which intermediates stay in the arena: to set the arguments of
-hundreds of small kernels takes as long as to run them."""
+"""After more changes of memory in a row, intermediates stay in the arena: setting the arguments of
+hundreds of small kernels takes as long as running them."""
 
 
 class Arguments:
-    """Which arguments stand for which tensor, and the memory that they are set to."""
+    """The kernel arguments of each tensor, and the memory to which they are set."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[Any, int]]] = defaultdict(list)
@@ -26,19 +26,19 @@ class Arguments:
 
     @property
     def moves(self) -> bool:
-        """Whether other pieces of memory come again and again, as with micro-batches in flight."""
+        """Whether the memory keeps changing, as with several micro-batches in flight."""
         return self._changes > FEW
 
     def add(self, key: int, kernel: Any, at: int) -> None:
-        """Argument `at` of a kernel is tensor `key`."""
+        """Record that argument `at` of `kernel` is tensor `key`."""
         self._of[key].append((kernel, at))
 
     def unset(self, keys: Iterable[int]) -> list[int]:
-        """Those of these tensors that are arguments and have no memory yet."""
+        """Return the tensors in `keys` that are arguments and have no memory yet."""
         return [key for key in keys if key in self._of and key not in self._set]
 
     def set(self, key: int, memory: Any) -> None:
-        """Have the arguments for tensor `key` be a `cl.Buffer`."""
+        """Set all arguments for tensor `key` to `memory`, a `cl.Buffer`."""
         if self._set.get(key) is not memory:
             for kernel, at in self._of[key]:
                 kernel.set_arg(at, memory)
@@ -47,7 +47,10 @@ class Arguments:
     def settle(
         self, plan: Plan, donated: Memory | None, new: Memory | None, arena: Piece | None
     ) -> None:
-        """Set the arguments of all that the plan places: most runs have the last one's pieces."""
+        """Set the arguments of all tensors that `plan` places.
+
+        Most runs use the same pieces of memory as the previous run: nothing is set then.
+        """
         pieces = {
             Where.DONATED: None if donated is None else donated.piece,
             Where.NEW: None if new is None else new.piece,

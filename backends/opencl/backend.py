@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class OpenCLBackend(Backend):
-    """Every device that any OpenCL runtime of this machine offers."""
+    """The devices of all OpenCL runtimes on this machine."""
 
     name = "opencl"
     kernels: ClassVar[tuple[OwnKernel, ...]] = ()
-    """Kernels of a subclass's own, which go before ours; see `register_kernel`."""
+    """Kernels that a subclass registers; they replace hetpipe's kernels. See `register_kernel`."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
@@ -44,7 +44,7 @@ class OpenCLBackend(Backend):
         self._bundles: Path | None = None
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """Take the table `Options`."""
+        """Read the options of a cluster file; see `Options`."""
         from .own_spec import kernel_of
 
         source = Source(f"the options of backend {self.name}", BackendError)
@@ -98,9 +98,9 @@ class OpenCLBackend(Backend):
         return OpenCLRunner(self)
 
     def place(self, device_id: str) -> tuple[Any, Runtime | None]:
-        """pyopencl's device of that id, and its runtime if that has peculiarities.
+        """Return pyopencl's device with this id, and its `Runtime` if hetpipe has an entry for it.
 
-        Raises `BackendError` if it is not here.
+        Raises `BackendError` if this machine has no such device.
         """
         if device_id not in self._found:
             self.discover()
@@ -116,7 +116,7 @@ class OpenCLBackend(Backend):
         return decompositions(kept_operators(self.lowerings()))
 
     def lowerings(self) -> Mapping[str, Lowering]:
-        """By operator, how graphs become launches: our kernels, and those of `kernels`."""
+        """Return the lowering of each operator: hetpipe's kernels and the user's kernels."""
         from .own import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
@@ -135,11 +135,12 @@ class OpenCLBackend(Backend):
     def register_kernel(
         cls, operator: str, source: str | Path, function: str, **settings: Any
     ) -> None:
-        """Run the kernel `function` of an OpenCL source, or of the file at a path, for an operator
-        such as `aten.mm.default`; `settings` are the other fields of `OwnKernel`.
+        """Register a kernel for an operator such as `aten.mm.default`.
 
-        Call it beside the class, in the file from which workers load it. Raises `BackendError` for
-        our own class: a backend with other kernels has a name of its own.
+        `source` is OpenCL source or the path of a file, `function` the kernel's name in it;
+        `settings` are the other fields of `OwnKernel`. Call it beside the class, in the file from
+        which workers load the class. Raises `BackendError` for `OpenCLBackend` itself: a backend
+        with other kernels needs another name.
         """
         from .own import OwnKernel, text_of
 
@@ -153,9 +154,9 @@ class OpenCLBackend(Backend):
 
     @classmethod
     def register_spec(cls, path: str | Path) -> None:
-        """Run the kernel of a specification for the operator that it names, as `register_kernel`.
+        """Register the kernel of a specification file for the operator that the file names.
 
-        Raises `BackendError` as `register_kernel` does, and for what is wrong with the file.
+        Raises `BackendError` as `register_kernel` does, and for a fault of the file.
         """
         from .own_spec import kernel_of
 
@@ -165,7 +166,7 @@ class OpenCLBackend(Backend):
         cls.register_kernel(*given, **settings)
 
     def _with_kernels(self, info: DeviceInfo) -> DeviceInfo:
-        """Costs are kept by a device's description, so it says which kernels are not ours."""
+        """Name the configured kernels in the device's description: costs are stored under it."""
         if not self._configured:
             return info
         from .own_spec import digest_of
@@ -185,7 +186,7 @@ class OpenCLBackend(Backend):
         return {}
 
     def describe(self) -> list[Finding]:
-        """Findings about runtimes and devices: a (level, text, cure) for each."""
+        """Return findings about runtimes and devices, each a (level, text, cure)."""
         findings = list(prepare().findings)
         try:
             infos = self.discover()
@@ -202,10 +203,10 @@ class OpenCLBackend(Backend):
 
 
 def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
-    """The device with the kernels that somebody chose: what it costs depends on them.
+    """Name the chosen kernel family in the device's description: costs depend on it.
 
-    Products of `cpu` alone complete their results in parts. A device has each channel once, so
-    passes that use them follow one another.
+    Only products of the family `cpu` complete their results in parts. A device has each channel
+    once, so passes that use channels run one after another.
     """
     if not family:
         return info

@@ -1,6 +1,6 @@
-"""Compiled programs that are kept on disk, for runtimes that would compile them in every process.
+"""Keeps compiled programs on disk, for runtimes that would compile them in every process.
 
-Intel's take seconds for a matrix product, and milliseconds for what they made of it before.
+Intel's runtimes compile a matrix product in seconds, and load its binary in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ ENTRIES = Entries("opencl/programs", "bin", most=2000)
 
 
 def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
-    """On what the use of a device's binaries depends, by name; `on_cores`: also on the host."""
+    """Return the facts that decide whether a device can use a binary, by name.
+
+    `on_cores` adds the facts of the host's processor.
+    """
     platform = cl_device.platform
     facts = {
         "platform": platform.name, "platform version": platform.version, "device": cl_device.name,
@@ -28,7 +31,7 @@ def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
 
 
 class Binaries:
-    """The kept programs of one device, for the processor and the driver of today."""
+    """The stored programs of one device, for its current driver and processor."""
 
     def __init__(self, cl_device: Any, device_id: str) -> None:
         self._cl_device = cl_device
@@ -36,8 +39,10 @@ class Binaries:
         self._facts = tuple(facts_of(cl_device, on_cores=True).items())
 
     def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
-        """The built program; None if there is none. Warns with `CacheWarning` if the runtime
-        refuses what was kept."""
+        """Return the built program, or None if no binary is stored.
+
+        Warns with `CacheWarning` if the runtime refuses the stored binary.
+        """
         key = self._key(source, options)
         binary = ENTRIES.load(key)
         if binary is None:
@@ -51,7 +56,7 @@ class Binaries:
             return None
 
     def store(self, program: Any, source: str, options: tuple[str, ...]) -> None:
-        """Keep what the runtime made of a source."""
+        """Store the binary that the runtime has compiled from `source`."""
         with errors(self._device_id, "reading a compiled program"):
             (binary,) = program.get_info(driver().program_info.BINARIES)
         ENTRIES.store(self._key(source, options), binary)

@@ -1,4 +1,4 @@
-"""Launches in blocks, so that the first rows of an output can be sent while a launch still runs."""
+"""Divides launches into blocks: the first rows of an output can be sent while a launch runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .lowering import Output
 
 COUNT = 16
-"""Blocks of a launch, if its range has at least this many steps."""
+"""Blocks per launch; a launch with fewer steps stays whole."""
 
 Block = tuple[tuple[int, ...] | None, tuple[int, ...]]
 """Offset (None: none) and size of a part of a launch's range."""
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 def blocks_of(launch: Launch) -> list[Block]:
-    """The launch in parts of its first dimension; empty if it has too few steps."""
+    """Return the blocks of a launch along its first dimension; empty if it stays whole."""
     steps, rest = launch.global_size[0], launch.global_size[1:]
     if not launch.step or launch.steady or steps < COUNT:
         return []
@@ -40,10 +40,10 @@ def blocks_of(launch: Launch) -> list[Block]:
 
 
 def finished_parts(outputs: Sequence[Output], launches: Sequence[Launch]) -> list[Part]:
-    """The parts of outputs that blocks of launches complete, in order.
+    """Return the parts of outputs that blocks of launches complete, in order.
 
-    The first launch with steps that touches a tensor counts as the one that completes it. If that
-    launch only reads the tensor, an earlier one completed it: the queue is in order.
+    The first launch with steps that touches a tensor counts as its writer. If that launch only
+    reads the tensor, an earlier launch has completed the tensor, since the queue is in order.
     """
     makers: dict[int, int] = {}
     for number, launch in enumerate(launches):
@@ -63,6 +63,6 @@ def finished_parts(outputs: Sequence[Output], launches: Sequence[Launch]) -> lis
 
 
 def _fits(value: Value, launch: Launch) -> bool:
-    """Whether the launch's steps are steps through the elements of the tensor."""
+    """Return whether the launch's steps together cover exactly the elements of the tensor."""
     count = math.prod(value.shape)
     return (launch.global_size[0] - 1) * launch.step < count <= launch.global_size[0] * launch.step

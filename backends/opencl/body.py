@@ -1,4 +1,4 @@
-"""Statements that compute expressions at one coordinate, or at 16 neighbouring ones."""
+"""Writes the C statements that compute expressions, for one element or for 16 neighbours."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Body:
-    """Emits statements; remembers the tensors used and the statements hoisted out of the row.
+    """Emits a kernel's statements; collects its tensors and the statements hoisted out of the row.
 
-    `written` maps the tensors that the kernel itself stores to their expressions, which replace
-    a load of such a tensor. `held` gives the variables of expressions computed already.
+    `written` maps each tensor that the kernel stores to its expression, which replaces loads of
+    the tensor. `held` names the variables of expressions that are computed already.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Body:
         return self.named
 
     def tensor(self, value: Value) -> str:
-        """The parameter that points to `value`."""
+        """Return the parameter that points to `value`."""
         key = (value.id, value.dtype)
         if key not in self._names:
             self._names[key] = f"p{len(self._names)}"
@@ -54,7 +54,7 @@ class Body:
         return self._names[key]
 
     def coordinates(self, row: str) -> list[str]:
-        """Statements that split the number `row` into coordinates c0, c1, ..."""
+        """Return statements that split the number `row` into coordinates c0, c1, ..."""
         lines, rest = [], self.nest.rows
         for d, size in enumerate(self.nest.shape[:-1]):
             rest //= size
@@ -63,13 +63,13 @@ class Body:
         return lines
 
     def row_lines(self, coordinates: list[str]) -> list[str]:
-        """The statements at the start of a row. Call it after all others are emitted."""
+        """Return the statements at the start of a row. Call it after all other methods."""
         return coordinates + self._row
 
     def stores(self, group: Sequence[Store], width: int, returned: Expr | None = None) -> list[str]:
-        """Statements that compute and store at element `i` of the row, `width` at once.
+        """Return statements that compute and store `width` elements from element `i` of the row on.
 
-        The value of `returned` is returned then.
+        With `returned`, the last statement returns the value of that expression.
         """
         lines: list[str] = []
         memo: dict[Expr, str] = {}
@@ -82,7 +82,7 @@ class Body:
         return lines + [self._put(store, name, width) for store, name in puts] + last
 
     def emit(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
-        """Append the statements that compute `expr`; returns the variable."""
+        """Append the statements that compute `expr`, and return its variable."""
         if expr in self._held:
             return self._held[expr]
         if expr in memo:
@@ -104,7 +104,7 @@ class Body:
         return name
 
     def _survey(self, ends: Sequence[Expr]) -> None:
-        """Count the uses of each expression that `ends` need, and their functions."""
+        """Count the uses of each expression under `ends`; note whether a function is costly."""
         stack = list(map(self._source, ends))
         self._uses = Counter(stack)
         seen: set[Expr] = set()
@@ -118,7 +118,7 @@ class Body:
         self._computes = any(isinstance(expr, Apply) and expr.weight >= DEAR for expr in seen)
 
     def still(self, expr: Expr) -> bool:
-        """Whether `expr` has one value for the whole row."""
+        """Return whether `expr` has one value for the whole row."""
         expr = self._source(expr)
         if expr not in self._still:
             fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
@@ -127,18 +127,18 @@ class Body:
         return self._still[expr]
 
     def has_lanes(self, expr: Expr) -> bool:
-        """Whether 16 neighbours of `expr` can be computed at once."""
+        """Return whether 16 neighbours of `expr` can be computed at once."""
         if not isinstance(expr, Load) or not expr.indices or self.still(expr):
             return True
         straight = self.nest.step(expr.layout) == 1
         return straight and all(self.still(index) for index, _, _ in expr.indices)
 
     def in_step(self, expr: Load) -> bool:
-        """Whether reading a little past the last element of a row stays in the tensor's room."""
+        """Return whether a vector that passes the end of a row still reads the tensor's memory."""
         return expr.plain or self.still(expr)
 
     def _source(self, expr: Expr) -> Expr:
-        """The stored expression if `expr` loads a tensor of this kernel's own, else `expr`."""
+        """Return the stored expression if `expr` loads a tensor that this kernel stores."""
         while isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
             expr = self._written[expr.value.id]
         return expr
@@ -146,7 +146,7 @@ class Body:
     def _hoist(self, expr: Expr) -> str:
         expr = self._source(expr)
         if isinstance(expr, Const):
-            # `select` and others want one type: C's literals are of few.
+            # `select` and other functions need arguments of one type; C has literals of few types.
             return f"({C_TYPES[expr.dtype]})({literal(expr.number, expr.dtype)})"
         if expr not in self._hoisted:
             code = self._code(expr, 1, self._row, self._hoisted)
@@ -192,7 +192,7 @@ class Body:
         return f"({vector(ctype, width)})({elements})"
 
     def _gather(self, expr: Load, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
-        """An indexed element; NaN (0 for integers) where an index is out of range."""
+        """Return the code of an indexed element: NaN, or 0 for integers, if out of range."""
         at, valid = self._at(expr.layout), []
         for index, stride, size in expr.indices:
             fixed = lines is self._row or self.still(index)
@@ -219,7 +219,7 @@ class Body:
         )
 
     def _at(self, layout: Layout) -> str:
-        """The offset of `layout` at element `i` of the row, in elements."""
+        """Return the code of `layout`'s offset at element `i` of the row, in elements."""
         if layout not in self._bases:
             outer = self.nest.strides(layout)[:-1]
             terms = [f"c{d} * {s}" for d, s in enumerate(outer) if s]
@@ -242,6 +242,9 @@ def _assignment(pointer: str, at: str, value: str, half: bool) -> str:
 
 
 def type_names(dtype: str, width: int) -> dict[str, str]:
-    """`{T}` and `{M}` of a piece of C: the type of a result, and the signed integer as wide."""
+    """Return the types for `{T}` and `{M}` in a piece of C.
+
+    T is the type of the result, M the signed integer type of the same width.
+    """
     ctype = C_TYPES[dtype]
     return {"T": vector(ctype, width), "M": vector(MASKS.get(ctype, ctype), width)}

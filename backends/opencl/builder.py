@@ -33,13 +33,13 @@ from .target import Target
 __all__ = ["Builder", "Kernel", "Launch", "Value", "kernel_source"]
 
 CHEAP = 2
-"""Up to this work (see `expr.work`) recomputing is cheaper than a trip through memory."""
+"""Recomputing an expression of at most this `expr.work` is cheaper than storing and loading it."""
 LARGEST = 48
-"""A fused tree with more distinct expressions is stored, which bounds compile time."""
+"""The most distinct expressions in a fused tree: larger ones are stored, to bound compile time."""
 NEAR = 6
-"""A store may join one of this many most recent kernels."""
+"""A store may join one of the last NEAR kernels."""
 WAITING = 2
-"""Products that may wait for an epilogue at once: gradients of an input and of a weight."""
+"""Products that may wait for an epilogue at once: the gradients of an input and of a weight."""
 
 
 Lowered = Expr | tuple["Expr | None", ...]
@@ -49,7 +49,7 @@ class Builder:
     """The state of lowering: expressions not yet stored, tensors, and launches in order."""
 
     def __init__(self, target: Target, outputs: frozenset[fx.Node] = frozenset()) -> None:
-        """`outputs` are stored as soon as they are defined, in one kernel with their operands."""
+        """Each of `outputs` is stored when it is defined, in one kernel with its operands."""
         self.device = target
         self._outputs = outputs
         self._steps: list[Launch | list[Store]] = []
@@ -64,27 +64,27 @@ class Builder:
     # -- for all lowerings
 
     def value(self, node: fx.Node) -> Value:
-        """The row-major tensor of an argument; emits the launches that compute it."""
+        """Return the row-major tensor of an argument; emit the launches that compute it."""
         return self.store(self.expr(node))
 
     def strided(self, node: fx.Node) -> tuple[Value, tuple[int, ...], int]:
-        """(tensor, strides, offset), in elements, of an argument: no copy if it is a view."""
+        """Return (tensor, strides, offset) of an argument, in elements; a view is not copied."""
         expr = self.expr(node)
         if isinstance(expr, Load) and not expr.indices:
             return expr.value, expr.layout.strides, expr.layout.offset
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
 
     def source_of(self, copy: Value) -> Load | None:
-        """The strided tensor of which `copy` is a copy, or None. Unread, no copy is made."""
+        """Return the strided tensor that `copy` copies, or None. Unread copies are not made."""
         return self._copied.get(copy.id)
 
     def new(self, shape: Sequence[int], dtype: str) -> Value:
-        """A fresh tensor, whose memory lives from its first launch to its last."""
+        """Return a new tensor, whose memory lives from its first launch to its last."""
         self._count += 1
         return Value(self._count, tuple(shape), dtype)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """The same memory with another shape. Raises `BackendError` if the sizes differ."""
+        """Return the same memory with another shape. Raises `BackendError` if the sizes differ."""
         if math.prod(shape) != math.prod(value.shape):
             raise BackendError(f"cannot reshape {value.shape} to {tuple(shape)}: sizes differ")
         return Value(value.id, tuple(shape), value.dtype)
@@ -98,7 +98,7 @@ class Builder:
         steady: bool = False,
         inplace: Iterable[Value] = (),
     ) -> None:
-        """Run `kernel`. An int argument is an int32 there, a float a float32.
+        """Run `kernel`. It gets int arguments as int32 and float arguments as float32.
 
         `args` maps the parameter names of the source to arguments; see `signature.bind`.
         `steady`: the kernel reads only tensors that are `steady`, and no other launch writes its
@@ -117,19 +117,19 @@ class Builder:
     def product(self, out: Value, tile: Tile) -> None:
         """Add a product: the launches of `tile` compute the matrices `out`.
 
-        They wait for an epilogue until another kernel needs the product.
+        The launches wait for an epilogue until another kernel needs the product.
         """
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         if len(waiting := list(filter(epilogue.is_product, self._groups))) > WAITING:
             self._flush({waiting[0][0].out.id})
 
     def follow(self, rows: Rows, results: Sequence[Value]) -> bool:
-        """Have a kernel over rows follow the product that it reads; False if it cannot."""
+        """Fuse a kernel over rows with the product that it reads; return False if impossible."""
         stores = [Store(rows, value, Layout.row_major(value.shape)) for value in results]
         return epilogue.follow(self._groups, stores)
 
     def steady(self, value: Value) -> bool:
-        """Whether many runs in a row get the same tensor, as they do for a weight."""
+        """Return whether many runs in a row get the same tensor, such as a weight."""
         return value.id in self._steady
 
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
@@ -141,13 +141,13 @@ class Builder:
             self._lowered[node] = self.pool.load(value)
 
     def source(self, path: str) -> str:
-        """Text of a kernel file, such as `cpu/matmul.cl`."""
+        """Return the text of a kernel file, such as `cpu/matmul.cl`."""
         return kernel_source(path)
 
     # -- for elementwise, view and reduction lowerings
 
     def expr(self, arg: object, shape: Shape | None = None, dtype: str = "float32") -> Expr:
-        """An argument as an expression: that of a node, or a constant of `shape` for a number."""
+        """Return the expression of a node, or a constant of `shape` for a number."""
         if isinstance(arg, fx.Node):
             lowered = self._lowered[arg]
             if isinstance(lowered, tuple):
@@ -160,17 +160,17 @@ class Builder:
         return self.pool.make(Const, shape or (), dtype, arg)
 
     def results(self, node: fx.Node) -> tuple[Expr | None, ...]:
-        """The results of a node with several."""
+        """Return the results of a node as a tuple, also for a single result."""
         lowered = self._lowered[node]
         return lowered if isinstance(lowered, tuple) else (lowered,)
 
     def apply(self, code: str, dtype: str, *args: Expr, weight: int = 1, alone: str = "") -> Expr:
-        """The C expression `code` of the arguments, which have one shape; see `Apply`."""
+        """Return the C expression `code` of arguments that have the same shape; see `Apply`."""
         args = tuple(self._bounded(arg) for arg in args)
         return self.pool.make(Apply, args[0].shape, dtype, code, args, weight, alone)
 
     def expand(self, expr: Expr, shape: Shape) -> Expr:
-        """`expr` broadcast to `shape`; stored first if recomputing it is costly."""
+        """Return `expr` broadcast to `shape`; store it first if recomputing it is costly."""
         if expr.shape == shape:
             return expr
         if math.prod(shape) > expr.numel and work(expr) > CHEAP:
@@ -178,7 +178,7 @@ class Builder:
         return self.view(expr, lambda layout: _broadcast(layout, shape))
 
     def view(self, expr: Expr, view: View) -> Expr:
-        """`expr` seen through `view`, stored first if its strides cannot express that."""
+        """Return `expr` seen through `view`; store it first if its strides cannot express that."""
         seen = self.pool.view(expr, view)
         if seen is None:
             seen = self.pool.view(self.pool.load(self.store(expr)), view)
@@ -186,17 +186,17 @@ class Builder:
         return seen
 
     def define(self, node: fx.Node, expr: Expr) -> None:
-        """Set `node` to `expr`, which is computed in the kernels that use it."""
+        """Set `node` to `expr`, which the kernels that use it compute, unless it is stored here."""
         if node in self._outputs or (len(node.users) > 1 and work(expr) > CHEAP):
             expr = self.pool.load(self.store(expr))
         self._lowered[node] = expr
 
     def define_results(self, node: fx.Node, exprs: tuple[Expr | None, ...]) -> None:
-        """`define` for a node with several results."""
+        """Set the results of a node that has several."""
         self._lowered[node] = exprs
 
     def store(self, expr: Expr) -> Value:
-        """`expr` as a row-major tensor in memory."""
+        """Return `expr` as a row-major tensor in memory."""
         if isinstance(expr, Load) and expr.plain:
             return self.reshape(expr.value, expr.shape)
         if expr not in self._stored:
@@ -208,7 +208,7 @@ class Builder:
         return self._stored[expr]
 
     def store_copy(self, expr: Expr) -> Value:
-        """`expr` in a tensor of its own."""
+        """Return `expr` in a new tensor, even if it is stored already."""
         out = self.new(expr.shape, expr.dtype)
         self.store_into(expr, out, Layout.row_major(expr.shape))
         return out
@@ -233,7 +233,7 @@ class Builder:
     # -- for the compiler
 
     def input(self, node: fx.Node) -> Value:
-        """The tensor of a placeholder."""
+        """Return the tensor of a placeholder."""
         value = self.new(node_shape(node), node_dtype(node))
         if node.meta.get("steady"):
             self._steady.add(value.id)
@@ -241,7 +241,7 @@ class Builder:
         return value
 
     def finish(self, results: Iterable[Value]) -> tuple[Launch, ...]:
-        """All launches in order, without stores that neither a kernel nor a result needs."""
+        """Return all launches in order, without stores that no kernel and no result needs."""
         self._steps += self._groups
         self._groups = []
         needed = {value.id for value in results}
@@ -295,12 +295,12 @@ class Builder:
 
 
 def node_dtype(node: fx.Node) -> str:
-    """The dtype of a node with one result."""
+    """Return the dtype of a node with one result."""
     return dtype_name(node.meta["val"].dtype)
 
 
 def node_shape(node: fx.Node) -> Shape:
-    """The shape of a node with one result."""
+    """Return the shape of a node with one result."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 

@@ -1,4 +1,4 @@
-"""Programs of one device that come from bundles: nothing is compiled."""
+"""Loads the programs of one device from bundles: nothing is compiled."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .names import BUNDLES
 
 
 class BundledPrograms:
-    """Loads the binaries of bundles, in place of `Programs`.
+    """The programs of a device with bundles; has the methods of `Programs`.
 
-    All kernels that are prepared together come from one bundle: a board has one binary at a time.
+    All kernels that are prepared together come from one bundle: a board holds one binary at a time.
     """
 
     def __init__(
         self, context: Any, cl_device: Any, device_id: str, facts: Mapping[str, str], folder: Path
     ) -> None:
-        """Nothing is read before the first kernels are asked for."""
+        """Reads nothing: the first `prepare` reads the bundles."""
         self._context = context
         self._cl_device = cl_device
         self._device_id = device_id
@@ -44,8 +44,11 @@ class BundledPrograms:
         self._lock = threading.Lock()
 
     def prepare(self, kernels: Iterable[Kernel], launches: Sequence[Launch] = ()) -> None:
-        """Load the binaries with these kernels. Raises `BundleError` where there is no bundle for
-        the device, where it is of another driver, or has not all of the kernels as they are now."""
+        """Load the binaries with these kernels.
+
+        Raises `BundleError` if the device has no bundle, if the bundle is for another driver, or if
+        it lacks the current text of a kernel.
+        """
         needed = list(dict.fromkeys(kernels))
         if not needed:
             return
@@ -63,13 +66,13 @@ class BundledPrograms:
                 self._found[kernel] = (chosen.programs[source.file], entry.name)
 
     def kernel(self, kernel: Kernel) -> Any:
-        """A new `cl.Kernel`, with arguments of its own."""
+        """Return a new `cl.Kernel`, whose arguments are not set."""
         program, name = self._found[kernel]
         with quiet(), errors(self._device_id, f"looking up kernel {name} of a bundle"):
             return driver().Kernel(program, name)
 
     def _read(self) -> list[_Bundle]:
-        """The bundles for this device."""
+        """Return the bundles for this device."""
         every = read_bundles(self._folder)
         own = [_Bundle(place, m) for place, m in every.items() if m.device == self._device_id]
         if not own:
@@ -89,7 +92,7 @@ class BundledPrograms:
             return cl.Program(self._context, [self._cl_device], [content]).build()
 
     def _check(self, place: Path, binary: Binary) -> None:
-        """Raises `BundleError` for a binary of another driver, version or processor."""
+        """Raise `BundleError` for a binary of another driver, version or processor."""
         here, there = self._facts, binary.facts
         if other := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
             raise BundleError(
@@ -104,7 +107,7 @@ def _said(facts: Mapping[str, str], keys: Sequence[str]) -> str:
 
 
 class _Bundle:
-    """A bundle, with its kernels by hash and function, and the programs that are loaded."""
+    """A bundle: its kernels by hash and function, and its loaded programs."""
 
     def __init__(self, place: Path, manifest: Manifest) -> None:
         self.place, self.manifest = place, manifest
@@ -116,11 +119,11 @@ class _Bundle:
         self.programs: dict[str, Any] = {}
 
     def missing(self, kernels: Iterable[Kernel]) -> list[Kernel]:
-        """Those that it has not as they are now."""
+        """Return the kernels whose current text the bundle lacks."""
         return [kernel for kernel in kernels if _key(kernel) not in self.entries]
 
     def stale(self, missing: Sequence[Kernel], device_id: str) -> BundleError:
-        """The error for kernels that it lacks, of which the first is named."""
+        """Return the error for kernels that the bundle lacks; it names the first."""
         first = missing[0]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         others = [sha256 for sha256, function in self.entries if function == first.name]

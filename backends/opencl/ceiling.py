@@ -1,4 +1,4 @@
-"""Bounds of a device: the most arithmetic that its kernels could do, the least for a launch."""
+"""Measures two bounds of a device: its highest rate of arithmetic, its least time for a launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from .device import OpenCLDevice
 
 CHAINS, LANES = 12, 16
-"""Independent multiply-adds of a work-item, as in `kernels/cpu/ceiling.cl`."""
+"""Independent chains of multiply-adds in a work-item, and their vector width; the values of
+`kernels/cpu/ceiling.cl`."""
 WORK_ITEMS, REPEATS = 32, 40_000
 LAUNCHES = 200
 
 
 def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
-    """(run, operations): `run` does that number of float32 operations in registers, and waits."""
+    """Return (run, operations): `run` does `operations` float32 operations in registers."""
     cl, kernel = driver(), _kernel(device, "fma_ceiling")
     out = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, WORK_ITEMS * LANES * 4)
 
@@ -33,7 +34,7 @@ def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
 
 
 def launch_floor(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
-    """(run, launches): `run` enqueues an empty kernel of one work-item that often, and waits."""
+    """Return (run, launches): `run` enqueues an empty kernel of one work-item `launches` times."""
     cl, kernel = driver(), _kernel(device, "nothing")
 
     def run() -> None:

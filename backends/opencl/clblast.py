@@ -1,9 +1,9 @@
-"""Our products beside those of CLBlast, on the same device and in the same queue.
+"""Compares hetpipe's matrix products with CLBlast's, on the same device and in the same queue.
 
     python -m hetpipe.backends.opencl.clblast DEVICE SECONDS ROUNDS
 
-prints the time of CLBlast over ours, in turns. CLBlast is an optional library of the system
-(Debian: libclblast1); where it is missing, the line says so.
+measures both in turns, and prints CLBlast's time divided by hetpipe's. CLBlast is an optional
+library of the system (Debian: libclblast1); if it is missing, the command says so.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LARGEST_ERROR = 1e-4
 
 
 def load() -> Any | None:
-    """The library, or None if the system has none."""
+    """Return CLBlast, or None if the system lacks it."""
     name = ctypes.util.find_library(LIBRARY)
     return None if name is None else ctypes.CDLL(name)
 
 
 def multiplier(library: Any, queue: Any, n: int, abc: Sequence[Any]) -> Callable[[], None]:
-    """A call that has CLBlast multiply n x n matrices, a, b and their product c, and waits for it.
+    """Return a function that lets CLBlast compute c = a b, all n x n, and waits for the product.
 
-    It raises `BackendError` with CLBlast's code of an error.
+    The function raises `BackendError` with CLBlast's error code.
     """
     size, pointers = ctypes.c_size_t(n), [ctypes.c_void_p(each.int_ptr) for each in abc]
     none, one, zero = ctypes.c_size_t(0), ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -62,7 +62,10 @@ def multiplier(library: Any, queue: Any, n: int, abc: Sequence[Any]) -> Callable
 
 
 def measure(device_id: str, n: int, round_s: float, rounds: int) -> tuple[float, float] | None:
-    """(our seconds, CLBlast's over ours), medians over rounds; None without CLBlast."""
+    """Return (hetpipe's seconds, CLBlast's time / hetpipe's), medians over rounds.
+
+    Return None without CLBlast. Raises `BackendError` if CLBlast's product is wrong.
+    """
     library = load()
     if library is None:
         return None
@@ -82,7 +85,7 @@ def measure(device_id: str, n: int, round_s: float, rounds: int) -> tuple[float,
     cl.enqueue_copy(queue, product, out)
     with np.errstate(invalid="ignore"):  # infinities and NaN of a wrong product
         error = np.abs(product - wide).max() / np.abs(wide).max()
-    if not error <= LARGEST_ERROR:  # NaN is larger than nothing
+    if not error <= LARGEST_ERROR:  # also true for NaN
         raise BackendError(f"CLBlast's product of {n} x {n} is {error:.1e} from float64's")
     pairs = [(_time(ours, round_s), _time(theirs, round_s)) for _ in range(rounds)]
     ratio = statistics.median(their_s / our_s for our_s, their_s in pairs)

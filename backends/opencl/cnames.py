@@ -10,17 +10,17 @@ C_TYPES = {
     "float64": "double", "float32": "float", "int64": "long", "int32": "int", "int16": "short",
     "int8": "char", "uint8": "uchar", "bool": "uchar", "float16": "float",
 }  # fmt: skip
-"""C types of the dtypes that kernels compute in; a bool is a byte, 0 or 1. float16 exists in memory
+"""C types in which kernels compute each dtype; a bool is a byte, 0 or 1. float16 exists in memory
 only: every OpenCL has `vload_half` and `vstore_half` to read and write it."""
 
 MASKS = {"double": "long", "float": "int", "uchar": "char"}
-"""The signed integer type of the same width, for each type that is not one itself."""
+"""The signed integer type of the same width, for each type that is not a signed integer."""
 
 
 def literal(number: float | int | bool, dtype: str) -> str:
-    """`number` as a literal of the C type of `dtype`, exact.
+    """Return `number` as an exact literal of the C type of `dtype`.
 
-    A float that an integer dtype cannot hold is cut off towards zero, as torch does.
+    For an integer dtype a float is rounded towards zero, as in torch.
     """
     if dtype not in ("float16", "float32", "float64"):
         whole = int(bool(number)) if dtype == "bool" else int(number)
@@ -37,10 +37,10 @@ def literal(number: float | int | bool, dtype: str) -> str:
 
 
 def pointed(dtype: str) -> str:
-    """The C type of an element of `dtype` in memory."""
+    """Return the C type of an element of `dtype` in memory."""
     return "half" if dtype == "float16" else C_TYPES[dtype]
 
 
 def vector(ctype: str, width: int) -> str:
-    """`float16` for 16 floats, `float` for one."""
+    """Return the C type of `width` elements: `float16` for 16 floats, `float` for one."""
     return ctype if width == 1 else f"{ctype}{width}"

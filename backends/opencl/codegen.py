@@ -1,8 +1,8 @@
-"""Text of fused elementwise kernels.
+"""Generates the text of fused elementwise kernels.
 
-A work-item walks whole rows of the innermost dimension, 16 elements at a time (CPU), or computes
-element (GPU). Expressions that are constant along a row are computed once per row. The number
-of rows is an argument: micro-batches of all sizes have the same text.
+On a CPU, a work-item computes rows of the innermost dimension, 16 elements at a time; on a GPU it
+computes one element. Expressions that are constant along a row are computed once per row. The
+number of rows is an argument, so micro-batches of all sizes share one text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .target import Target
 BLOCK = 4096
 """Elements per work-item on a CPU: enough to hide the cost of a work-group."""
 TILE = 256
-"""Width of the tile of a work-item that reads across rows."""
+"""Columns per work-item if the kernel reads across rows."""
 LANES = 16
 Panels = tuple[str, str]
-"""The forms of a product's operands; see `kernels/cpu/matmul.cl`."""
+"""How a product finds its left and its right operand; see `kernels/cpu/matmul.cl`."""
 MOST_TENSORS = 24
 HELPERS = {
     "exact_erf(": "erf.cl", "exp_minus_square(": "erf.cl", "erf_plus_one(": "erf.cl",
@@ -37,8 +37,8 @@ HELPERS = {
     "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl", "gelu(": "gelu.cl",
     "vstore16_at_once(": "store.cl",
 }  # fmt: skip
-"""The file that defines each function that generated code may call; callers before what they
-call."""
+"""The file that defines each function that generated code may call; callers come before the
+functions that they call."""
 
 
 @dataclass(frozen=True)
@@ -49,56 +49,57 @@ class Kernel:
     name: str
     options: tuple[str, ...] = ()
     generated: bool = False
-    """Whether no other text has this name, so that many kernels can share a program."""
+    """Whether the name is unique to this text, so that many kernels can share a program."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel over one range."""
+    """One run of a kernel over one range of work-items."""
 
     kernel: Kernel
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
     args: tuple[Value | int | float, ...]
     inplace: frozenset[int] = field(default_factory=frozenset)
-    """Ids of tensors whose every element is read just before the same element of a result is
-    written: a result of the same size may take their memory."""
+    """Ids of tensors whose memory a result of the same size may take: the kernel reads each of
+    their elements just before it writes the same element of the result."""
     apart: frozenset[int] = field(default_factory=frozenset)
-    """Ids of tensors, such as scratch memory, that it uses while it reads those `inplace`: they
-    never take their memory."""
+    """Ids of tensors, such as scratch memory, that the kernel uses while it still reads the
+    `inplace` tensors, and that therefore never take their memory."""
     steady: bool = False
-    """Whether it reads weights alone, and so runs again only for other weights."""
+    """Whether it reads only weights, so that it runs again only when the weights change."""
     beside: int = 0
-    """0: it runs in the queue of its pass. Else it belongs to a dataflow, the launches from here to
-    the next in the pass's queue: they run at once, each in the queue of its number beside the
-    pass's, and send to one another through channels. The last receives all that they send."""
+    """0: it runs in the queue of its pass. Otherwise it belongs to a dataflow, together with all
+    launches up to and including the next launch with 0. The launches of a dataflow run at once and
+    send data to each other through channels; this number names the additional queue in which this
+    launch runs. The last launch receives all data."""
     step: int = 0
-    """Elements of its results that each step of the first global id completes, in row-major order;
-    0 if it completes them in another order."""
+    """Elements of its results that each step of the first global id completes; 0 if it does not
+    complete them in row-major order."""
 
     @property
     def touches(self) -> set[int]:
-        """Ids of the tensors that it reads or writes."""
+        """Ids of the tensors that the launch reads or writes."""
         return {arg.id for arg in self.args if isinstance(arg, Value)}
 
 
 @dataclass(frozen=True, eq=False)
 class Tile(Expr):
-    """An element of a matrix product, in a register of the kernel that computes it.
+    """An element of a matrix product, in a register of the kernel that computes the product.
 
-    `launches` compute and store the product; to the last of them an epilogue can be added. Where
-    its kernel is not generated, `with_stores` makes all of them, from a group and its stores that
-    are kept.
+    `launches` compute and store the product; an epilogue can be added to the last launch. If that
+    kernel is not generated, `with_stores` makes the launches of the product and its epilogue.
     """
 
     launches: tuple[Launch, ...]
     with_stores: WithStores | None = None
     row_cols: int = 0
-    """Up to so many columns a kernel over whole rows can follow in `with_stores`."""
+    """The most columns of a product that `with_stores` can fuse with a kernel over whole rows."""
     by_channel: bool = False
-    """Whether it is a convolution, whose rows are channels: kernels over all their pixels can."""
+    """Whether it is a convolution, whose rows are channels: it can be fused with a kernel over all
+    pixels of each channel."""
     panels: Panels | None = None
-    """Of a kernel of the family `cpu`: how it finds the panels of its operands."""
+    """How a kernel of the family `cpu` finds the panels of its operands; None in other families."""
 
 
 @dataclass(frozen=True)
@@ -111,23 +112,23 @@ class Store:
 
     @property
     def plain(self) -> bool:
-        """Whether it fills `out` in order."""
+        """Whether it fills all of `out` in row-major order."""
         whole = self.expr.numel == math.prod(self.out.shape)
         return whole and self.layout == Layout.row_major(self.expr.shape)
 
     @cached_property
     def reads(self) -> frozenset[int]:
-        """Ids of the tensors that its expression reads."""
+        """Ids of the tensors that the expression reads."""
         ids = {load.value.id for load in loads(self.expr)}
         if isinstance(self.expr, Tile):
             ids.update(*(launch.touches for launch in self.expr.launches))
         return frozenset(ids)
 
     def joins(self, group: Sequence[Store]) -> bool:
-        """Whether this store can be in one kernel with `group`, and is faster there.
+        """Return whether this store can be in one kernel with `group`, and is faster there.
 
-        Both must have one shape and share tensors. This store may read a tensor that the group
-        writes only element by element.
+        Both must have the same shape and share tensors. If this store reads a tensor that the group
+        writes, it must read it element by element.
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False
@@ -141,13 +142,13 @@ class Store:
         return shares and all(load.plain for load in mine if load.value.id in written)
 
     def follows(self, group: Sequence[Store]) -> bool:
-        """Whether it reads or overwrites a tensor that `group` writes."""
+        """Return whether this store reads or overwrites a tensor that `group` writes."""
         touched = self.reads | {self.out.id}
         return any(store.out.id in touched for store in group)
 
 
 WithStores = Callable[[Sequence[Store], Sequence[Store]], Sequence[Launch]]
-"""The launches of a product, with the stores of its group that are kept."""
+"""Makes the launches of a product from its group of stores and the stores to keep."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Code:
 
 @cache
 def kernel_source(path: str) -> str:
-    """Text of a file of `hetpipe.kernels`. Raises `BackendError` if there is none."""
+    """Return the text of a file of `hetpipe.kernels`. Raises `BackendError` if it is missing."""
     try:
         return files("hetpipe.kernels").joinpath(path).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -171,7 +172,7 @@ def kernel_source(path: str) -> str:
 
 
 def with_helpers(text: str) -> str:
-    """Generated code, after the functions of ours that it calls and does not have yet."""
+    """Return generated code, preceded by the functions of HELPERS that it calls and lacks."""
     for call, file in HELPERS.items():
         if call in text and kernel_source(file) not in text:
             text = f"{kernel_source(file)}\n{text}"
@@ -180,12 +181,12 @@ def with_helpers(text: str) -> str:
 
 @cache
 def helpers_identity() -> str:
-    """A hash of all functions of ours that generated code may call."""
+    """Return a hash of all functions that generated code may call."""
     return key_of({call: kernel_source(file) for call, file in HELPERS.items()})
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:
-    """One kernel for a group of stores of one shape; only those in `kept` go to memory."""
+    """Return one kernel for a group of stores of one shape; only stores in `kept` write memory."""
     exprs = list(walk(*(store.expr for store in group)))
     layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
     layouts += [store.layout for store in group]
@@ -218,7 +219,7 @@ def finish(
     local_size: tuple[int, ...] | None,
     args: tuple[Value | int | float, ...],
 ) -> Code:
-    """The kernel's text, named by its own hash."""
+    """Return a kernel with these statements, named by the hash of its text."""
     inside = "\n".join(f"    {line}" for line in lines)
     signature = ",\n    ".join(parameters)
     digest = hashlib.sha256((signature + inside).encode()).hexdigest()[:16]
@@ -236,7 +237,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
         ]
         loops = _loops(body, group, ("begin", "end"), not padded)
         return head + body.row_lines([]) + loops, -(-nest.inner // BLOCK)
-    # Rows side by side share the cache lines that a step other than 1 touches: walk tiles.
+    # Neighbouring rows share the cache lines that a step other than 1 touches: walk in tiles.
     crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
     span = min(nest.inner, TILE if crooked else BLOCK)
     each = max(1, BLOCK // span)
@@ -256,9 +257,9 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
 
 
 def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:
-    """Loops over `i` from `span[0]` to `span[1]`: by vectors, then the remainder by elements.
+    """Return loops over `i` from `span[0]` to `span[1]`: by vectors, then by single elements.
 
-    Without `tail` the last vector may pass the end: the caller knows that there is room.
+    Without `tail` there is no loop by elements: the last vector may pass the end.
     """
     lo, hi = span
     by_element = indent(body.stores(group, 1), f"for (; i < {hi}; ++i) {{", "}")
@@ -270,7 +271,7 @@ def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool
 
 
 def indent(lines: Sequence[str], head: str = "{", foot: str = "}") -> list[str]:
-    """A block of C."""
+    """Return a block of C: the indented `lines` between `head` and `foot`."""
     return [head, *(f"    {line}" for line in lines), foot]
 
 

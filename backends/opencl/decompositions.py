@@ -1,4 +1,4 @@
-"""Decompositions that suit the kernels of OpenCL devices better than core ATen's."""
+"""Decompositions that suit the kernels of OpenCL devices better than those of core ATen."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """Return dy times the derivative of gelu, in the terms of gelu's own kernel.
+    """Return dy times the derivative of gelu, written with the terms of gelu's kernel.
 
-    A forward that saves the derivative then evaluates the error function or the exponential once.
+    A forward pass that saves the derivative thus computes the error function or exponential once.
     The approximation is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
     """
     if approximate != "none":
@@ -74,4 +74,4 @@ BESIDE_LOWERINGS: Mapping[Any, Callable[..., Any]] = {
     aten.silu.default: silu,
     aten.scatter_reduce.two: scatter_mean,  # the other reductions have a kernel
 }
-"""Decompositions beside the lowerings."""
+"""Decompositions to use in addition to the lowerings."""

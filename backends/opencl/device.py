@@ -1,4 +1,4 @@
-"""An opened OpenCL device: queues, a memory pool, built programs."""
+"""An opened OpenCL device: its queues, memory pool and built programs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class OpenCLDevice(Device):
-    """A device that runs passes in in-order queues, and transfers in a queue of their own.
+    """A device with in-order queues for passes and a separate queue for transfers.
 
-    Memory goes from one queue to another only when the first has finished with it.
+    Memory passes from one queue to another only when the first queue has finished with it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OpenCLDevice(Device):
         family: str = "cpu",
         channels: bool = False,
     ) -> None:
-        """With a folder of `bundles` their binaries are loaded, and nothing is compiled."""
+        """With a folder of `bundles`, the device loads their binaries and compiles nothing."""
         cl = driver()
         self.info = info
         self._cl_device = cl_device
@@ -77,14 +77,14 @@ class OpenCLDevice(Device):
         )
         self.dataflow_limit_s = Options.dataflow_limit_s
         self.stuck = False
-        """Whether kernels of a dataflow were found to hang."""
+        """Whether kernels of a dataflow hang."""
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
             queues = range(info.capabilities.queues)
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # An interpreter that checks kernels must see the accesses of the host as well.
+            # An interpreter that checks kernels must also see the host's accesses.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -97,14 +97,14 @@ class OpenCLDevice(Device):
         self._late = runtime is not None and runtime.late
         self.programs = self._programs(bundles, runtime is not None and runtime.forgets)
         self._ahead: dict[str, Lowered] = {}
-        """What `compile_ahead` lowered last, by the text of its graph."""
+        """The graphs that `compile_ahead` lowered last, by their text."""
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
         """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
 
     def _programs(self, bundles: Path | None, forgets: bool) -> Programs | BundledPrograms:
-        """Where kernels come from: bundles, or the runtime's compiler and what it remembers."""
+        """Return the source of kernels: bundles, or the runtime's compiler with stored binaries."""
         own = (self._cl_device, self.info.id)
         if bundles is not None:
             return BundledPrograms(self.context, *own, self.binary_facts(), bundles)
@@ -119,7 +119,8 @@ class OpenCLDevice(Device):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """New kernels of all graphs share programs: a runtime takes some time for each."""
+        """Compile several graphs. Their new kernels share programs, since each program takes time
+        to build."""
         return [OpenCLExecutable(self, each) for each in self._lowered(graphs)]
 
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:
@@ -131,7 +132,8 @@ class OpenCLDevice(Device):
         return exported({name: self._lower(graph) for name, graph in programs.items()})
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
-        """A late runtime's binary has the kernels as they are launched first, too."""
+        """Compile a source of a bundle. A runtime that compiles kernels at their first launch also
+        stores the code for the first launches of `programs`."""
         cl = driver()
         job = job_of(text, source.options, programs if self._late else ())
         with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):
@@ -188,7 +190,7 @@ class OpenCLDevice(Device):
         self.memory.trim()
 
     def close(self) -> None:
-        """Wait for all work, then drop the caches; of kernels that hang nothing can be awaited."""
+        """Wait for all work, then free the caches; do nothing if kernels hang."""
         if self.stuck:
             return
         with errors(self.info.id, "closing it"):
@@ -200,14 +202,14 @@ class OpenCLDevice(Device):
         self.retired.clear()
 
     def waits_long(self, command: Any) -> bool:
-        """Whether the driver's own wait for `command` would also wait for later commands."""
+        """Return whether the driver's wait for `command` would also wait for later commands."""
         if not self._drains:
             return False
         behind = (q for q in self.pass_queues if q.last is not None and q.last is not command)
         return any(command.command_queue == queue.cl for queue in behind)
 
     def pass_queue(self, number: int) -> PassQueue:
-        """The queue of that number. Raises `BackendError` if there are fewer."""
+        """Return queue `number` of the passes. Raises `BackendError` if there are fewer."""
         if number >= len(self.pass_queues):
             raise BackendError(
                 f"{self.info.id} runs {len(self.pass_queues)} passes at once, so it has no queue "
@@ -216,12 +218,15 @@ class OpenCLDevice(Device):
         return self.pass_queues[number]
 
     def arena(self, nbytes: int, queue: PassQueue) -> Piece:
-        """Memory for the intermediates of passes in `queue`."""
+        """Return memory for the intermediates of passes in `queue`."""
         with self._lock:
             return queue.arena(nbytes, self.memory)
 
     def native(self, events: Sequence[Event]) -> list[Any] | None:
-        """Events of this device's queues, for a command to wait for; waits for all others."""
+        """Return the commands of this device's events that a new command must wait for.
+
+        Wait here for the events of other devices.
+        """
         waits = []
         for event in events:
             if isinstance(event, CommandEvent) and event.device is self:
@@ -232,7 +237,7 @@ class OpenCLDevice(Device):
         return waits or None
 
     def _lowered(self, graphs: Sequence[fx.GraphModule]) -> list[Lowered]:
-        """The graphs as launches, whose programs are built."""
+        """Lower graphs into launches, and build the programs of the launches."""
         lowered = list(map(self._lower, graphs))
         launches = [launch for each in lowered for launch in each.launches]
         self.programs.prepare((launch.kernel for launch in launches), launches)
@@ -244,7 +249,7 @@ class OpenCLDevice(Device):
         return lower(graph, self.target) if ahead is None else ahead
 
     def _copy(self, dst: Bytes, src: Bytes) -> Event:
-        """Copy in the host's memory: a driver would first wait for the kernels that are running."""
+        """Copy in the host's memory: a driver would first wait for all running kernels."""
         np.copyto(dst, src)
         return DONE
 
@@ -275,6 +280,6 @@ class OpenCLDevice(Device):
 
 
 def _text_of(graph: fx.GraphModule) -> str:
-    """All that lowering reads of a graph."""
+    """Return the text of a graph, with all properties that lowering reads."""
     together = graph.graph.output_node().meta.get("together", frozenset())
     return repr((graph_rows(graph), sorted(together)))

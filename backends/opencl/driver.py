@@ -1,4 +1,4 @@
-"""pyopencl, imported on first use, and its errors turned into ours."""
+"""Imports pyopencl on first use, and turns its errors into hetpipe's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .runtimes import EMULATORS, POCL, prepare
 
 NOISE = b"Unknown host CPU"
 _warnings_lock = threading.Lock()
-"""Held while warnings are off: the filters are those of the whole process."""
+"""Held while warnings are off, since warning filters belong to the whole process."""
 
 
 @cache
 def driver() -> Any:
-    """The module pyopencl, with every runtime made visible first.
+    """Make every runtime visible, then import pyopencl and return it.
 
-    Raises `BackendError` with a cure if it cannot be imported.
+    Raises `BackendError` with a cure if the import fails.
     """
     prepare()
     try:
@@ -38,10 +38,10 @@ def driver() -> Any:
 
 
 def _write_callers_once() -> None:
-    """Have pyopencl write the callers of kernels that are alike once.
+    """Make pyopencl generate a caller once per kernel, not once per kernel object.
 
-    It writes and compiles Python code for every kernel object, and a large graph has a thousand
-    objects of some fifty kernels. A pyopencl that works otherwise is left alone.
+    pyopencl generates and compiles Python code for every kernel object, and a large graph has a
+    thousand objects of some fifty kernels. Versions of pyopencl without that function stay as is.
     """
     with suppress(ImportError, AttributeError):
         from pyopencl import invoker
@@ -52,7 +52,7 @@ def _write_callers_once() -> None:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hide the lines that Intel's runtime prints on another maker's processor; print the others."""
+    """Hide the lines that Intel's runtime prints on other makers' processors; print all others."""
     saved = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
@@ -68,7 +68,7 @@ def _without_noise() -> Iterator[None]:
 
 
 def platforms() -> list[Any]:
-    """All platforms. Raises `BackendError` with cures if there is none."""
+    """Return all OpenCL platforms. Raises `BackendError` with cures if there is none."""
     cl = driver()
     try:
         with _without_noise():
@@ -87,16 +87,17 @@ def platforms() -> list[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide pyopencl's warnings, of a compiler's remarks and of kernels of one name."""
+    """Hide pyopencl's warnings about compiler output and about kernels with the same name."""
     with _warnings_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class errors:
-    """Turn pyopencl's errors into a `BackendError` with the device and its activity.
+    """Turns pyopencl's errors into a `BackendError` with the device and its activity.
 
-    Every run of a graph enters it several times, for a third of a generator's time.
+    A class, since every run of a graph enters it several times: a generator takes three times as
+    long.
     """
 
     __slots__ = ("_device", "_doing")

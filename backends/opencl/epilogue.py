@@ -1,7 +1,7 @@
-"""Elementwise operators after a matrix product, done while its tile is in registers.
+"""Fuses elementwise operators with a matrix product: they run while its tile is in registers.
 
-A product and the stores that follow it are one group: first the store of the product itself, whose
-expression is a `Tile`, then the epilogue, stores that read the product element by element.
+A product and the stores that follow it form one group. The first store is the product's, whose
+expression is a `Tile`; the other stores, the epilogue, read the product element by element.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .target import Target
 
 
 def is_product(group: Sequence[Store]) -> bool:
-    """Whether a group is a product with its epilogue."""
+    """Return whether a group is a product with its epilogue."""
     return isinstance(group[0].expr, Tile)
 
 
 def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
-    """`store` in the form that the epilogue of a product needs, or None if it cannot join it.
+    """Return `store` in the form that a product's epilogue needs, or None if it cannot join.
 
-    It must read a result of the group, only element by element, in the product's order, and
-    have rows that end where the product's rows end. It may write in another order of the rows.
+    The store must read a result of the group, only element by element and in the product's order,
+    and its rows must end where the product's rows end. It may write the rows in another order.
     """
     tile = group[0].expr
     assert isinstance(tile, Tile)
@@ -64,10 +64,10 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
 
 
 def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
-    """Have a kernel over rows, whose `results` are given, follow the product that it reads.
+    """Add the `results` of a kernel over rows to the group of the product that the kernel reads.
 
-    It can where that product waits among the `groups`, has not too many columns, and nothing that
-    waits after it reads it. Nothing else joins the group then.
+    Return False unless the product waits in `groups`, has few enough columns, and no later group
+    depends on it. Afterwards nothing else can join the group.
     """
     rows = results[0].expr
     assert isinstance(rows, Rows)
@@ -87,7 +87,7 @@ def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
 
 
 def _sends(tile: Tile, rows: Rows) -> bool:
-    """Whether the rows of a product are those that a kernel is over, and not too long for it."""
+    """Return whether a kernel over rows reads a product's rows, and they are short enough."""
     source = rows.source
     if not source.plain or source.numel != tile.numel or rows.by_channel != tile.by_channel:
         return False
@@ -101,7 +101,7 @@ def _closed(group: Sequence[Store]) -> bool:
 
 
 def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> list[Launch]:
-    """The launches of a product and of the stores `kept` of its group."""
+    """Return the launches that compute a product and write the stores `kept` of its group."""
     tile = group[0].expr
     assert isinstance(tile, Tile)
     if list(kept) == [group[0]]:
@@ -131,14 +131,14 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     row = body.row_lines(body.coordinates("row"))
     lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
-    # Sums of earlier blocks of the depth are in memory; without any, none is read.
+    # Sums of earlier blocks of the depth are in memory; for the first block, none is read.
     carries = args["k0"] != 0
     if not carries:
         args["c"] = args["left"]
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
-    if turned:  # an element is written where others are still to be read
+    if turned:  # the kernel writes elements that it has yet to read at another place
         inplace = set()
     apart = last.touches - {product.id}
     size, local = last.global_size, last.local_size
@@ -149,7 +149,7 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
 
 
 def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
-    """Loops whose innermost is a row of the product, or None."""
+    """Return loops whose innermost one is a row of the product, or None."""
     inner, d = 1, len(shape)
     while d > 0 and inner < cols:
         d -= 1

@@ -1,4 +1,4 @@
-"""Events: ends of commands on a device."""
+"""Events: the ends of commands on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 Flowing = tuple[str, Any]
-"""A kernel of a dataflow, and its command."""
+"""(name of a kernel in a dataflow, its command)."""
 
 
 class CommandEvent(Event):
@@ -32,7 +32,7 @@ class CommandEvent(Event):
         self.doing = doing
 
     def __del__(self) -> None:
-        # The driver's object must die on the thread that uses the queue.
+        # The thread that uses the queue must release the driver's object.
         self.device.retired.append(self.command)
 
     def done(self) -> bool:
@@ -63,14 +63,14 @@ class CommandEvent(Event):
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """Start and end on the device's own clock, in seconds."""
+        """Start and end of the command on the device's clock, in seconds."""
         with errors(self.device.info.id, self.doing):
             profile = self.command.profile
             return profile.start * 1e-9, profile.end * 1e-9
 
 
 class PassEvent(CommandEvent):
-    """The end of a pass, which fails if it met an index out of range."""
+    """The end of a pass; it raises an error if the pass met an index out of range."""
 
     def __init__(
         self,
@@ -89,8 +89,11 @@ class PassEvent(CommandEvent):
         self.device.retired.extend(command for _, command in self._flowing)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """As of all events; but no kernel of the pass's dataflows may take longer than the limit of
-        the device."""
+        """Wait for the end of the pass.
+
+        Raises `BackendError` after `timeout_s`, or if no kernel of the pass's dataflows makes
+        progress for the device's `dataflow_limit_s`.
+        """
         if not self._flowing:
             super().wait(timeout_s)
             return
@@ -111,7 +114,7 @@ class PassEvent(CommandEvent):
         self.done()
 
     def _states(self) -> list[tuple[str, int]]:
-        """The kernels of dataflows that have not ended, and OpenCL's number of their state."""
+        """Return (name, OpenCL state) of each dataflow kernel that has not ended."""
         with errors(self.device.info.id, self.doing):
             states = [(name, each.command_execution_status) for name, each in self._flowing]
         complete = driver().command_execution_status.COMPLETE

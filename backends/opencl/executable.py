@@ -1,4 +1,4 @@
-"""A lowered graph that is ready to run: arguments are set once, a run enqueues launches."""
+"""A lowered graph that is ready to run: arguments are set once, each run enqueues launches."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class _Step(NamedTuple):
     blocks: list[Block]
     beside: int
     joined: bool
-    """Whether kernels beside it send to it."""
+    """Whether kernels in other queues send data to it."""
 
 
 @dataclass
 class _Enqueued:
-    """What a run has enqueued."""
+    """The commands that a run has enqueued."""
 
     last: Any = None
-    """The last command in the queue of the pass."""
+    """The last command in the pass's queue."""
     blocks: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     """The commands of launches in blocks, by the launch's number."""
     beside: dict[int, Any] = field(default_factory=dict)
-    """The last command in each queue beside that of the pass."""
+    """The last command in each additional queue, by the queue's number."""
     flowing: list[Flowing] = field(default_factory=list)
 
 
@@ -62,17 +62,17 @@ class OpenCLExecutable(Executable):
     """Launches in order; only the arguments for inputs and outputs change between runs."""
 
     def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
-        """The programs of all launches are built."""
+        """Take a graph whose programs are built already."""
         self._device = device
         self._lowered = lowered
         self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
         self._kept: dict[int, Memory] = {}
-        """Results of steady launches, from the second run with the same weights on: where
-        a mini-batch is one micro-batch, that run never comes."""
+        """Results of steady launches, by id; filled by the second run with the same weights. If
+        a mini-batch is one micro-batch, there is no such run."""
         self._arguments = Arguments()
         streams = device.info.capabilities.chunks
         self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
-        """The outputs that are complete block by block, and the launches that compute them."""
+        """The parts of outputs that are complete when one block of a launch ends."""
         in_blocks = {each.launch for each in self._parts}
         self._place_of = {output: place for place, output in enumerate(lowered.results)}
         self._steps: list[_Step] = []
@@ -91,7 +91,7 @@ class OpenCLExecutable(Executable):
             self._steps.append(step)
         pairs = zip(lowered.launches, self._steps, strict=True)
         self._changing = [step for launch, step in pairs if not launch.steady]
-        """The launches to repeat while the weights stay the same."""
+        """The steps to repeat while the weights stay the same."""
         read = {arg.id for each in lowered.launches if each.steady for arg in each.args
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
@@ -102,7 +102,7 @@ class OpenCLExecutable(Executable):
 
     @property
     def launches(self) -> Sequence[Launch]:
-        """What a run launches."""
+        """All launches of the graph, in order."""
         return self._lowered.launches
 
     def run(
@@ -147,21 +147,21 @@ class OpenCLExecutable(Executable):
         return [outputs[index] for index in self._lowered.results], event, chunks
 
     def _are_same(self, weights: Sequence[OpenCLBuffer]) -> bool:
-        """Whether the last run had the same buffers."""
+        """Return whether the last run had the same weights."""
         last_weights = self._weights
         return len(last_weights) == len(weights) and all(
             last() is buffer for last, buffer in zip(last_weights, weights, strict=True)
         )
 
     def _enqueue(self, steps: Sequence[_Step], waits: list[Any] | None) -> _Enqueued:
-        """Enqueue the steps, the first of them after `waits`."""
+        """Enqueue the steps, to run after the commands `waits`."""
         queue, done = self._queue, _Enqueued()
         main, last, launch = queue.cl, None, driver().enqueue_nd_range_kernel
         size: tuple[int, ...] = ()
         kernel: Any = None
         local_size: tuple[int, ...] | None = None
         try:
-            # Small launches come by the hundred: no call and no look-up here that can be spared.
+            # A graph has hundreds of small launches: this loop avoids calls and look-ups.
             for number, kernel, local_size, blocks, beside, joined in steps:
                 if beside:
                     ((offset, size),) = blocks
@@ -184,7 +184,7 @@ class OpenCLExecutable(Executable):
                 raise error
         done.last = last
         if done.beside:
-            # The pass ends with all kernels: one whose reader ended too early waits for ever.
+            # A pass ends when all its kernels end: a kernel whose reader ends early never does.
             ends = [*done.beside.values(), done.last]
             done.last = driver().enqueue_marker(queue.cl, wait_for=ends)
         elif done.last is None and waits:
@@ -195,7 +195,7 @@ class OpenCLExecutable(Executable):
         return done
 
     def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
-        """The new last command, and the outcomes of checks, valid when that command has ended."""
+        """Return the new last command, and the checks' outcomes, valid once that command ends."""
         outcomes = []
         for check, memory in zip(self._lowered.checks, memories, strict=True):
             host = memory.host
@@ -209,14 +209,14 @@ class OpenCLExecutable(Executable):
         return command, outcomes
 
     def _move(self, queue: PassQueue) -> None:
-        """Run in another queue from now on, with intermediates in its arena."""
+        """Run in another queue from now on, and use its arena."""
         if self._last is not None:
             with errors(self._device.info.id, RUNNING):
                 self._last.wait()
         self._queue = queue
 
     def _keep(self) -> None:
-        """Give the results of steady launches memory of their own from now on."""
+        """Give the results of steady launches separate memory from now on."""
         if self._last is not None:
             self._last.wait()
         self._kept = _kept(self._device, self._lowered)
@@ -230,7 +230,7 @@ class OpenCLExecutable(Executable):
         outputs: Sequence[OpenCLBuffer],
         checked: Sequence[Memory],
     ) -> None:
-        """Set the arguments for all that crosses the graph's boundary."""
+        """Set the arguments for the graph's inputs, outputs and checks."""
         lowered, bind = self._lowered, self._arguments.set
         for value, buffer in zip(lowered.inputs, buffers, strict=True):
             bind(value.id, buffer.memory.cl)
@@ -252,9 +252,9 @@ class OpenCLExecutable(Executable):
     def _outputs(
         self, buffers: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
-        """The results of a run, in their memory; intermediates have theirs, too, from now on."""
+        """Return the buffers for the results of a run; place its intermediates in memory, too."""
         if donate:
-            # An input that comes twice is read under two names: nothing may take its memory.
+            # A buffer given as two inputs is read under two names: nothing may take its memory.
             memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
@@ -289,7 +289,7 @@ class OpenCLExecutable(Executable):
         if not target.checks_memory:
             apart = frozenset(self._kept)
             return plan(self._lowered, donate, parts, apart, target.alignment_nbytes, moves)
-        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
+        # One allocation per tensor: the interpreter then sees every access outside a tensor.
         life = lives(self._lowered.launches)
         for key in self._arguments.unset(life.keys() - self._lowered.crossing):
             piece = self._device.memory.create(room_nbytes(life[key].nbytes))
@@ -298,7 +298,7 @@ class OpenCLExecutable(Executable):
 
 
 def _kept(device: OpenCLDevice, lowered: Lowered) -> dict[int, Memory]:
-    """Memory of the results of steady launches, by id: no other tensor shares it."""
+    """Return memory for the results of steady launches, by id; no other tensor shares it."""
     life = lives(lowered.launches)
     return {
         key: device.memory.take(span.nbytes)

@@ -1,4 +1,4 @@
-"""Lowered graphs as the sources and records of a bundle."""
+"""Turns lowered graphs into the sources and records of a bundle."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from .signature import parameters
 from .specialise import FirstLaunch, Job
 
 Directions = dict[Kernel, list[set[str]]]
-"""By kernel, for each of its parameters, the directions that launches have."""
+"""For each kernel and each of its parameters, the directions in which launches use it."""
 
 
 def kernel_hash(kernel: Kernel) -> str:
-    """By which a kernel is found in a bundle: its text and options."""
+    """Return the hash that finds a kernel in a bundle, of its text and options."""
     return key_of(kernel.source, kernel.options)
 
 
 def exported(programs: Mapping[str, Lowered]) -> Exported:
-    """The kernels of these programs in as few sources as can be. Raises `BackendError`."""
+    """Return the kernels of these programs in as few sources as possible.
+
+    Raises `BackendError` if the programs run no kernel.
+    """
     launches = [launch for lowered in programs.values() for launch in lowered.launches]
     if not launches:
         raise BackendError(f"nothing to export: {', '.join(programs)} run no kernel")
@@ -57,7 +60,7 @@ def exported(programs: Mapping[str, Lowered]) -> Exported:
 
 
 def job_of(text: str, options: Sequence[str], programs: Sequence[ProgramEntry]) -> Job:
-    """A source to build, and one launch of each kernel for each local size."""
+    """Return a source to build, with one launch of each kernel for each local size."""
     first: dict[tuple[object, ...], FirstLaunch] = {}
     for launch in (launch for program in programs for launch in program.launches):
         key = (launch.kernel, launch.local_size or launch.global_size)
@@ -101,9 +104,9 @@ def _type(parameter: Declared) -> str:
 
 
 def _direct(lowered: Lowered, directions: Directions) -> None:
-    """Enter how the launches of a graph use their arguments.
+    """Add to `directions` how the launches of a graph use their arguments.
 
-    Nobody writes an input of the graph, and whoever touches another tensor first writes it.
+    No launch writes an input of the graph. The first launch that touches another tensor writes it.
     """
     inputs = {value.id for value in lowered.inputs}
     touched = set(inputs)
@@ -128,7 +131,7 @@ def _direction(ways: set[str]) -> str:
 
 
 def _by_text(source: str, name: str) -> str:
-    """Whether generated code reads or writes what a pointer points to; empty if neither is seen."""
+    """Return how generated code uses a pointer: "in", "out" or "inout"; "" if no use is found."""
     text = source[source.index("__kernel") :]
     element = rf"\b{name}\[[^;=]*\]"
     writes = rf"(?:^|[;{{}}])\s*{element} =|vstore\w*\([^;]*,\s*{name}\b[^,;]*\);"

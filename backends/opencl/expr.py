@@ -4,8 +4,8 @@ An expression has a logical shape. Its leaves are affine in the coordinates: a l
 through strides, a constant, or the coordinates themselves. So a view (permute, slice, expand, ...)
 of an expression is the same expression with other strides at the leaves, and costs nothing.
 
-Expressions are interned by `Pool`: equal ones are the same object, so common parts are found by
-identity and computed once.
+`Pool` interns expressions: equal expressions are one object, so common parts are found by identity
+and computed once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 Shape = tuple[int, ...]
 DEAR = 8
-"""Weight of a function that takes many instructions."""
+"""Least weight of a function that takes many instructions."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Layout:
 
     @staticmethod
     def row_major(shape: Shape) -> Layout:
-        """The layout of a contiguous tensor."""
+        """Return the layout of a contiguous tensor."""
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
@@ -66,7 +66,7 @@ View = Callable[[Layout], "Layout | None"]
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """An elementwise expression of some shape and dtype."""
+    """An elementwise expression with a shape and a dtype."""
 
     shape: Shape
     dtype: str
@@ -86,14 +86,14 @@ class Const(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Coord(Expr):
-    """The integer that `layout` gives for the coordinate."""
+    """The integer that `layout` assigns to the coordinates."""
 
     layout: Layout
 
 
 @dataclass(frozen=True, eq=False)
 class Load(Expr):
-    """An element of a tensor; each of `indices` (expression, stride, size) moves it further."""
+    """An element of a tensor. Each of `indices`, (expression, stride, size), adds to its offset."""
 
     value: Value
     layout: Layout
@@ -101,7 +101,7 @@ class Load(Expr):
 
     @property
     def plain(self) -> bool:
-        """Whether it reads the tensor's elements in their own order, each once."""
+        """Whether it reads each element of the tensor once, in row-major order."""
         return (
             not self.indices
             and self.layout == Layout.row_major(self.shape)
@@ -111,21 +111,22 @@ class Load(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Apply(Expr):
-    """A C expression over the arguments: `{0}` is the first. All have this one's shape."""
+    """A C expression over arguments, `{0}` being the first. All arguments have its shape."""
 
     code: str
     args: tuple[Expr, ...]
     weight: int = 1
     """Rough cost, in additions."""
     alone: str = ""
-    """The same without its last argument, for kernels that have no other use for that."""
+    """The C expression without the last argument, for kernels that do not use it elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Expr):
-    """A result of the kernel in `file` over whole rows of `source`, which a product's kernels send.
+    """A result of a kernel over whole rows of `source`, which the kernels of a product send.
 
-    `arguments` are by the names of its parameters; of the tensors among them it reads `reads`.
+    `file` has the kernel's source, `arguments` maps its parameters to arguments, and `reads` has
+    the arguments that it reads.
     """
 
     source: Load
@@ -133,20 +134,20 @@ class Rows(Expr):
     arguments: Mapping[str, Value | int | float]
     reads: tuple[Load, ...] = ()
     by_channel: bool = False
-    """Whether a row is a channel of [N][C][...]; else the last dimension."""
+    """Whether a row is a channel of [N][C][...]; otherwise it is the last dimension."""
 
 
 E = TypeVar("E", bound=Expr)
 
 
 class Pool:
-    """Makes expressions, one object for each distinct one."""
+    """Makes expressions; equal expressions are the same object."""
 
     def __init__(self) -> None:
         self._interned: dict[tuple[Any, ...], Expr] = {}
 
     def make(self, kind: type[E], *fields: Any) -> E:
-        """`kind(*fields)`, or the equal expression that exists already."""
+        """Return `kind(*fields)`, or the equal expression that exists already."""
         # 1, 1.0 and True are equal in Python and different in C.
         key = (kind, fields, *(type(item) for item in fields))
         expr = self._interned.setdefault(key, kind(*fields))
@@ -154,11 +155,11 @@ class Pool:
         return expr
 
     def load(self, value: Value) -> Load:
-        """The tensor itself."""
+        """Return the expression that loads a tensor as it is."""
         return self.make(Load, value.shape, value.dtype, value, Layout.row_major(value.shape))
 
     def view(self, expr: Expr, view: View) -> Expr | None:
-        """`expr` seen through `view`, or None if the strides of a leaf cannot express it."""
+        """Return `expr` seen through `view`, or None if a leaf's strides cannot express it."""
         return self._rewrite(expr, view, {})
 
     def _rewrite(self, expr: Expr, view: View, memo: dict[Expr, Expr | None]) -> Expr | None:
@@ -196,7 +197,7 @@ def _flat(shape: Shape) -> Layout:
 
 
 def walk(*roots: Expr) -> Iterator[Expr]:
-    """Every distinct expression under `roots`, arguments before their users."""
+    """Yield every distinct expression under `roots`, arguments before their users."""
     seen: set[Expr] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -210,7 +211,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """The expressions that an expression uses directly."""
+    """Return the expressions that an expression uses directly."""
     if isinstance(expr, Apply):
         return expr.args
     if isinstance(expr, Load):
@@ -221,12 +222,12 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 def loads(expr: Expr) -> list[Load]:
-    """The tensors that an expression reads."""
+    """Return the loads that an expression contains."""
     return [item for item in walk(expr) if isinstance(item, Load)]
 
 
 def work(expr: Expr) -> int:
-    """Rough cost of one element, in additions; a leaf without memory is free."""
+    """Return the rough cost of one element, in additions; only work on loaded elements counts."""
     total = 0
     fed: dict[Expr, bool] = {}
     for item in walk(expr):

@@ -1,6 +1,6 @@
-"""Which family of kernels a device gets: `kernels/cpu`, `kernels/gpu` or `kernels/fpga`.
+"""Chooses the kernel family of a device: `kernels/cpu`, `kernels/gpu` or `kernels/fpga`.
 
-A cluster file may choose, and the variable `HETPIPE_OPENCL_FAMILIES`, which goes first:
+A cluster file may choose it; the variable `HETPIPE_OPENCL_FAMILIES` overrides the file:
 
     [backend.opencl]
     families = { "opencl:intel-fpga-emulator:0" = "fpga" }
@@ -19,16 +19,18 @@ from hetpipe.words import short
 
 FAMILIES = ("cpu", "gpu", "fpga")
 CHANNELS = "cl_intel_channels"
-"""The extension of devices whose kernels send to one another."""
+"""The OpenCL extension for kernels that send data to each other."""
 MOST_KERNELS = 8
-"""At least as many kernels as run at once in a dataflow, and something beside them."""
+"""An upper bound for the kernels of a dataflow and others that run at the same time."""
 VARIABLE = "HETPIPE_OPENCL_FAMILIES"
-"""Environment variable with a family for all devices, or with `PATTERN=FAMILY,PATTERN=FAMILY`."""
+"""Environment variable: a family for all devices, or `PATTERN=FAMILY,PATTERN=FAMILY`."""
 
 
 def default_family(info: DeviceInfo) -> str:
-    """A board gets the kernels of its kind; an FPGA's emulator computes on the host's cores, where
-    those of `cpu` are many times as fast."""
+    """Return the family of a device's kind; "cpu" for an FPGA emulator.
+
+    An emulator computes on the host's cores, where the kernels of `cpu` are many times as fast.
+    """
     if info.kind == "fpga" and not info.on_cores:
         return "fpga"
     return "gpu" if info.kind == "gpu" else "cpu"
@@ -36,17 +38,17 @@ def default_family(info: DeviceInfo) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Families that somebody chose, by patterns of ids of devices; the last that fits counts."""
+    """The user's choice of families, by patterns of device ids; the last matching pattern wins."""
 
     by_pattern: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, device_id: str) -> str:
-        """The family that was chosen for a device, or an empty text."""
+        """Return the family that the user chose for a device, or ""."""
         fitting = (f for pattern, f in self.by_pattern.items() if fnmatchcase(device_id, pattern))
         return "".join(list(fitting)[-1:])
 
     def check(self, ids: Sequence[str]) -> None:
-        """Raises `BackendError` for a pattern that fits none of the ids."""
+        """Raise `BackendError` for a pattern that matches no device id."""
         for pattern in self.by_pattern:
             if not any(fnmatchcase(device_id, pattern) for device_id in ids):
                 there = ", ".join(ids)
@@ -57,7 +59,10 @@ class Choice:
 
 
 def choice(by_pattern: Mapping[str, str]) -> Choice:
-    """What a cluster file chooses, and after it the environment. Raises `BackendError`."""
+    """Return the choice of the cluster file, overridden by the environment.
+
+    Raises `BackendError` if the environment names an unknown family.
+    """
     text = os.environ.get(VARIABLE, "").strip()
     pairs = [part if "=" in part else f"*={part}" for part in text.split(",") if part.strip()]
     named = {}

@@ -1,4 +1,4 @@
-"""The sizes of a convolution, whatever kernels compute it."""
+"""The sizes of a convolution, for the kernels of all families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Geometry:
 
     @property
     def arguments(self) -> dict[str, int]:
-        """The parameters `SHAPE` of `kernels/patches.cl`."""
+        """Arguments for the parameters `SHAPE` of `kernels/patches.cl`."""
         return {
             "images": self.images, "groups": self.groups, "in_channels": self.in_channels,
             "out_channels": self.out_channels, "height": self.size[0], "width": self.size[1],
@@ -33,6 +33,6 @@ class Geometry:
         }  # fmt: skip
 
     def channels(self, flipped: bool = False) -> tuple[int, int]:
-        """(lanes, depth): output and input channels of a group; exchanged if `flipped`."""
+        """Return (output channels, input channels) of a group; exchanged if `flipped`."""
         lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
         return (depth, lanes) if flipped else (lanes, depth)

@@ -1,8 +1,8 @@
-"""Which generated kernels share a program: in the next process the same ones.
+"""Groups generated kernels into programs, and stores the groups for later processes.
 
-Runtimes keep what they compiled by the text of a program. A process that compiles the graphs of
-single layers before those of stages would make other programs of the same kernels than one that
-compiles the stages alone.
+Runtimes store compiled programs under their text, so every process should build the same programs.
+Without stored groups, a process that compiles single layers before whole stages would put the same
+kernels into other programs than a process that compiles only the stages.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from hetpipe.entries import Entries, key_of
 from .codegen import Kernel, helpers_identity
 
 MOST = 24
-"""The most new kernels in a program: two compilers divide programs between them, not kernels."""
+"""The most new kernels in a program: two compilers share the work by programs, not by kernels."""
 ENTRIES = Entries("opencl/groups", "json", most=5000)
 
 Sources = tuple[str, ...]
 
 
 def groups_of(kernels: Sequence[Kernel]) -> Iterator[Sources]:
-    """The sources of programs that together have these kernels, which are new to this process.
+    """Yield the kernel sources of each program; together they have all of `kernels`.
 
-    Kernels that no earlier process had share a program from now on.
+    The kernels are new to this process. Kernels that no earlier process had form new groups, which
+    are stored.
     """
     new, grouped = [], set[str]()
     for kernel in kernels:
@@ -50,6 +51,9 @@ def _load(kernel: Kernel) -> Sources | None:
 
 
 def _key(source: str) -> str:
-    """Of a kernel among those that call the same helpers: kernels of another version of this
-    package, in a group with one that is as it was, may call functions that are no longer there."""
+    """Return the key of a kernel's group, which depends on the text of all helper functions.
+
+    Otherwise an unchanged kernel would return its group from another version of this package, whose
+    other kernels may call functions that no longer exist.
+    """
     return key_of(helpers_identity(), source)

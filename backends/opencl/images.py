@@ -1,4 +1,4 @@
-"""Images as arguments of kernels that run by themselves."""
+"""Images as arguments of kernels that run alone."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TYPES = {
 
 
 def is_image(parameter: Parameter) -> bool:
-    """Whether the source declares an image."""
+    """Return whether the source declares the parameter as an image."""
     return parameter.ctype.split()[-1] in DIMENSIONS
 
 
 class ImageRoom:
-    """The image of an array: its last dimension has the channels, the one before is the width."""
+    """The image of an array [..., width, channels]."""
 
     def __init__(
         self, place: tuple[Any, Any, str], function: str, name: str, kind: str, array: Array
     ) -> None:
-        """Raises `KernelFaultError` for an array that is no image, and `DeviceLacksError` where the
+        """Raises `KernelFaultError` if the array cannot be an image, and `DeviceLacksError` if the
         device has no images, or none of this format."""
         cl = driver()
         context, self._queue, device_id = place
@@ -65,11 +65,11 @@ class ImageRoom:
         )
 
     def array(self) -> Array:
-        """The array as it is now."""
+        """Return the current content of the image."""
         array = np.empty_like(self._array, order="C")
         self._copy(array, self.part)
         return array
 
     def damage(self, name: str, function: str) -> Flaw | None:
-        """None: a device ignores writes beyond an image."""
+        """Return None: a device ignores writes beyond an image."""
         return None

@@ -1,13 +1,13 @@
-"""Many kernels in one source: boards have one binary at a time.
+"""Joins many kernels into one source: a board has one binary at a time.
 
 A part of the source is the text of a kernel file with one set of `-D` options, or all generated
-kernels. Parts may have functions and macros of one name:
+kernels. Parts may define functions and macros of the same name:
 
     #define ROWS 8                      -DROWS=8
     #define load_upto load_upto_2       an earlier part has a function load_upto
     ...                                 the text of the file
     #undef load_upto
-    #undef ROWS                         and the text's own macros
+    #undef ROWS                         and the macros of the text
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Joined:
-    """A source with kernels, by the names that they have there, and options for its compiler."""
+    """A source with several kernels, its compiler options, and the name of each kernel in it."""
 
     text: str
     options: tuple[str, ...]
@@ -36,7 +36,7 @@ class Joined:
 
 
 def joined(kernels: Iterable[Kernel]) -> list[Joined]:
-    """As few sources as can be: one, unless kernels have options that are no macros."""
+    """Join kernels into one source, or into one for each set of options that are not macros."""
     parts: dict[tuple[str, ...], dict[tuple[str, ...], list[Kernel]]] = {}
     for kernel in dict.fromkeys(kernels):
         others = tuple(option for option in kernel.options if not option.startswith("-D"))
@@ -75,8 +75,7 @@ def _join(parts: Sequence[Sequence[Kernel]], options: tuple[str, ...]) -> Joined
 
 
 def _once(sources: Iterable[str]) -> Iterator[str]:
-    """Texts of which each begins with definitions, in an `#ifndef` of its own, that others have
-    as well: these stand there once."""
+    """Yield the sources; definitions in an `#ifndef` at the head of several sources come once."""
     heads: set[str] = set()
     for source in dict.fromkeys(sources):
         head, guard, rest = source.rpartition(GUARD_END)
@@ -85,7 +84,7 @@ def _once(sources: Iterable[str]) -> Iterator[str]:
 
 
 def _types(text: str, macros: Sequence[tuple[str, str]]) -> dict[object, str]:
-    """The names of other types that a text declares in a line, by that line and its macros."""
+    """Return the names of a text's one-line typedefs, by the line and the macros in it."""
     found: dict[object, str] = {}
     for line in TYPE.finditer(text):
         words = set(WORD.findall(line[0]))
@@ -96,9 +95,9 @@ def _types(text: str, macros: Sequence[tuple[str, str]]) -> dict[object, str]:
 def _without_types(
     text: str, macros: Sequence[tuple[str, str]], types: Mapping[object, str]
 ) -> tuple[str, dict[str, str]]:
-    """The text without the types that an earlier part has, and these by their names here.
+    """Remove the typedefs that an earlier part has; return the text, and their earlier names.
 
-    Intel's channels take a type of two names for two types, and calls of them are ambiguous then.
+    Intel's channels treat two names of one type as two types, which makes calls ambiguous.
     """
     known = {}
     for key, name in _types(text, macros).items():
@@ -109,7 +108,7 @@ def _without_types(
 
 
 def _macro(option: str) -> tuple[str, str]:
-    """`-DROWS=8` -> ROWS, 8."""
+    """Split a macro option: `-DROWS=8` -> ROWS, 8."""
     name, equals, value = option.removeprefix("-D").partition("=")
     return name, value if equals else "1"
 
@@ -121,9 +120,9 @@ def _fresh(name: str, number: int, taken: set[str]) -> str:
 
 
 def defined(source: str) -> set[str]:
-    """The names of functions, types and variables that a text declares outside functions.
+    """Return the names of functions, types and variables that a text declares outside functions.
 
-    Declarations that a macro makes count; of an `#if` all branches do.
+    Declarations by a macro count, and so do all branches of an `#if`.
     """
     text = COMMENT.sub(" ", source).replace("\\\n", " ")
     macros = {m[1]: (split(m[2]), m[3]) for m in MACRO.finditer(text) if m[2] is not None}
@@ -143,7 +142,7 @@ def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[s
                 others = {other: macros[other] for other in macros if other != name}
                 yield from _declared(filled.replace("##", ""), others)
     flat = _without(outside, "(", ")")
-    yield from re.findall(r"__kernel\s+void\s+(\w+)", flat)  # whatever macro its body is
+    yield from re.findall(r"__kernel\s+void\s+(\w+)", flat)  # even if its body is a macro
     yield from re.findall(r"(\w+)\s*\(\)\s*\{\}", flat)
     for declaration in re.split(r"\(\)\s*\{\}|;", flat):
         head = re.sub(r"__attribute__\s*\(\)", "", declaration.partition("=")[0])
@@ -153,7 +152,7 @@ def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[s
 
 
 def _without(text: str, opening: str, closing: str) -> str:
-    """The text with nothing between these brackets."""
+    """Return the text with empty brackets of this kind."""
     kept: list[str] = []
     depth = 0
     for char in text:

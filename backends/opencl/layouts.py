@@ -1,4 +1,4 @@
-"""Views of tensors as changes of layout, by torch's rules, without memory of their own."""
+"""Views of tensors as changes of layout, by torch's rules; no view copies memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from .expr import Layout, Shape
 
 
 def permute(layout: Layout, order: Sequence[int]) -> Layout:
-    """Dimension `i` of the result is `order[i]` of the tensor."""
+    """Return the layout whose dimension `i` is dimension `order[i]` of `layout`."""
     shape = tuple(layout.shape[d] for d in order)
     return Layout(shape, tuple(layout.strides[d] for d in order), layout.offset)
 
 
 def order_of(layout: Layout) -> list[int]:
-    """The dimensions by their strides, from the largest on: permuted so, a permuted row-major
-    tensor is row-major again."""
+    """Return the dimensions by decreasing stride.
+
+    Permuting by this order makes a permuted row-major tensor row-major again.
+    """
     strides = list(layout.strides)
     for d in reversed(range(len(strides) - 1)):
-        if layout.shape[d] == 1:  # where it is, as it has no stride
+        if layout.shape[d] == 1:  # it has no stride, so it keeps its place
             strides[d] = strides[d + 1]
     return sorted(range(len(strides)), key=lambda d: -strides[d])
 
 
 def narrow(layout: Layout, dim: int, start: int, length: int, step: int = 1) -> Layout:
-    """`length` elements of a dimension from `start` on, every `step`th; -1 walks backwards."""
+    """Return `length` elements of `dim` from `start` on, every `step`th; -1 walks backwards."""
     shape, strides = list(layout.shape), list(layout.strides)
     offset = layout.offset + start * strides[dim]
     shape[dim], strides[dim] = length, strides[dim] * step
@@ -33,7 +35,7 @@ def narrow(layout: Layout, dim: int, start: int, length: int, step: int = 1) -> 
 
 
 def select(layout: Layout, dim: int, index: int) -> Layout:
-    """The tensor at one index of a dimension, without that dimension."""
+    """Return the layout at one index of a dimension, without that dimension."""
     offset = layout.offset + index * layout.strides[dim]
     shape, strides = list(layout.shape), list(layout.strides)
     del shape[dim], strides[dim]
@@ -41,7 +43,7 @@ def select(layout: Layout, dim: int, index: int) -> Layout:
 
 
 def unsqueeze(layout: Layout, dim: int) -> Layout:
-    """A new dimension of size 1 before `dim`."""
+    """Insert a dimension of size 1 before `dim`."""
     shape, strides = list(layout.shape), list(layout.strides)
     shape.insert(dim, 1)
     strides.insert(dim, 0)
@@ -49,7 +51,7 @@ def unsqueeze(layout: Layout, dim: int) -> Layout:
 
 
 def reshape(layout: Layout, shape: Shape) -> Layout | None:
-    """The same elements in the same order; None if no strides say that."""
+    """Return the same elements in the same order as `shape`; None if no strides express it."""
     if math.prod(shape) == 0:
         return Layout(shape, (0,) * len(shape), layout.offset)
     runs = runs_of(layout)
@@ -70,7 +72,7 @@ def reshape(layout: Layout, shape: Shape) -> Layout | None:
 
 
 def runs_of(layout: Layout) -> list[tuple[int, int]]:
-    """(size, innermost stride) of the fewest dimensions with the same elements in order."""
+    """Return (size, innermost stride) of the fewest dimensions with the same elements in order."""
     runs: list[tuple[int, int]] = []
     for size, stride in zip(layout.shape, layout.strides, strict=True):
         if size == 1:

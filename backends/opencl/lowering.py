@@ -1,4 +1,4 @@
-"""A graph becomes launches, and a description of its inputs and outputs for the executable."""
+"""Lowers a graph into launches, and describes its inputs and outputs for the executable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Output:
-    """A result: placeholder number `source` itself, or else the tensor `value`.
+    """A result of a graph: the placeholder with index `source`, or the tensor `value`.
 
     `heirs` lists the placeholders whose memory it may take if they are donated.
     """
@@ -33,7 +33,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph in launches."""
+    """A graph, lowered into launches."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Output, ...]
@@ -43,11 +43,11 @@ class Lowered:
     checks: tuple[Check, ...] = ()
     """Index tensors to check at the end of a run."""
     together: frozenset[int] = frozenset()
-    """The `outputs` that may share a piece of memory, see `hetpipe.sdk.graph`."""
+    """Indices of the `outputs` that may share a piece of memory, see `hetpipe.sdk.graph`."""
 
     @cached_property
     def crossing(self) -> frozenset[int]:
-        """The ids of all that a run gets and returns; the others are intermediates."""
+        """Ids of a run's inputs, outputs and checked tensors; other tensors are intermediates."""
         values = [*self.inputs, *(check.value for check in self.checks)]
         values += [output.value for output in self.outputs if output.value is not None]
         return frozenset(value.id for value in values)
@@ -74,7 +74,7 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
         if node.op == "placeholder":
             outputs.append(Output(None, placeholders.index(node)))
             continue
-        # A caller may donate one result and keep the other: they never share memory.
+        # A caller may donate one result and keep another, so results never share memory.
         value = builder.value(node)
         if value.id in taken:
             value = builder.store_copy(builder.expr(node))
@@ -99,7 +99,7 @@ def _together(
     distinct: Sequence[fx.Node],
     outputs: Sequence[Output],
 ) -> frozenset[int]:
-    """The outputs all of whose results the caller keeps together."""
+    """Return the indices of outputs whose results the caller always keeps together."""
     marked = graph.graph.output_node().meta.get("together", frozenset())
     apart = {node for result, node in enumerate(nodes) if result not in marked}
     pairs = enumerate(zip(distinct, outputs, strict=True))
@@ -124,7 +124,7 @@ def _with_heirs(
                 key = inputs[index].id
                 if key not in life or inherits(key, output.value.id, life, launches):
                     heirs.append(index)
-            # Its operands first: they are in the cache.
+            # The operands of its first launch come first: they are in the cache.
             first = launches[mine.first].inplace
             heirs.sort(key=lambda index: inputs[index].id not in first)
         with_heirs.append(Output(output.value, output.source, tuple(heirs)))

@@ -1,4 +1,4 @@
-"""Device memory that returns to a pool, so that a steady state allocates nothing."""
+"""Device memory that returns to a pool, so that repeated runs allocate nothing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ HUGE_PAGE_NBYTES = 2 << 20
 MADV_HUGEPAGE = 14
 
 GRANULE_NBYTES = 128
-"""Every tensor's room is a multiple of this, so that 16 lanes may pass its end."""
+"""The memory of each tensor is a multiple of this, so that a vector of 16 may pass its end."""
 
 
 def room_nbytes(nbytes: int) -> int:
-    """Bytes that a tensor of `nbytes` takes in memory."""
+    """Return the bytes that a tensor of `nbytes` takes in memory."""
     return max(1, -(-nbytes // GRANULE_NBYTES)) * GRANULE_NBYTES
 
 
 class Piece:
-    """A `cl.Buffer`, and the host's bytes under it if the device computes in host memory."""
+    """A `cl.Buffer`, and its bytes in host memory if the device computes there."""
 
     __slots__ = ("_parts", "cl", "host")
 
@@ -44,7 +44,7 @@ class Piece:
         self._parts: dict[tuple[int, int], Any] = {}
 
     def part(self, begin: int, nbytes: int) -> Any:
-        """The `cl.Buffer` of some bytes, the same one every time."""
+        """Return the `cl.Buffer` of some bytes; the same bytes give the same object."""
         buffer = self._parts.get((begin, nbytes))
         if buffer is None:
             buffer = self._parts[begin, nbytes] = self.cl.get_sub_region(begin, nbytes)
@@ -52,7 +52,7 @@ class Piece:
 
 
 class Memory:
-    """A piece of device memory; returns to its pool when the last tensor in it is gone."""
+    """A piece of device memory; it returns to its pool when its last tensor is deleted."""
 
     __slots__ = ("_pool", "nbytes", "piece")
 
@@ -76,7 +76,7 @@ class Memory:
 
 
 class Part(NamedTuple):
-    """Bytes of a piece of memory, which stays as long as any of its parts."""
+    """Bytes of a piece of memory. The piece lives as long as any of its parts."""
 
     whole: Memory
     begin: int
@@ -107,7 +107,7 @@ class OpenCLBuffer(Buffer):
 
 
 class MemoryPool:
-    """Free pieces by size, each with the events after which nothing uses it, one per queue."""
+    """Free pieces by size, each with the events, one per queue, after which nothing uses it."""
 
     def __init__(
         self,
@@ -116,20 +116,20 @@ class MemoryPool:
         host_queue: Any | None,
         last_events: Callable[[], tuple[Any, ...]],
     ) -> None:
-        """With `host_queue`, memory is the host's own, and mapped once through that queue."""
+        """With `host_queue`, pieces are in host memory, and each is mapped once by that queue."""
         self._context = context
         self._device_id = device_id
         self._host_queue = host_queue
         self._last_events = last_events
         self._free: dict[int, list[tuple[Piece, tuple[Any, ...]]]] = defaultdict(list)
-        # Reentrant: a collection of garbage inside may give memory back.
+        # Reentrant: garbage collection may give memory back while the lock is held.
         self._lock = threading.RLock()
         self.held_nbytes = 0
 
     def take(self, nbytes: int, queue: int | None = None) -> Memory:
-        """Memory for `nbytes` that no queue of passes uses, except perhaps `queue` itself.
+        """Return memory for `nbytes` that no queue of passes uses, except perhaps `queue`.
 
-        A pass may take memory that an earlier pass in its own queue still uses.
+        A pass may take memory that an earlier pass in the same queue still uses.
         """
         size = room_nbytes(nbytes)
         with self._lock:
@@ -141,7 +141,7 @@ class MemoryPool:
         return Memory(self.create(size), size, self)
 
     def create(self, nbytes: int) -> Piece:
-        """New memory; if there is no room, frees unused pieces and tries again."""
+        """Allocate memory; if there is no room, free unused pieces and try again."""
         cl = driver()
         with errors(self._device_id, f"allocating {nbytes} bytes"):
             try:
@@ -156,7 +156,7 @@ class MemoryPool:
             self._free[size].append((piece, self._last_events()))
 
     def trim(self) -> None:
-        """Free every piece that nothing uses."""
+        """Free every piece that no queue uses."""
         with self._lock:
             for size, pieces in self._free.items():
                 busy = [piece for piece in pieces if not _complete(piece[1])]
@@ -165,7 +165,7 @@ class MemoryPool:
 
 
 def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
-    """A buffer of `nbytes`; with a queue, also its bytes in the host's memory."""
+    """Allocate a buffer of `nbytes`; with a queue, in host memory."""
     cl = driver()
     if queue is None:
         return Piece(cl.Buffer(context, cl.mem_flags.READ_WRITE, nbytes), None)
@@ -180,9 +180,9 @@ def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Let Linux back untouched memory with pages of 2 MiB: matrices span too many of 4 KiB.
+    """Ask Linux for pages of 2 MiB under untouched memory: a matrix spans too many of 4 KiB.
 
-    This is a hint: a system that ignores it is slower, and nothing else changes.
+    This is a hint; a system that ignores it is only slower.
     """
     begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
     end = (address + nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
@@ -192,9 +192,9 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 
 
 def computes_in_host(context: Any, queue: Any) -> bool:
-    """Whether kernels and the host see each other's writes without mapping a buffer for each.
+    """Return whether kernels and the host see each other's writes without mapping a buffer again.
 
-    OpenCL does not promise it. Drivers for processors do it; a probe decides.
+    OpenCL does not promise it, but drivers for processors do it: a probe decides.
     """
     cl = driver()
     piece = allocate(context, PROBE_NBYTES, queue)

@@ -7,35 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Array:
-    """A chain of processing elements, and the on-chip buffers about it; all sizes in floats."""
+    """A chain of processing elements and its on-chip buffers, with sizes in floats."""
 
     rows: int = 8
-    """Processing elements; a row of C in each of them at a time."""
+    """Processing elements; each computes one row of C at a time."""
     cols: int = 16
-    """Multiply-adds of an element in each cycle."""
+    """Multiply-adds of a processing element in each cycle."""
     interleave_rows: int = 8
     interleave_cols: int = 8
-    """Vectors of sums that an element keeps, and adds to in turn, are the product of both."""
+    """A processing element keeps interleave_rows * interleave_cols vectors of sums, and adds to
+    them in turn."""
     block: int = 32
     """Steps of k in block RAM."""
     capacity: int = 2048
     """Vectors that a channel holds."""
     load_width: int = 16
-    """Floats that are read from memory in each cycle."""
+    """Floats read from memory in each cycle."""
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of C that are summed at once."""
+        """Rows and columns of C that the array computes at once."""
         return self.rows * self.interleave_rows, self.cols * self.interleave_cols
 
     @property
     def turns(self) -> int:
-        """Cycles of a step of k; also those from one addition to a sum until the next."""
+        """Cycles per step of k, and between two additions to the same sum."""
         return self.interleave_rows * self.interleave_cols
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the kernels' source."""
+        """Compiler options of the kernels' source."""
         return (
             f"-DARRAY_ROWS={self.rows}", f"-DARRAY_COLS={self.cols}",
             f"-DINTERLEAVE_ROWS={self.interleave_rows}",
@@ -45,6 +46,6 @@ class Array:
 
 
 ARRAY = Array()
-"""That of all kernels of the family."""
+"""The array of all kernels in the family `fpga`."""
 ROW_COLS = 256
-"""Columns of the longest rows that are kept on the chip for a kernel over rows."""
+"""The most columns of rows that a kernel over rows keeps on the chip."""

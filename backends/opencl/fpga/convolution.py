@@ -9,7 +9,7 @@ from .dataflow import launch
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Compute y [N][Co][OH][OW] from x [N][Ci][H][W]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.out_size[0] * g.out_size[1]
     return _launch(
@@ -21,7 +21,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
 def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None = None
 ) -> Value:
-    """dx [N][Ci][H][W]."""
+    """Compute dx [N][Ci][H][W]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.size[0] * g.size[1]
     return _launch(
@@ -31,7 +31,7 @@ def input_gradient(
 
 
 def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value:
-    """dw [Co][Ci / groups][kh][kw]."""
+    """Compute dw [Co][Ci / groups][kh][kw]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.out_size[0] * g.out_size[1]
     return _launch(

@@ -1,4 +1,4 @@
-"""A product as a dataflow: kernels that run at once, joined by channels; or one kernel without."""
+"""A product as a dataflow of kernels that run at once, joined by channels; or as one kernel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ONE = (1,)
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The kernels of one product, which are known except for the stores.
+    """The kernels of one product; the stores are added later.
 
-    `files` are those of the operation. `loads` are arguments of the first kernel, `finishes` those
-    of the one that stores, `problem` those of all.
+    `files` has the operation's sources. `loads` has the arguments of the first kernel, `finishes`
+    the arguments of the storing kernel, and `problem` the arguments of all kernels.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Dataflow:
     channels: bool
 
     def plain(self, out: Value) -> list[Launch]:
-        """The launches that write the result alone."""
+        """Return the launches that write only the product."""
         store = result_alone(out)
         return self.with_stores([store], [store])
 
     def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
-        """The launches that write `kept`, stores of a group that begins with the result.
+        """Return the launches that write `kept`, stores of a group that begins with the product.
 
-        The last of them may be results of a kernel over whole rows.
+        The last stores may be results of a kernel over whole rows.
         """
         rows = next((store.expr for store in group if isinstance(store.expr, Rows)), None)
         group = [store for store in group if store.expr is not rows]
@@ -74,7 +74,7 @@ class Dataflow:
     def _kernels(
         self, results: Mapping[str, Argument], further: Mapping[str, Argument]
     ) -> dict[str, Mapping[str, Argument]]:
-        """Names and arguments of the kernels; `further` are those of one over rows, if any."""
+        """Return the arguments of each kernel, by name; a kernel over rows needs `further`."""
         last = {**self.problem, **self.finishes, **results}
         if not self.channels:
             return {self.name: {**self.loads, **last, **further}}
@@ -91,9 +91,10 @@ def launch(
     loads: Mapping[str, Argument], problem: Mapping[str, Argument],
     finishes: Mapping[str, Argument], by_channel: bool = False,
 ) -> Value:  # fmt: skip
-    """The result, of `shape`, of a product of `kernels/fpga/`; it may take an epilogue.
+    """Launch a product of `kernels/fpga/`, and return its result, of `shape`.
 
-    `by_channel`: its rows are channels, and its columns the pixels of all images.
+    The result can take an epilogue. `by_channel`: its rows are channels, and its columns are the
+    pixels of all images.
     """
     flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
     out = builder.new(shape, "float32")
@@ -106,9 +107,10 @@ def launch(
 
 
 def _row_cols(target: Target) -> int:
-    """The columns of rows that the memory on the chip has room for, beside the blocks.
+    """Return the most columns of rows that on-chip memory can hold in addition to the blocks.
 
-    An FPGA makes local memory of its block RAM as kernels ask for it, whatever its driver says.
+    With channels the driver's limit does not count: an FPGA turns block RAM into local memory as
+    its kernels need it.
     """
     if target.channels:
         return ROW_COLS

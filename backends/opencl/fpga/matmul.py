@@ -8,7 +8,7 @@ from .dataflow import launch
 
 
 def systolic_product(builder: Builder, p: Product) -> Value:
-    """C of a product, (batch, rows, cols) row-major."""
+    """Compute C of a product, row-major, of shape (batch, rows, cols)."""
     a, b = p.left, p.right
     return launch(
         builder, "matmul", ["fpga/matmul.cl"], (p.batch, p.rows, p.cols),

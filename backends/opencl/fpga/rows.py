@@ -1,4 +1,4 @@
-"""Kernels over whole rows of a product, which they receive from the kernel that stores it."""
+"""Kernels over whole rows of a product: the kernel that stores the product sends them the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUNNING = ("row_running_mean", "row_running_var", "row_new_mean", "row_new_var")
 
 
 def softmax(builder: Builder, x: Expr, logarithm: bool) -> Value | None:
-    """Softmax over the last dimension of x, or its logarithm, if x is a product that waits."""
+    """Return softmax over x's last dimension, or its logarithm; None if x is no waiting product."""
     results = _follow(builder, x, "softmax", (x.shape,), ("y",), {"row_logarithm": int(logarithm)})
     return None if results is None else results[0]
 
@@ -22,7 +22,10 @@ def softmax(builder: Builder, x: Expr, logarithm: bool) -> Value | None:
 def layer_norm(
     builder: Builder, x: Expr, weight: Value | None, bias: Value | None, eps: float
 ) -> tuple[Value, ...] | None:
-    """(y, mean, rstd) of layer norm over the last dimension of x, if x is a product that waits."""
+    """Return (y, mean, rstd) of layer norm over x's last dimension.
+
+    Return None if x is no waiting product.
+    """
     few = (*x.shape[:-1], 1)
     arguments: dict[str, Argument] = {"row_eps": float(eps)}
     for name, value in (("weight", weight), ("bias", bias)):
@@ -36,8 +39,10 @@ def batch_norm(
     builder: Builder, x: Expr, affine: Sequence[Value | None], running: Sequence[Value | None],
     momentum: float, eps: float,
 ) -> tuple[Value, Value, Value, Value | None, Value | None] | None:  # fmt: skip
-    """(y, mean, rstd, new mean, new variance) of a batch, if x, [N][C][...], is a convolution that
-    waits; the last two only where there are `running` statistics."""
+    """Return (y, mean, rstd, new mean, new variance) of batch norm over x [N][C][...].
+
+    Return None if x is no waiting convolution. The last two are None without `running` statistics.
+    """
     given = zip((*AFFINE, *RUNNING[:2]), (*affine, *running), strict=True)
     tensors = {name: value for name, value in given if value is not None}
     is_running = RUNNING[0] in tensors
@@ -67,7 +72,7 @@ def _follow(
     values = [each for each in arguments.values() if isinstance(each, Value)]
     for name in {"layer_norm": AFFINE, "batch_norm": (*AFFINE, *RUNNING)}.get(file, ()):
         if name not in arguments and name not in given:
-            given[name] = results[0]  # it is not used
+            given[name] = results[0]  # any tensor: the kernel does not use it
     reads = tuple(builder.pool.load(value) for value in values)
     rows = Rows(
         x.shape, "float32", source, f"fpga/{file}.cl", {**arguments, **given}, reads, by_channel

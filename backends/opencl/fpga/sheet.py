@@ -1,7 +1,7 @@
-"""What the kernels of a stage need of an FPGA, as their sources and parameters imply: an estimate
-before any compiler for a board has run.
+"""Estimates the FPGA resources of a stage's kernels from their parameters.
 
-`design` has the numbers of a product for the costs of boards, `hetpipe.cost.design`.
+No compiler for a board has to run first. `design` returns the numbers of a product that
+`hetpipe.cost.design` needs to predict the costs of boards.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ FLOAT = 4
 PLACE = 16
 """Bytes of an `int4`."""
 ADD_CYCLES = 16
-"""No addition of floats takes longer at the clocks of `boards/`. (An estimate.)"""
+"""The most cycles of a float addition at the clocks of `boards/` (an estimate)."""
 FINISHES = {"matmul": 2, "convolution": 1, "convolution_input": 1, "convolution_weight": 0}
-"""Multiply-adds of an operation for each sum that it stores: scaling and bias, no epilogue."""
+"""Multiply-adds per stored sum, by operation: for scaling and bias, without epilogue."""
 
 
 @dataclass(frozen=True)
 class KernelSheet:
-    """One kernel of a program."""
+    """The resources of one kernel."""
 
     kernel: str
     macs: int
-    """Multiplications and additions of floats that begin in every interval."""
+    """Float multiply-adds that begin in every interval."""
     block_ram_nbytes: int
-    """Buffers on the chip, and the channels that the kernel receives from."""
+    """Bytes of on-chip buffers, and of the channels from which the kernel receives."""
     interval: int
-    """Cycles from one iteration of its innermost loop that is not unrolled to the next."""
+    """Cycles between two iterations of its innermost loop that is not unrolled."""
     read_nbytes: int
-    """Bytes that it can read from the board's memory in a cycle."""
+    """Bytes that it can read from the board's memory in each cycle."""
 
 
 @dataclass(frozen=True)
 class StageSheet:
-    """All kernels of a stage; `others` are those without parameters, which have no sheet."""
+    """The resources of a stage's kernels; `others` names kernels that do not use the array."""
 
     kernels: tuple[KernelSheet, ...]
     others: tuple[str, ...]
 
     @property
     def macs(self) -> int:
-        """All of them together."""
+        """Multiply-adds of all kernels, per interval."""
         return sum(kernel.macs for kernel in self.kernels)
 
     @property
     def block_ram_nbytes(self) -> int:
-        """All of them together."""
+        """Bytes of block RAM of all kernels."""
         return sum(kernel.block_ram_nbytes for kernel in self.kernels)
 
 
 def stage_sheet(launches: Sequence[Launch], array: Array = ARRAY) -> StageSheet:
-    """The sheets of a stage's launches. Launches of the same kernel share its hardware."""
+    """Return the resources of a stage's kernels. Launches of the same kernel share its hardware."""
     kernels = dict.fromkeys(launch.kernel for launch in launches)
     sheets = {kernel: _sheet(kernel, array) for kernel in kernels}
     others = tuple(kernel.name for kernel, sheet in sheets.items() if sheet is None)
@@ -85,7 +85,7 @@ def _normalising(kernel: Kernel, array: Array) -> KernelSheet:
 
 
 def loading(array: Array, name: str) -> KernelSheet:
-    """The kernel that reads A and B."""
+    """Return the resources of the kernel that reads A and B."""
     rows, cols = array.tile
     blocks = array.block * (rows + cols) * FLOAT
     places = (array.block + cols) * PLACE
@@ -93,7 +93,7 @@ def loading(array: Array, name: str) -> KernelSheet:
 
 
 def multiplying(array: Array) -> KernelSheet:
-    """The array, with both channels that it receives from."""
+    """Return the resources of the array, with the two channels from which it receives."""
     rows, cols = array.tile
     sums = (rows + 1) * cols * FLOAT
     channels = array.capacity * (array.rows + array.cols) * FLOAT
@@ -101,27 +101,27 @@ def multiplying(array: Array) -> KernelSheet:
 
 
 def storing(array: Array, operation: str) -> KernelSheet:
-    """The kernel that writes C, with its channel."""
+    """Return the resources of the kernel that writes C, with its channel."""
     channel = array.capacity * array.cols * FLOAT
     return KernelSheet(f"{operation}_store", FINISHES[operation] * array.cols, channel, 1, 0)
 
 
 def normalising(array: Array, row_cols: int = ROW_COLS) -> KernelSheet:
-    """The kernel over whole rows, with its strip of rows and its channel."""
+    """Return the resources of the kernel over rows, with its strip of rows and its channel."""
     strip = (array.tile[0] * row_cols + 2 * array.tile[0]) * FLOAT
     channel = array.capacity * array.cols * FLOAT
     return KernelSheet("normalise", 1, strip + channel, math.ceil(ADD_CYCLES / array.tile[0]), 0)
 
 
 def normalising_channels(array: Array) -> KernelSheet:
-    """The kernel over channels, with its sums and its channel; it reads rows back."""
+    """Return the resources of the kernel over convolution channels, which reads rows back."""
     sums = (array.tile[0] * array.interleave_cols * array.cols + array.turns + array.cols) * FLOAT
     channel = array.capacity * array.cols * FLOAT
     return KernelSheet("normalise", 1, sums + channel, _interval(array), FLOAT)
 
 
 def whole(array: Array, operation: str) -> KernelSheet:
-    """The one kernel of a product without channels."""
+    """Return the resources of the single kernel of a product without channels."""
     parts = (loading(array, operation), multiplying(array), storing(array, operation))
     channels = array.capacity * (array.rows + 2 * array.cols) * FLOAT
     step = (array.interleave_rows * array.rows + array.tile[1] + array.cols) * FLOAT
@@ -135,9 +135,9 @@ def whole(array: Array, operation: str) -> KernelSheet:
 
 
 def design(array: Array = ARRAY) -> dict[str, str | int | float]:
-    """The fields of `hetpipe.cost.design.ProductDesign` for a product whose kernels run at once.
+    """Return the fields of `hetpipe.cost.design.ProductDesign` for a product with channels.
 
-    The slower of load and array decides: load reads a block, then sends it.
+    The slower of load and array sets the time per step; load reads a block, then sends it.
     """
     rows, cols = array.tile
     parts = (loading(array, "load"), multiplying(array), storing(array, "matmul"))
@@ -155,5 +155,6 @@ def design(array: Array = ARRAY) -> dict[str, str | int | float]:
 
 
 def _interval(array: Array) -> int:
-    """An addition to a sum must end before the next to the same sum, `turns` iterations later."""
+    """Return the least interval: an addition to a sum must end before the next one to it begins,
+    `turns` iterations later."""
     return math.ceil(ADD_CYCLES / array.turns)

@@ -11,7 +11,7 @@ FILES = ("patches.cl", "gpu/convolution.cl")
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Compute y [N][Co][OH][OW] from x [N][Ci][H][W]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.out_size[0] * g.out_size[1]
     tiles = tiles_of(builder.device, lanes, g.images * pixels, depth * taps, g.groups)
@@ -24,7 +24,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
 def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None = None
 ) -> Value:
-    """dx [N][Ci][H][W]."""
+    """Compute dx [N][Ci][H][W]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.size[0] * g.size[1]
     tiles = tiles_of(builder.device, depth, g.images * pixels, lanes * taps, g.groups)
@@ -35,7 +35,7 @@ def input_gradient(
 
 
 def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value:
-    """dw [Co][Ci / groups][kh][kw]."""
+    """Compute dw [Co][Ci / groups][kh][kw]."""
     lanes, depth = g.channels()
     taps, pixels = g.kernel[0] * g.kernel[1], g.out_size[0] * g.out_size[1]
     target = builder.device

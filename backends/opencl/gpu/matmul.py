@@ -8,7 +8,7 @@ from .tiles import in_parts, launch, tiles_of
 
 
 def tiled_product(builder: Builder, p: Product) -> Value:
-    """C of a product, (batch, rows, cols) row-major."""
+    """Compute C of a product, row-major, of shape (batch, rows, cols)."""
     target = builder.device
     tiles = in_parts(tiles_of(target, p.rows, p.cols, p.depth, p.batch), target)
     a, b = p.left, p.right

@@ -1,4 +1,4 @@
-"""Tiles of products on GPUs: their size, how many there are, and parts of long sums."""
+"""Divides products on GPUs into tiles, and long sums into parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..target import Target
 DEPTH = 16
 """Steps of k in local memory at once."""
 GROUPS_PER_UNIT = 4
-"""Work-groups that keep a compute unit busy while some of them wait for memory."""
+"""Work-groups that keep a compute unit busy while others wait for memory."""
 SHORTEST_PART = 256
-"""Steps of k below which a part of a sum is not worth its trip through memory."""
+"""Least steps of k in a part of a sum: storing and adding a shorter part would cost too much."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """C of rows x cols, `batches` times, in square tiles, one for each work-group."""
+    """The square tiles of `batches` matrices C of rows x cols; a work-group computes one tile."""
 
     rows: int
     cols: int
@@ -34,40 +34,40 @@ class Tiles:
     item: int
     """Elements of a work-item in each direction."""
     parts: int = 1
-    """Parts of each sum over k, which are computed apart and then added in order."""
+    """Parts of each sum over k; they are computed separately, then added in order."""
 
     @property
     def each(self) -> int:
-        """Steps of k of a part."""
+        """Steps of k in each part."""
         return -(-self.depth // self.parts)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the kernels' source."""
+        """Compiler options of the kernels' source."""
         return (f"-DGROUP={self.group}", f"-DITEM={self.item}", f"-DDEPTH={DEPTH}")
 
     @property
     def global_size(self) -> tuple[int, int, int]:
-        """Columns, rows, parts and batches."""
+        """Work-items across the columns, across the rows, and over parts and batches."""
         side = self.group * self.item
         across, down = math.ceil(self.cols / side), math.ceil(self.rows / side)
         return (across * self.group, down * self.group, self.parts * self.batches)
 
     @property
     def local_size(self) -> tuple[int, int, int]:
-        """A work-group."""
+        """Work-items of a work-group."""
         return (self.group, self.group, 1)
 
 
 def tiles_of(target: Target, rows: int, cols: int, depth: int, batches: int = 1) -> Tiles:
-    """Large tiles read less; small ones leave less of themselves empty and are more of them."""
+    """Choose a tile size: large tiles read less; small ones are more, and less empty at edges."""
     group = 16 if target.max_work_group_size >= 256 else 8
     item = 4 if min(rows, cols) > 2 * group else 2
     return Tiles(rows, cols, batches, depth, group, item)
 
 
 def in_parts(tiles: Tiles, target: Target) -> Tiles:
-    """With long sums divided, where there are too few tiles to fill the device."""
+    """Divide long sums into parts if there are too few tiles to fill the device."""
     across, down, _ = tiles.global_size
     groups = across * down * tiles.batches // tiles.group**2
     parts = min(GROUPS_PER_UNIT * target.compute_units // groups, tiles.depth // SHORTEST_PART)
@@ -80,8 +80,10 @@ def launch(
     builder: Builder, files: Sequence[str], function: str, tiles: Tiles, shape: tuple[int, ...],
     args: Mapping[str, Argument],
 ) -> Value:  # fmt: skip
-    """The result, of `shape`, of a kernel of `kernels/gpu/`; it may take an epilogue if its sums
-    are in one part."""
+    """Launch a kernel of `kernels/gpu/`, and return its result, of `shape`.
+
+    The result can take an epilogue if its sums are in one part.
+    """
     text = "".join(map(builder.source, ("gpu/tile.cl", *files)))
     kernel = Kernel(text, function, tiles.options)
     own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
