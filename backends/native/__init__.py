@@ -1,4 +1,4 @@
-"""Devices of shared libraries: a vendor ships C behind `hetpipe_backend.h` (docs/native.md)."""
+"""Finds and opens the devices of vendors' C libraries: `hetpipe_backend.h`, docs/native.md."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from .probe import Answer
 
 LIBRARIES = "HETPIPE_NATIVE"
-"""Variable with the paths of libraries, separated as those of PATH."""
+"""Environment variable with the paths of libraries, separated like the folders of PATH."""
 _PART = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
 class LibraryWarning(UserWarning):
-    """A library gives no devices; others do."""
+    """Warns that a library has failed while others have devices."""
 
 
 def include_folder() -> Path:
-    """The folder of `hetpipe_backend.h` and of the reader of graphs, `hetpipe_graph.h` and `.c`.
+    """Return the folder of `hetpipe_backend.h` and of the graph reader, `hetpipe_graph.h` and `.c`.
 
-    The folder `example` in it has a complete library.
+    Its folder `example` has a complete library.
     """
     return Path(__file__).resolve().parent
 
@@ -47,7 +47,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a device is: its library, and its number there."""
+    """The library of a device, and the device's number in it."""
 
     path: Path
     index: int
@@ -60,7 +60,7 @@ class NativeBackend(Backend):
 
     def __init__(self) -> None:
         self._configured: list[Path] = []
-        self._answers: dict[Path, Answer] = {}  # a library is asked once in a process
+        self._answers: dict[Path, Answer] = {}  # each library is asked once per process
         self._warned: set[Path] = set()
         self._places: dict[str, _Place] = {}
 
@@ -98,7 +98,7 @@ class NativeBackend(Backend):
         return [*findings, *(("broken", error, "") for error in errors.values())]
 
     def _devices(self) -> tuple[list[DeviceInfo], dict[Path, str]]:
-        """The devices of all libraries that work, and the errors of the others."""
+        """Return the devices of all working libraries, and the errors of the other libraries."""
         from .probe import ask
 
         paths = list(dict.fromkeys([*_from_environment(), *self._configured]))
@@ -131,7 +131,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _infos(path: Path, answer: Answer) -> list[DeviceInfo]:
-    """The descriptions of a library's devices. Raises `BackendError` with the first fault."""
+    """Return the descriptions of a library's devices. Raises `BackendError` for the first fault."""
     if not _PART.fullmatch(answer.name):
         raise BackendError(f"{path} has the name {answer.name!r}; {_RULE}")
     numbers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A device of a library: memory, copies and graphs behind the functions of its table."""
+"""A device of a library, whose functions provide memory, copies and compiled graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NativeDevice(Device):
 
     def supports(self, node: fx.Node) -> str | None:
         if node.target is operator.getitem:
-            return None  # an item of a result is no work
+            return None  # taking one of several results is no work
         if node.meta["val"] is None:
             return "it has no result"
         used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
@@ -133,11 +133,11 @@ class NativeDevice(Device):
         return int(out[0])
 
     def memory(self, pointer: Any) -> Handle:
-        """A buffer of the library, which is freed with its handle."""
+        """Return the handle of a library's buffer; the buffer is freed with the handle."""
         return Handle(pointer, self.library.function("free"), self._handle)
 
     def memory_of(self, buffer: Buffer) -> Handle:
-        """The memory of a buffer. Raises `BackendError` if it is another device's, or gone."""
+        """Return a buffer's memory. Raises `BackendError` if it was donated or is elsewhere."""
         if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         if buffer.memory is None:
@@ -147,7 +147,10 @@ class NativeDevice(Device):
     # Events.
 
     def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """The event of work that uses what it `keeps`; NULL: the work has ended."""
+        """Return the event of some work, which holds the objects `keeps` that the work uses.
+
+        If `pointer` is NULL, the work has ended.
+        """
         if pointer == interface().NULL:
             return DONE
         give_back = self.library.function("release_event")
@@ -158,7 +161,7 @@ class NativeDevice(Device):
         return NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
 
     def close(self) -> None:
-        """Wait for all work. The library's device is closed once no buffer of it is left."""
+        """Wait for all work. The library's device closes after its last buffer is freed."""
         drain(self)
 
     def _given(self, name: str, out: Any) -> Any:
@@ -168,7 +171,7 @@ class NativeDevice(Device):
 
 
 def _alone(node: fx.Node) -> fx.Graph:
-    """A graph of one call: its inputs, the call, the items of several results, an output."""
+    """Return a graph of one call: its inputs, the call, items if it has several, an output."""
     graph = fx.Graph()
     inputs: dict[fx.Node, fx.Node] = {}
     for number, source in enumerate(node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""The architecture that an ELF file is built for, by its header."""
+"""Reads the architecture of an ELF file from its header."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def architecture(path: Path) -> str:
 
 
 def mismatch(path: Path) -> str:
-    """Return in words that a library is built for another architecture; "" if it is not."""
+    """Explain that a library is built for another architecture; return "" if it is not."""
     there, here = architecture(path), architecture(Path(sys.executable).resolve())
     if not there or not here or there == here:
         return ""

@@ -1,8 +1,8 @@
-"""The ends of a library's work, and all that work uses until then.
+"""Events of a library's work, which hold all objects that the work uses.
 
-Every event holds the buffers, host arrays and earlier events of its work until it has been seen to
-happen, and this module holds all such events. So a library frees at once what it is told to free,
-and a device that is dropped in the middle of its work stays until the work has ended.
+Each event holds the buffers, host arrays and earlier events of its work until someone sees that the
+work has ended, and this module holds all such events. So a library can free memory at once when it
+gets the call, and a device that is dropped in the middle of its work lives until the work has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .device import NativeDevice
 
 _pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
-_endless: list[object] = []  # what work uses whose end nobody can know
-_SLICE_S = 0.25  # the longest wait within a library, so that Ctrl-C is seen
+_endless: list[object] = []  # objects of work without an event to wait for
+_SLICE_S = 0.25  # the longest wait within a library: Ctrl-C takes effect in between
 
 
 class NativeEvent(Event):
-    """The end of work; `keeps` is what the work uses."""
+    """The end of work; `keeps` has the objects that the work uses."""
 
     def __init__(self, device: NativeDevice, handle: Handle, keeps: Sequence[object]) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class NativeEvent(Event):
                 raise BackendError(f"{self.device.info.id}: not done after {timeout_s} s")
 
     def _look(self, limit_s: float) -> bool:
-        """Whether the work ends within a time; raises its error if it failed."""
+        """Return whether the work ends within `limit_s`; raise its error if it failed."""
         handle = self._handle  # another thread may see the end meanwhile
         if handle is not None:
             library, where = self.device.library, self.device.info.id
@@ -68,9 +68,9 @@ class NativeEvent(Event):
 
 
 def sweep() -> None:
-    """Look at all work that has not been seen to end, and let go of what it has used."""
+    """Check all pending events, and release the objects of work that has ended."""
     for event in list(_pending):
-        with suppress(BackendError):  # whoever has the event gets the error
+        with suppress(BackendError):  # the owner of the event gets the error
             event.done()
 
 
@@ -83,5 +83,5 @@ def drain(device: NativeDevice) -> None:
 
 
 def keep_for_ever(keeps: object) -> None:
-    """Never let go of what work uses whose end nobody can know."""
+    """Never release objects whose work has no event to wait for."""
     _endless.append(keeps)

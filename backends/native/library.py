@@ -1,6 +1,6 @@
 """A vendor's shared library: the table of functions of `hetpipe_backend.h`, called through cffi.
 
-The header is the one source: its declarations are what cffi reads.
+cffi reads the declarations from the header itself.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ REQUIRED = (
 )  # fmt: skip
 """Members of the table that are never NULL."""
 TOGETHER = ("wait", "release_event")
-"""Members that are both there or both NULL."""
+"""Two members that are either both set or both NULL."""
 
 _loaded: dict[Path, Library] = {}
 
 
 @cache
 def interface() -> Any:
-    """The types and constants of the header."""
+    """Return the types and constants of the header."""
     text = re.sub(r"#ifdef __cplusplus.*?#endif", "", HEADER.read_text("utf-8"), flags=re.DOTALL)
-    make: Any = cffi.FFI  # cffi has no types
+    make: Any = cffi.FFI  # cffi has no type hints
     ffi = make()
     try:
         ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
@@ -46,7 +46,7 @@ def interface() -> Any:
 
 
 def constant(name: str) -> int:
-    """A constant of the header, `constant("OK")` for `HETPIPE_OK`."""
+    """Return a constant of the header: `constant("OK")` is `HETPIPE_OK`."""
     return int(getattr(_constants(), f"HETPIPE_{name}"))
 
 
@@ -56,11 +56,14 @@ def _constants() -> Any:
 
 
 class Library:
-    """A loaded library. Its functions are attributes, None where an optional one is left out."""
+    """A loaded library, with its name and its table of functions."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `BackendError`, which begins with the path, if it is no library, lacks the entry,
-        or has another version of the interface."""
+        """Load a library.
+
+        Raises `BackendError`, which begins with the path, if the file is no library, lacks the
+        entry or a member of the table, or has another version of the interface.
+        """
         ffi, self.path = interface(), path
         version = constant("ABI_VERSION")
         try:
@@ -87,7 +90,7 @@ class Library:
             )
         self._table = whole = ffi.new("hetpipe_backend *")
         size = min(table.struct_size, ffi.sizeof("hetpipe_backend"))
-        ffi.memmove(whole, table, size)  # what an older header lacks is NULL
+        ffi.memmove(whole, table, size)  # members that an older header lacks stay NULL
         missing = [name for name in REQUIRED if getattr(whole, name) == ffi.NULL]
         if missing:
             raise BackendError(f"{path} lacks {', '.join(missing)} in its table")
@@ -96,12 +99,12 @@ class Library:
         self.name = ffi.string(whole.name).decode(errors="replace")
 
     def function(self, name: str) -> Any:
-        """A function of the table; None for an optional one that is left out."""
+        """Return a function of the table; None for an optional one that the library lacks."""
         function = getattr(self._table, name)
         return None if function == interface().NULL else function
 
     def call(self, doing: str, name: str, *arguments: Any) -> int:
-        """Call a function, whose last parameter is the error; OK or NOT_YET.
+        """Call a function, with an error as its last argument; return OK or NOT_YET.
 
         Raises `BackendError`, which begins with `doing`, or `UnsupportedOperatorError`.
         """
@@ -119,23 +122,23 @@ class Library:
 
 
 def loaded(path: Path) -> Library:
-    """The library, loaded once and never unloaded. Raises `BackendError`."""
+    """Return the library; it is loaded once and never unloaded. Raises `BackendError`."""
     if path not in _loaded:
         _loaded[path] = Library(path)
     return _loaded[path]
 
 
 def text_of(characters: Any) -> str:
-    """The text in an array of characters."""
+    """Return the text in an array of characters."""
     return bytes(interface().buffer(characters)).partition(b"\0")[0].decode(errors="replace")
 
 
 class Handle:
-    """A pointer of a library, given back when nobody has this object any more.
+    """A pointer of a library; `give_back` is called with it when this object is deleted.
 
-    `owner` is what must outlive it: the device's own handle. A collection of garbage ends objects
-    in any order, so the finalizer keeps the owner. When the process ends all stays, as work may
-    still run.
+    `owner`, such as the device's handle, must outlive the pointer. Garbage collection deletes
+    objects in any order, so the finalizer holds the owner. At the end of the process nothing is
+    given back, since work may still run.
     """
 
     def __init__(self, pointer: Any, give_back: Callable[[Any], None], owner: object) -> None:

@@ -1,4 +1,4 @@
-"""Asks a library for its devices in a process of its own, which may crash or hang without harm."""
+"""Asks a library for its devices in a separate process, which may crash or hang without harm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetpipe.errors import BackendError
 from .library import Library, interface, text_of
 
 LIMIT = "HETPIPE_NATIVE_LIMIT_S"
-"""Variable with the longest that a library may take to be loaded and to describe its devices."""
+"""Environment variable: seconds within which a library must load and describe its devices."""
 LIMIT_S = 10.0
 MOST_DEVICES = 256
 TEXTS = ("device", "name", "vendor", "driver", "kind", "memory_domain")
@@ -32,7 +32,7 @@ NUMBERS = ("memory_nbytes", "dtypes", "cast_dtypes", "queues", "flags")
 
 @dataclass(frozen=True)
 class Answer:
-    """The name of a library and the fields of `hetpipe_device_info` of its devices; or an error."""
+    """A library's name and the `hetpipe_device_info` fields of its devices; or an error."""
 
     name: str = ""
     devices: tuple[dict[str, Any], ...] = ()
@@ -43,11 +43,11 @@ class Answer:
 class _Child:
     process: subprocess.Popen[bytes]
     reading: int
-    said: IO[bytes]  # what it writes to its standard error
+    said: IO[bytes]  # its standard error
 
 
 def ask(paths: Iterable[Path]) -> dict[Path, Answer]:
-    """The answers of libraries, asked at the same time, each in a process of its own."""
+    """Ask libraries at the same time, each in a separate process, and return their answers."""
     limit_s = seconds(LIMIT, LIMIT_S, BackendError)
     children = {path: _start(path) for path in paths}
     end_s = time.monotonic() + limit_s
@@ -64,7 +64,7 @@ def _start(path: Path) -> _Child:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=said,
-        start_new_session=True,  # so that a kill reaches what the library starts
+        start_new_session=True,  # so that a kill reaches the library's child processes
     )
     os.close(writing)
     return _Child(child, reading, said)
@@ -108,7 +108,7 @@ def _signal_name(number: int) -> str:
 
 
 def main(writing: int, path: Path) -> None:
-    """Ask the library, and write what is being done, then the answer, to `writing`."""
+    """Ask the library; write each step, then the answer, to the file descriptor `writing`."""
     with open(writing, "w", encoding="utf-8") as lines:
 
         def say(**fields: Any) -> None:
@@ -116,12 +116,12 @@ def main(writing: int, path: Path) -> None:
             lines.flush()
 
         try:
-            interface()  # before the library may do harm
+            interface()  # read before the library can do harm
             name, devices = _describe(path, lambda doing: say(doing=doing))
             say(name=name, devices=devices, error="")
         except BackendError as error:
             say(name="", devices=[], error=str(error))
-    os._exit(0)  # whatever the library does at the end of a process
+    os._exit(0)  # without the library's exit handlers
 
 
 def _describe(path: Path, say: Callable[[str], None]) -> tuple[str, list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NativeBuffer(Buffer):
-    """Memory of a device. `memory` is None once a run has made an output of it."""
+    """A tensor on a device. `memory` is None after a run has used it for an output."""
 
     def __init__(self, device: NativeDevice, form: Form, memory: Handle) -> None:
         self.device = device
@@ -26,10 +26,10 @@ class NativeBuffer(Buffer):
 
 
 class NativeExecutable(Executable):
-    """A program of a library; None where the graph computes nothing.
+    """A graph that a library has compiled; `program` is None if the graph computes nothing.
 
-    `places` has for each output of the graph the number of the program's output, or ~number of the
-    placeholder that it is.
+    For each output of the graph, `places` has the index of the program's output, or `~i` if the
+    output is placeholder i.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class NativeExecutable(Executable):
         earlier = self._order(after)
         if self._program is None:
             return [inputs[~place] for place in self._places], DONE, ()
-        # A buffer that comes twice, or goes on as an output, is not given away.
+        # A buffer that is two inputs, or an input and an output, is not donated.
         going_on = {~place for place in self._places if place < 0}
         given = {i for i in donate - going_on if memories.count(memories[i]) == 1}
         pointers, made, event = self._queue(memories, given, earlier, queue)
@@ -74,7 +74,7 @@ class NativeExecutable(Executable):
         return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
 
     def _order(self, after: Sequence[Event]) -> list[Handle]:
-        """The events that the library waits for; all others have happened. Raises their errors."""
+        """Return events for the library to wait for; wait here for others, and raise their errors."""
         handles = []
         for event in after:
             handle = None
@@ -89,8 +89,10 @@ class NativeExecutable(Executable):
     def _queue(
         self, memories: list[Handle], given: set[int], earlier: list[Handle], queue: int
     ) -> tuple[list[Any], list[Handle | None], Event]:
-        """Queue the run: its outputs' pointers, a list for their handles, which the event keeps,
-        and the event."""
+        """Queue the run; return its outputs' pointers, a list for their handles, and the event.
+
+        The event holds the list.
+        """
         ffi, device, program = interface(), self._device, self._program
         assert program is not None
         outputs = ffi.new("hetpipe_buffer *[]", len(self._outputs))
@@ -112,7 +114,7 @@ class NativeExecutable(Executable):
         return list(outputs), made, ended
 
     def _claim(self, pointer: Any, memories: list[Handle], given: set[int]) -> Handle:
-        """The memory of an output: a new one, or that of a donated input."""
+        """Return the handle of an output: a new one, or the handle of a donated input."""
         path = self._device.library.path
         if pointer == interface().NULL:
             raise BackendError(f"{path}: run succeeds, and an output is NULL")

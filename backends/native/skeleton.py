@@ -1,4 +1,4 @@
-"""The skeleton of a vendor's library: example, headers and reader of graphs as files of its own."""
+"""Writes the skeleton of a vendor's library: the example, the headers and the reader of graphs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ AddressSanitizer and UndefinedBehaviorSanitizer.
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a library `name` in C into `folder`, and return its files.
 
-    Raises `HetpipeError` for a name that ids cannot have, and where one of the files is there
-    already: nothing is overwritten.
+    Raises `HetpipeError` for a name that device ids cannot have, and if one of the files exists:
+    nothing is overwritten.
     """
     check_name(name, "a new library")
     ours = include_folder()

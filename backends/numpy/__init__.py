@@ -66,7 +66,7 @@ class NumpyBuffer(Buffer):
 
 
 class NumpyDevice(BlockingDevice):
-    """Interprets a graph node by node, calling the function that `OPERATORS` has for it."""
+    """Runs a graph node by node, each with its function in `OPERATORS`."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -94,7 +94,7 @@ class NumpyDevice(BlockingDevice):
         buffers = dict(zip(placeholders, map(_own, inputs), strict=True))
         values: dict[fx.Node, Any] = {node: buffer.array for node, buffer in buffers.items()}
         for node, dtype, bounds in calls:
-            for bound in bounds:  # numpy counts negative indices from the end, in silence
+            for bound in bounds:  # numpy silently counts negative indices from the end
                 bound.check(self.info.id, values[bound.index])
             name = graphs.operator_name(node)
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -124,6 +124,6 @@ def _own(buffer: Buffer) -> NumpyBuffer:
 
 
 def _dtype(node: fx.Node) -> str:
-    """The dtype name of a node's value; "" for a tuple, whose items getitem casts one by one."""
+    """Return the dtype name of a node's value; "" for a tuple, whose items getitem casts."""
     val = node.meta["val"]
     return graphs.dtype_name(val.dtype) if isinstance(val, torch.Tensor) else ""

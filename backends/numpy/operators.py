@@ -1,6 +1,6 @@
-"""The table: operator name -> numpy function with the operator's own arguments.
+"""A table: operator name -> numpy function with the operator's arguments.
 
-The device casts every result to the dtype that the graph promises, so functions leave dtypes to
+The device casts every result to the dtype that the graph declares, so functions leave dtypes to
 numpy's promotion, and ignore arguments about layout, memory or dtype (`**_`).
 """
 
@@ -38,14 +38,14 @@ def _places(indices: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _along(index: Array, dim: int) -> tuple[Array, ...]:
-    """The indices of the elements that `index` [...] names along `dim`."""
+    """Return the indices of the elements that `index` [...] selects along `dim`."""
     indices: list[Array] = list(np.indices(index.shape, sparse=True))
     indices[dim] = index
     return tuple(indices)
 
 
 def _gather(x: Array, dim: int, index: Array, **_: Any) -> Array:
-    if index.size == 0:  # of any rank
+    if index.size == 0:  # an empty index may have any rank
         return np.empty(index.shape, x.dtype)
     picked = np.atleast_1d(x)[_along(np.atleast_1d(index), dim)]
     return picked.reshape(index.shape)
@@ -73,7 +73,7 @@ def _as_strided(
 
 
 def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Join tensors; torch lets an empty vector stand for nothing beside tensors of any rank."""
+    """Join tensors; like torch, ignore empty vectors among tensors of another rank."""
     rank = max(x.ndim for x in tensors)
     return np.concatenate([x for x in tensors if x.ndim == rank or x.size], dim)
 

@@ -1,4 +1,5 @@
-"""Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011)."""
+"""Random numbers by Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC 2011)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ MASK = 0xFFFFFFFF
 
 
 def philox(counter: Any, key: tuple[int, int]) -> Array:
-    """Ten rounds over the four words (uint64) of `counter`; adds a last dimension of 4 words."""
+    """Apply ten rounds to the four words (uint64) of `counter`; add a last dimension of 4 words."""
     c0, c1, c2, c3 = counter
     low, half = np.uint64(MASK), np.uint64(32)
     for i in range(10):
@@ -26,7 +27,7 @@ def philox(counter: Any, key: tuple[int, int]) -> Array:
 
 
 def uniform(rng: Array, site: int, size: Sequence[int], batch_dim: int, samples: int) -> Array:
-    """hetpipe.uniform: float32 [*size] in [0, 1); rng: seed, step, index of the first sample."""
+    """Compute hetpipe.uniform: float32 [*size] in [0, 1); rng: seed, step, first sample's index."""
     seed, step, first = map(int, rng)
     each = math.prod(size) // samples
     sample = (first + np.arange(samples)[:, None]) & MASK
@@ -38,5 +39,5 @@ def uniform(rng: Array, site: int, size: Sequence[int], batch_dim: int, samples:
 
 
 def keep_mask(rng: Array, site: int, size: Sequence[int], keep: float, *how: int) -> Array:
-    """hetpipe.keep_mask: bool [*size], true with probability `keep` in float32."""
+    """Compute hetpipe.keep_mask: bool [*size], true with probability `keep` in float32."""
     return uniform(rng, site, size, *how) < np.float32(keep)

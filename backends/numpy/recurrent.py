@@ -14,7 +14,7 @@ def _sigmoid(x: Array) -> Any:
 
 
 def lstm(gates_x: Array, h: Array, c: Array, w_hh: Array) -> tuple[Array, Array, Array]:
-    """hetpipe.lstm: (y, c, gates)."""
+    """Compute hetpipe.lstm: (y, c, gates)."""
     steps = []
     for x in gates_x:
         i, f, g, o = np.split(x + h @ w_hh.T, 4, axis=1)
@@ -29,7 +29,7 @@ def lstm(gates_x: Array, h: Array, c: Array, w_hh: Array) -> tuple[Array, Array,
 def lstm_backward(
     grad_y: Array, grad_last_c: Array | None, gates: Array, c: Array, c0: Array, w_hh: Array
 ) -> tuple[Array, Array, Array]:
-    """hetpipe.lstm_backward: (grad_gates_x, grad_h0, grad_c0)."""
+    """Compute hetpipe.lstm_backward: (grad_gates_x, grad_h0, grad_c0)."""
     dh = np.zeros_like(c0)
     dc = dh if grad_last_c is None else grad_last_c
     grad_gates = np.empty_like(gates)

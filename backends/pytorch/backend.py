@@ -20,11 +20,11 @@ from .streams import StreamDevice
 
 
 class PyTorchBackend(Backend):
-    """torch as installed: `pytorch:cpu:0`, and for each accelerator one such as `pytorch:cuda:0`.
+    """The devices of the installed torch: `pytorch:cpu:0`, and accelerators as `pytorch:cuda:0`.
 
     It keeps fused operators whole: torch has kernels for them.
 
-    A subclass with a name of its own may run some operators by functions of its own:
+    A subclass with another name may replace operators with Python functions:
 
         class Mine(PyTorchBackend):
             name = "mine"
@@ -69,7 +69,7 @@ def _cpu() -> DeviceInfo:
         memory_nbytes=_host_memory_nbytes(),
         memory_domain="host",
         dtypes=DTYPES,
-        # No other thread has the tensors of a pass. torch's kernels and its inference mode work in
+        # Passes share no tensor that they write, and torch's kernels and inference mode work in
         # several threads at once.
         capabilities=Capabilities(queues=2),
     )
@@ -85,7 +85,7 @@ def _cpu_name() -> str:
 
 
 def _accelerators() -> list[DeviceInfo]:
-    """Devices of the one accelerator type that this torch is built for, if any is present."""
+    """Return the devices of the one accelerator type that this torch is built for, if any."""
     if not torch.accelerator.is_available():
         return []
     accelerator = torch.accelerator.current_accelerator()
@@ -121,7 +121,7 @@ def _vendor(kind: str) -> str:
 
 
 def _memory_domain(kind: str, index: int, properties: Any) -> str:
-    """The board's address on the bus: all drivers of one board then name one memory domain."""
+    """Return the board's address on the bus: all drivers of a board then name the same domain."""
     if hasattr(properties, "pci_bus_id"):
         domain, slot = getattr(properties, "pci_domain_id", 0), properties.pci_device_id
         return f"pci:{domain:04x}:{properties.pci_bus_id:02x}:{slot:02x}"

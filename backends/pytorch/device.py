@@ -29,7 +29,7 @@ DTYPES = (
 class TorchBuffer(Buffer):
     """A row-major torch tensor, with the shape that its graph declares.
 
-    The tensor itself differs where only this backend reads it: a library's workspace.
+    Only for a library's workspace, which no other backend reads, the tensor has another shape.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TorchBuffer(Buffer):
 
 
 def host_array(tensor: torch.Tensor) -> Array:
-    """A CPU tensor's memory as an array; bfloat16, which numpy lacks, as int16."""
+    """Return a CPU tensor's memory as an array; bfloat16, which numpy lacks, as int16."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)
     array: Array = tensor.numpy()
@@ -54,14 +54,14 @@ def host_array(tensor: torch.Tensor) -> Array:
 
 
 def copy_array(dst: Array, src: Array) -> None:
-    """Copy bit for bit if either side holds a type that numpy lacks."""
+    """Copy an array; copy its bits if one side has a type that numpy lacks."""
     if src.dtype != dst.dtype and src.dtype.itemsize == dst.dtype.itemsize:
         src = src.view(dst.dtype)
     np.copyto(dst, src)
 
 
 class CompiledGraph:
-    """A graph with a program for each set of donated inputs met so far."""
+    """A graph, with a program for each set of donated inputs so far."""
 
     def __init__(self, graph: fx.GraphModule, device: TorchDevice) -> None:
         self._graph = graph
@@ -70,7 +70,7 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
         """Run the graph, or start it on the current stream."""
-        if len(set(map(id, inputs))) < len(inputs):  # a buffer under two names, which both read it
+        if len(set(map(id, inputs))) < len(inputs):  # one buffer is two inputs: keep it
             donate = frozenset(i for i in donate if inputs.count(inputs[i]) == 1)
         program = self._programs.get(donate)
         if program is None:
@@ -90,7 +90,7 @@ class CompiledGraph:
 
 
 class TorchDevice(Device):
-    """A `torch.device`; `operators` are functions of a subclass's own, by operator."""
+    """A `torch.device`; `operators` maps names of operators to functions that replace them."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class TorchDevice(Device):
         return CompiledGraph(with_operators(graph, self._operators), self)
 
     def own(self, buffer: Buffer) -> TorchBuffer:
-        """The buffer, if it lies on this device."""
+        """Return the buffer if it is on this device. Raises `BackendError` if it is not."""
         if not isinstance(buffer, TorchBuffer) or buffer.device.info.id != self.info.id:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         return buffer

@@ -21,7 +21,7 @@ STRIDED = frozenset((
 ))  # fmt: skip
 """Operators that read strided operands correctly, so that a copy would only cost time.
 
-Pointwise operators, reductions and views read them, too: torch tags them.
+Pointwise operators, reductions and views read strides, too: torch marks them.
 """
 
 
@@ -30,7 +30,7 @@ DENSE_VIEWS = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.
 
 
 def needs_row_major(node: fx.Node) -> bool:
-    """Return whether a call must be given row-major operands; a function of our own is."""
+    """Return whether a call needs row-major operands; every Python function does."""
     target = node.target
     if not isinstance(target, OpOverload):
         return True

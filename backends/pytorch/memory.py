@@ -36,7 +36,7 @@ HIDDEN_VIEWS = frozenset(("_unsafe_view", "_reshape_alias", "reshape", "contiguo
 
 
 def base_name(node: fx.Node) -> str:
-    """`add` for a call of `aten.add.Tensor`, an empty string for other operators."""
+    """Return `add` for a call of `aten.add.Tensor`, and "" for operators outside aten."""
     target = node.target
     if isinstance(target, OpOverload) and target.namespace == "aten":
         return str(target._schema.name).removeprefix("aten::")
@@ -44,7 +44,7 @@ def base_name(node: fx.Node) -> str:
 
 
 def returns_view(node: fx.Node) -> bool:
-    """Whether the result may share its first operand's storage."""
+    """Return whether the result may share its first operand's storage."""
     if not isinstance(node.target, OpOverload):
         return False
     returns = node.target._schema.returns
@@ -52,7 +52,7 @@ def returns_view(node: fx.Node) -> bool:
 
 
 class Storages:
-    """The root of each node, whose storage it shares, and the members of each root."""
+    """The nodes that share storage: the root of each node, and the members of each root."""
 
     def __init__(self, graph: fx.Graph, donated: frozenset[fx.Node]) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -61,7 +61,7 @@ class Storages:
         self._donated = donated
 
     def add(self, node: fx.Node, into: fx.Node | None = None) -> None:
-        """Enter a node; with `into`, one that writes into the storage of that node."""
+        """Add a node; with `into`, the node writes into the storage of `into`."""
         source = into or self._source(node)
         root = node if source is None else self.root[source]
         self.root[node] = root
@@ -75,16 +75,16 @@ class Storages:
         return node.all_input_nodes[0] if returns_view(node) else None
 
     def writable(self, root: fx.Node) -> bool:
-        """Whether the graph may overwrite this storage at all."""
+        """Return whether the graph may overwrite this storage."""
         return root.op == "call_function" or root in self._donated
 
     def promised(self, node: fx.Node) -> bool:
-        """Whether a shape-only node wants this storage for its result."""
+        """Return whether a shape-only node can take this storage for its result."""
         members = self.members[self.root[node]]
         return any(base_name(user) in SHAPE_ONLY for member in members for user in member.users)
 
     def dead_after(self, node: fx.Node, at: fx.Node) -> bool:
-        """Whether no value in `node`'s storage is read after `at`."""
+        """Return whether no value in `node`'s storage is read after `at`."""
         now = self.position[at]
         for member in self.members[self.root[node]]:
             for user in member.users:
@@ -104,7 +104,7 @@ def sink_shape_only(graph: fx.Graph) -> None:
 
 
 def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
-    """Rewrite elementwise nodes to overwrite an operand whose last use they are."""
+    """Rewrite each elementwise node to overwrite an operand that no later node reads."""
     storages = Storages(graph, donated)
     for node in graph.nodes:
         victim = _victim(node, storages) if node.op == "call_function" else None
@@ -116,7 +116,7 @@ def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
 
 
 def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
-    """The operand whose storage the result of `node` can take."""
+    """Return the operand whose storage the result of `node` can take, or None."""
     name = base_name(node)
     if name in ACCUMULATING:
         candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
@@ -126,7 +126,7 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         return None
     free = [n for n in candidates if _can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
-        # A result of the graph leaves the storage that a gradient accumulator should take.
+        # Results of the graph avoid storage that a gradient accumulator should take.
         free.sort(key=storages.promised)
     return free[0] if free else None
 
@@ -144,12 +144,12 @@ def _can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
 
 
 def _covers(value: torch.Tensor, root: Any) -> bool:
-    """Whether a view shows every element of its root once; an expanded one must not be written."""
+    """Return whether a view has each element of its root once; an expanded view has not."""
     return isinstance(root, torch.Tensor) and value.numel() == root.numel()
 
 
 def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
-    """Turn `node` into its in-place or `out=` form; False if it has none."""
+    """Turn `node` into its in-place or `out=` form; return False if it has none."""
     name = base_name(node)
     if name in ("zeros_like", "full_like", "ones_like"):
         value = {"zeros_like": 0, "ones_like": 1}.get(name)
@@ -173,7 +173,10 @@ def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
 
 
 def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str] | None:
-    """The overload of `packet` with `node`'s arguments plus `extra` written ones, and the last."""
+    """Return an overload of `packet` and the name of its last argument.
+
+    It has `node`'s arguments and `extra` more, and writes one of them.
+    """
     overloads = getattr(torch.ops.aten, packet, None)
     assert isinstance(node.target, OpOverload)
     needed = [(a.name, str(a.type)) for a in node.target._schema.arguments]

@@ -1,4 +1,4 @@
-"""Functions of a subclass's own in the place of torch's operators."""
+"""Replaces torch's operators with the functions of a subclass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> fx.GraphModule:
-    """The graph with these functions in the place of the operators of that name."""
+    """Return the graph with these functions instead of the operators of the same name."""
     if not any(operator_name(node) in operators for node in graph.graph.nodes):
         return graph
     own = canonical(graph)
@@ -25,7 +25,7 @@ def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> 
 
 
 def _apart(function: Function, number: int) -> Function:
-    """The function, whose results share no memory with its arguments, under a name of its own."""
+    """Wrap a function: its results share no memory with its arguments, and its name is unique."""
 
     def own(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""From a canonical graph to a Python function: a line per node; its last use drops each value.
+"""Turns a canonical graph into a Python function: a line per node; the last use drops a value.
 
 Generated code costs about 2 us per node, several times less than an interpreter of the graph.
 """
@@ -36,7 +36,7 @@ class Program:
 
     `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
     that the graph declares for them.
-    `outputs` has for every output its index among these, or `~i` for input i itself.
+    `outputs` has the index of each output among the new tensors, or `~i` for input i itself.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Program:
         self.call = _generate(copy, created, device, self._file)
 
     def explain(self, error: Exception) -> BackendError:
-        """A torch error with device, operator and layer, and the index if one is out of range."""
+        """Return torch's error with device, operator and layer, or the error of a bad index."""
         where, trace = "", error.__traceback__
         while trace is not None:
             line = trace.tb_lineno - _HEAD_LINES - 1
@@ -139,11 +139,11 @@ QUICK = frozenset((
     "permute", "relu", "reshape", "rsqrt", "sigmoid", "sqrt", "sub", "sum", "t", "tanh",
     "transpose",
 ))  # fmt: skip
-"""Frequent operators whose Python function takes the arguments of the schema in its order."""
+"""Frequent operators whose Python function takes the schema's arguments in the same order."""
 
 
 def _callable(target: OpOverload) -> Callable[..., Any]:
-    """The operator's Python function if it has one: that parses arguments 0.5 us faster."""
+    """Return the operator's Python function if it has one: it parses arguments 0.5 us faster."""
     if (own := function_of(target)) is not None:
         return own
     namespace, name, _ = str(target).split(".")

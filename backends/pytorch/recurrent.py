@@ -1,6 +1,6 @@
-"""An LSTM layer by oneDNN, which torch has for float32 on processors.
+"""LSTM layers by oneDNN, which torch includes for float32 on CPUs.
 
-It is up to twice as fast as the loop over time with its small products.
+oneDNN is up to twice as fast as a loop over time steps with small products.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import fx
 aten = torch.ops.aten
 own = torch.ops.hetpipe
 
-_LSTM = 2  # torch's number of the kind of network
+_LSTM = 2  # torch's number for this kind of network
 
 
 def by_library(graph: fx.Graph) -> None:
@@ -35,9 +35,9 @@ def lstm_layer(
     w_hh: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`hetpipe.lstm_layer`; its last result is oneDNN's workspace."""
+    """Compute `hetpipe.lstm_layer`; the last result is oneDNN's workspace."""
     x, w_ih, w_hh, h0, c0 = _row_major(x, w_ih, w_hh, h0, c0)
-    with torch.enable_grad():  # else there is no workspace
+    with torch.enable_grad():  # otherwise there is no workspace
         y, _, last_c, workspace = aten.mkldnn_rnn_layer(
             x, w_ih, w_hh, *_biases(w_ih, bias), h0.unsqueeze(0), c0.unsqueeze(0),
             False, [], _LSTM, h0.shape[1], 1, True, False, False, True,
@@ -59,7 +59,7 @@ def lstm_layer_backward(
     _: torch.Tensor,
     workspace: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """`hetpipe.lstm_layer_backward`, for results of `lstm_layer`."""
+    """Compute `hetpipe.lstm_layer_backward` from the results of `lstm_layer`."""
     grad_y, x, w_ih, w_hh, h0, c0 = _row_major(grad_y, x, w_ih, w_hh, h0, c0)
     grad_last_c = None if grad_last_c is None else grad_last_c.contiguous().unsqueeze(0)
     grad_x, grad_w_ih, grad_w_hh, grad_bias, _, grad_h0, grad_c0 = aten.mkldnn_rnn_layer_backward(
@@ -71,11 +71,11 @@ def lstm_layer_backward(
 
 
 def _row_major(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Contiguous tensors: oneDNN gets addresses without strides."""
+    """Return contiguous tensors: oneDNN gets addresses without strides."""
     return [tensor.contiguous() for tensor in tensors]
 
 
 def _biases(w_ih: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two biases, which oneDNN adds; without any it would compute no gradient of the bias."""
+    """Return the two biases that oneDNN adds; without them it computes no bias gradient."""
     zeros = w_ih.new_zeros(w_ih.shape[0])
     return (zeros if bias is None else bias), zeros

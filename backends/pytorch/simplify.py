@@ -14,7 +14,7 @@ def simplify(graph: fx.Graph) -> None:
     """Apply all rewrites to a functional graph."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            # Strides may differ from those at tracing: if no view exists, copy.
+            # Strides may differ from the traced strides: if no view exists, copy.
             node.target = aten.reshape.default
         elif node.target is aten.as_strided.default:
             _straighten(graph, node)
@@ -30,7 +30,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _straighten(graph: fx.Graph, node: fx.Node) -> None:
-    """`as_strided` of a row-major tensor: strides may differ from those at tracing."""
+    """Make the operand of `as_strided` row-major: its strides may differ from the traced ones."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
@@ -40,7 +40,7 @@ def _straighten(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:
-    """Fills by a tensor of one element, which torch takes only as a 0-d tensor."""
+    """Make the value of a `fill` 0-d: torch rejects other tensors of one element."""
     value = node.args[1]
     assert isinstance(value, fx.Node)
     if value.meta["val"].dim() > 0:
@@ -51,7 +51,7 @@ def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _cancel_transposes(node: fx.Node) -> None:
-    """`t(t(x))` is x: autograd transposes a weight back and forth."""
+    """Replace `t(t(x))` with x: autograd transposes a weight back and forth."""
     inner = node.args[0]
     if isinstance(inner, fx.Node) and inner.target is aten.t.default:
         source = inner.args[0]
@@ -60,7 +60,7 @@ def _cancel_transposes(node: fx.Node) -> None:
 
 
 def _fuse_scaled_subtraction(node: fx.Node) -> None:
-    """`p - a * b` in one pass: the last line of an optimizer's step."""
+    """Compute `p - a * b` in one pass: the last line of an optimizer's step."""
     base, product = _plain_operands(node)
     if (
         _only_use(product, aten.mul.Tensor)
@@ -73,7 +73,7 @@ def _fuse_scaled_subtraction(node: fx.Node) -> None:
 
 
 def _fuse_product_into_sum(node: fx.Node) -> None:
-    """`sum + a @ b` in one product: a gradient goes straight into its accumulator."""
+    """Compute `sum + a @ b` in one product: it adds a gradient directly to its accumulator."""
     base, product = _plain_operands(node)
     if _only_use(product, aten.mm.default) and _alike(base, product) and base.op == "placeholder":
         node.target = aten.addmm.default
@@ -81,7 +81,7 @@ def _fuse_product_into_sum(node: fx.Node) -> None:
 
 
 def _plain_operands(node: fx.Node) -> tuple[Any, Any]:
-    """Both operands of a binary node without `alpha`, else two Nones."""
+    """Return both operands of a binary node without `alpha`, otherwise two Nones."""
     if len(node.args) != 2 or node.kwargs:
         return None, None
     return node.args[0], node.args[1]
@@ -92,7 +92,7 @@ def _only_use(node: Any, target: Any) -> bool:
 
 
 def _alike(base: Any, factor: Any) -> bool:
-    """Whether a factor is of the base's dtype, floating, and of its shape or 0-d."""
+    """Return whether a factor has the base's floating dtype, and its shape or no dimensions."""
     if not isinstance(factor, fx.Node) or not isinstance(base, fx.Node):
         return False
     value, result = factor.meta["val"], base.meta["val"]

@@ -20,7 +20,7 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 
-_POLL_S = (50e-6, 1e-3)  # first and longest pause of a wait that has a limit
+_POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 
 
 class Lane:
@@ -39,7 +39,7 @@ class Lane:
         self._lock = threading.Lock()
 
     def mark(self) -> Any:
-        """A native event after all work on the stream so far."""
+        """Return a native event after all work on the stream so far."""
         native = self._module.Event()
         native.record(self.stream)
         return native
@@ -58,7 +58,7 @@ class Lane:
         return self._device.type
 
     def when_ended(self, native: Any, fn: Callable[[], None]) -> None:
-        """Call `fn` on the lane's thread once `native` has ended, well or not."""
+        """Call `fn` on the lane's thread once `native` has ended, even if it failed."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name=self.name, daemon=True)
@@ -136,7 +136,7 @@ class StreamDevice(TorchDevice):
         with self.module.stream(lane.stream):
             tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
             tensor.copy_(staged, non_blocking=True)
-        # Memory belongs to the stream that allocated it: tell the allocator of the other user.
+        # Memory belongs to the stream that allocated it: name the other stream that uses it.
         tensor.record_stream(self.compute.stream)
         return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
