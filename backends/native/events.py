@@ -2,7 +2,7 @@
 
 Each event holds the buffers, host arrays and earlier events of its work until someone sees that the
 work has ended, and this module holds all such events. So a library can free memory at once when it
-gets the call, and a device that is dropped in the middle of its work lives until the work has ended.
+is told to, and a device that is dropped in the middle of its work lives until the work has ended.
 """
 
 from __future__ import annotations

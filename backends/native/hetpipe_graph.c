@@ -7,20 +7,20 @@
 #include <string.h>
 
 #ifndef HETPIPE_GRAPH_CHUNK
-#define HETPIPE_GRAPH_CHUNK 16384 /* bytes of a piece of memory; 0: a piece for each allocation */
+#define HETPIPE_GRAPH_CHUNK 16384 /* bytes of a piece of memory; 0: one piece per allocation */
 #endif
 
 enum { HEADER = 32, CHECKED_FROM = 20 };
 #define NO_LAYER 0xFFFFFFFFu
-#define MOST_ELEMENTS ((int64_t)1 << 59) /* so that the bytes of a tensor are a number of 63 bits */
+#define MOST_ELEMENTS ((int64_t)1 << 59) /* the bytes of a tensor then fit into 63 bits */
 
-/* Memory that goes as a whole: pieces in a list, each filled from its front. */
+/* Memory that is freed as a whole: a list of pieces, each filled from its front. */
 typedef struct piece {
     struct piece *next;
     size_t used, size;
 } piece;
 
-typedef struct whole_graph { /* what hetpipe_graph_read returns the first member of */
+typedef struct whole_graph { /* hetpipe_graph_read returns its first member */
     hetpipe_graph graph;
     piece *pieces;
 } whole_graph;
@@ -34,7 +34,7 @@ typedef struct reader {
     piece **pieces;
     char *error;
     size_t error_size;
-    int failed; /* once set, it stays: callers may go on with zeros until they look */
+    int failed; /* never reset: callers may continue with zeros until they check it */
 } reader;
 
 static void fail(reader *r, const char *format, ...)
@@ -49,7 +49,8 @@ static void fail(reader *r, const char *format, ...)
     va_end(values);
 }
 
-/* Zeroed memory for `count` objects of `size` bytes, which the bytes that are left can hold. */
+/* Return zeroed memory for `count` objects of `size` bytes. The caller has checked that the
+ * remaining bytes of the graph can hold so many. */
 static void *take(reader *r, size_t count, size_t size)
 {
     piece *p = *r->pieces;
@@ -110,7 +111,7 @@ static double read_f64(reader *r)
     return value;
 }
 
-/* A count of things that take `nbytes` bytes at least, each. */
+/* Read a count of entries, each of at least `nbytes` bytes. */
 static uint32_t read_count(reader *r, size_t nbytes)
 {
     uint32_t count = read_u32(r);
@@ -140,7 +141,7 @@ static uint8_t read_dtype(reader *r)
     return dtype;
 }
 
-/* A node that has one result, which is a tensor. */
+/* Read the number of a node with one result, a tensor. */
 static uint32_t read_node(reader *r)
 {
     uint32_t i = read_u32(r);
@@ -346,7 +347,7 @@ static uint32_t crc32(const uint8_t *data, size_t nbytes)
     return ~crc;
 }
 
-/* Copies the table of strings, so that nothing points to the caller's bytes. */
+/* Copy the table of strings, so that no pointer to the caller's bytes remains. */
 static void read_strings(reader *r, uint32_t count, uint32_t nbytes)
 {
     char *text, *end;

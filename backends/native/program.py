@@ -74,7 +74,10 @@ class NativeExecutable(Executable):
         return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
 
     def _order(self, after: Sequence[Event]) -> list[Handle]:
-        """Return events for the library to wait for; wait here for others, and raise their errors."""
+        """Return the events that the library must wait for, after waiting for all others here.
+
+        Raises the errors of failed events.
+        """
         handles = []
         for event in after:
             handle = None

@@ -1,5 +1,5 @@
-/* A complete backend for hetpipe: a "device" that computes on the host's processor, in a thread of
- * its own. Start here: this file is the interface of hetpipe_backend.h, the others are operators.
+/* A complete backend for hetpipe: a "device" that computes on the host's processor, in a separate
+ * thread. Start here: this file implements hetpipe_backend.h, the other files have the operators.
  *
  *     host threads  --jobs-->  queue of the device  -->  its thread: runs and copies, one at a time
  *                   <--------------events---------------
@@ -40,21 +40,21 @@ struct hetpipe_event {
     hetpipe_error error;
 };
 
-/* A graph, and the place in one block of memory of each result of its calls. A device with little
- * memory would use the room of values again that no later call reads. */
+/* A graph, and the place of each call's results in one block of memory. A device with little memory
+ * should reuse the memory of values that no later call reads. */
 struct hetpipe_program {
     hetpipe_device *device;
     hetpipe_graph *graph;
-    const operation **operations; /* [nodes]; NULL for all but calls */
+    const operation **operations; /* [nodes]; NULL for nodes other than calls */
     tensor *tensors;              /* [nodes], without data */
     uint32_t *first;              /* [nodes]: the call's first result */
-    tensor *results;              /* of all calls, one after the other; without data */
+    tensor *results;              /* of all calls, in order; without data */
     uint64_t *offset;             /* of each result in the block */
     uint32_t result_count, inputs;
     uint64_t block_nbytes;
 };
 
-/* Work in the queue. */
+/* An entry of the queue: a run or a copy. */
 typedef struct job {
     struct job *next;
     hetpipe_event *event;
@@ -106,7 +106,7 @@ static int describe(uint32_t index, hetpipe_device_info *info, hetpipe_error *er
 
 /* ----------------------------------------------------------------------------- memory */
 
-/* Memory of the device, zeroed; NULL if there is not enough. It is not used for programs. */
+/* Return zeroed memory of the device for tensors (not programs); NULL if there is not enough. */
 static void *take(hetpipe_device *device, uint64_t nbytes)
 {
     void *data = NULL;
@@ -178,7 +178,7 @@ static tensor without_data(const hetpipe_form *form)
     return t;
 }
 
-/* Check a call as it will be run: its operator checks all arguments. */
+/* Check a call: its operator checks all arguments, as in a run. */
 static int prepare_call(hetpipe_program *p, uint32_t n, hetpipe_error *error)
 {
     const hetpipe_node *node = &p->graph->node[n];
@@ -290,7 +290,7 @@ static int compile(hetpipe_device *device, const void *graph, uint64_t nbytes,
     return status;
 }
 
-/* The same checks; the program is not kept. */
+/* Compile for the same checks, and drop the program. */
 static int supports(hetpipe_device *device, const void *graph, uint64_t nbytes, hetpipe_error *error)
 {
     hetpipe_program *program;
@@ -330,7 +330,7 @@ static int execute(const job *j, tensor *tensors, tensor *results, char *block, 
                 return status;
             tensors[n] = *c.results;
         } else {
-            /* Everything has been read: a donated input may now become an output. */
+            /* All inputs have been read: a donated input may now become an output. */
             for (i = 0; i < node->outputs; i++)
                 memcpy(j->outputs[i]->data, tensors[node->output[i]].data,
                        (size_t)j->outputs[i]->nbytes);
@@ -371,7 +371,7 @@ static void do_job(job *j)
     int status = HETPIPE_OK;
     uint32_t i;
     pthread_mutex_lock(&device->lock);
-    for (i = 0; i < j->after_count; i++) { /* earlier jobs of this queue, so all have ended */
+    for (i = 0; i < j->after_count; i++) { /* earlier jobs in this queue, which have all ended */
         if (status == HETPIPE_OK && j->after[i]->status != HETPIPE_OK) {
             status = j->after[i]->status;
             error = j->after[i]->error;
@@ -385,7 +385,7 @@ static void do_job(job *j)
     pthread_mutex_lock(&device->lock);
     j->event->status = status;
     j->event->error = error;
-    j->event->ended = 1; /* from here on the host may give back all that the job used */
+    j->event->ended = 1; /* from here on the host may give back everything that the job used */
     pthread_cond_broadcast(&device->changed);
     pthread_mutex_unlock(&device->lock);
     free_job(j);
@@ -411,7 +411,7 @@ static void *serve(void *argument)
 
 /* ---------------------------------------------------- queueing work, on host threads */
 
-/* Give the job to the device's thread; without an event, for want of memory, to nobody. */
+/* Give the job to the device's thread; fail if there is no memory for its event. */
 static int enqueue(hetpipe_device *device, job *j, hetpipe_event **event, hetpipe_error *error)
 {
     j->event = calloc(1, sizeof *j->event);
@@ -467,7 +467,7 @@ static int is_input(const job *j, const hetpipe_buffer *buffer)
     return 0;
 }
 
-/* The buffer of output k: a donated input of its size that is not taken yet, or a new one. */
+/* Set the buffer of output k: an unused donated input of the same size, or a new buffer. */
 static int output_buffer(job *j, uint32_t k, const uint8_t *donated, hetpipe_error *error)
 {
     const hetpipe_program *p = j->program;
@@ -511,7 +511,7 @@ static int run(hetpipe_program *p, uint32_t queue, hetpipe_buffer *const *inputs
     uint32_t count = p->graph->node[p->graph->nodes - 1].outputs, k;
     job *j = calloc(1, sizeof *j);
     int status;
-    (void)queue; /* there is one */
+    (void)queue; /* the device has only one */
     if (!j)
         return fail(error, "out of memory");
     j->program = p;
@@ -519,7 +519,7 @@ static int run(hetpipe_program *p, uint32_t queue, hetpipe_buffer *const *inputs
     status = prepare_job(j, inputs, donated, count, after, error);
     for (k = 0; status == HETPIPE_OK && k < count; k++)
         outputs[k] = j->outputs[k];
-    if (status == HETPIPE_OK) /* then the job is the thread's, which may have ended it already */
+    if (status == HETPIPE_OK) /* after this the thread owns the job, and may end it at any time */
         status = enqueue(p->device, j, event, error);
     if (status == HETPIPE_OK)
         return status;

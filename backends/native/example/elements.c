@@ -1,4 +1,4 @@
-/* Operators of elements: arithmetic, comparisons, views, reductions, indices. */
+/* Operators on elements: arithmetic, comparisons, views, reductions, indices. */
 #include "operators.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 
 enum { BAD = HETPIPE_UNSUPPORTED };
 
-/* Arithmetic on whole numbers wraps around, as torch's does; C leaves that undefined for int64_t. */
+/* Integer arithmetic wraps around, as in torch; C leaves that undefined for int64_t. */
 typedef uint64_t u;
 
 #define REAL(name, expression)                          \
@@ -51,7 +51,7 @@ static double gelu(double a, double b, double c)
     return 0.5 * a * (1 + erf(a * 0.70710678118654752440));
 }
 
-/* A number among the arguments as a tensor without dimensions. */
+/* Read a number among the arguments as a tensor without dimensions. */
 static int scalar_at(const call *c, uint32_t place, const char *name, int64_t *room, tensor *out)
 {
     const hetpipe_value *value = hetpipe_argument(c->node, place, name);
@@ -100,7 +100,7 @@ static int map(const call *c, const tensor *operand, int count)
     return HETPIPE_OK;
 }
 
-/* Operands are the first arguments: tensors or numbers. `alpha` of a sum is 1 if it is left out. */
+/* Operands are the first arguments: tensors or numbers. A missing `alpha` of a sum is 1. */
 static int elementwise(const call *c)
 {
     static const char *const names[] = {"self", "other", "other"};
@@ -149,8 +149,8 @@ static int clamp(const call *c)
     return HETPIPE_OK;
 }
 
-/* full, full_like, scalar_tensor: a number everywhere; `operands` is its place. arange: the
- * numbers from the first on, in steps. */
+/* full, full_like, scalar_tensor: one number everywhere, from argument `operands`. arange: numbers
+ * from the first one on, in steps. */
 static int fill(const call *c)
 {
     const tensor *out = &c->results[0];
@@ -174,7 +174,7 @@ static int fill(const call *c)
     return HETPIPE_OK;
 }
 
-/* Elements of x that a walk reaches, in the order of the result. */
+/* Copy the elements of x that a walk reaches, in the order of the result. */
 static void gather_walk(const tensor *x, const tensor *out, walk *w)
 {
     size_t nbytes = hetpipe_dtype_nbytes(out->dtype);
@@ -283,7 +283,7 @@ static int concatenate(const call *c)
         const hetpipe_value *item = &list->of.items[k];
         const tensor *x = item->kind == HETPIPE_TENSOR ? &c->tensors[item->of.node] : NULL;
         if (x && x->rank == 1 && x->size[0] == 0)
-            continue; /* an empty vector stands for nothing beside tensors of any rank */
+            continue; /* like torch, ignore an empty vector among tensors of any rank */
         if (!x || x->dtype != out->dtype || x->rank != out->rank)
             return refuse(c, BAD, "tensor %u does not fit the result", (unsigned)k);
         for (i = 0; i < x->rank; i++)
@@ -301,7 +301,8 @@ static int concatenate(const call *c)
                                 : refuse(c, BAD, "the tensors together are smaller than the result");
 }
 
-/* sum, mean, amax, amin, any over some dimensions, or all. `real` and `whole` join two values. */
+/* sum, mean, amax, amin, any: over some or all dimensions. `real` and `whole` combine two
+ * values. */
 static int reduce(const call *c)
 {
     const tensor *x = tensor_at(c, 0, "self"), *out = &c->results[0];

@@ -1,4 +1,4 @@
-/* Operators of layers: matrix products, softmax, convolution, pooling, batch norm; of float32. */
+/* Operators of layers, for float32: matrix products, softmax, convolution, pooling, batch norm. */
 #include "operators.h"
 
 #include <math.h>
@@ -105,12 +105,12 @@ static int softmax(const call *c)
     return HETPIPE_OK;
 }
 
-/* Windows that slide over planes in two dimensions, of a convolution or a pooling. */
+/* The windows of a convolution or a pooling, which slide over planes in two dimensions. */
 typedef struct windows {
     int64_t kernel[2], stride[2], padding[2], dilation[2];
 } windows;
 
-/* A pair of integers, given as two or one for both; `standard` if absent or an empty list. */
+/* Read a pair of integers, or one integer for both; `standard` if absent or an empty list. */
 static int pair_at(const call *c, uint32_t place, const char *name, int64_t standard, int64_t *pair)
 {
     int count = integers_at(c, place, name, pair, 2), i;
@@ -126,7 +126,7 @@ static int pair_at(const call *c, uint32_t place, const char *name, int64_t stan
     return 1;
 }
 
-/* Whether windows over the planes of x have the places that the planes of y have. */
+/* Return whether the windows over a plane of x have as many places as a plane of y has elements. */
 static int slides(const windows *w, const tensor *x, const tensor *y)
 {
     int i;
@@ -139,7 +139,7 @@ static int slides(const windows *w, const tensor *x, const tensor *y)
     return 1;
 }
 
-/* The places of the windows along dimension `i` whose element `k` is inside the plane: lo to hi. */
+/* Set lo to hi: the places along dimension `i` at which window element `k` is inside the plane. */
 static void inside(const windows *w, int i, int64_t k, int64_t size, int64_t places, int64_t *lo,
                    int64_t *hi)
 {
@@ -152,8 +152,8 @@ static void inside(const windows *w, int i, int64_t k, int64_t size, int64_t pla
 
 enum product { OUTPUT_OF, INPUT_GRADIENT, WEIGHT_GRADIENT };
 
-/* y [n, g*o, i, j] += x [n, g*c, h, w] * f [g*o, c, kh, kw], or one of its two gradients, which has
- * the place of its tensor: every multiplication once. */
+/* y [n, g*o, i, j] += x [n, g*c, h, w] * f [g*o, c, kh, kw], or one of the two gradients. For a
+ * gradient, y holds dy, and the gradient is added to x or to f. */
 static void convolve(enum product what, const windows *w, int64_t groups, const tensor *tx,
                      const tensor *tf, const tensor *ty, float *x, float *f, float *y)
 {
@@ -195,7 +195,7 @@ static void convolve(enum product what, const windows *w, int64_t groups, const 
             }
 }
 
-/* The geometry of a convolution whose stride is argument `place`; 0 if the example lacks it. */
+/* Read the geometry of a convolution whose stride is argument `place`; 0 if it is unsupported. */
 static int geometry(const call *c, uint32_t place, const tensor *x, const tensor *f,
                     const tensor *y, windows *w, int64_t *groups)
 {
@@ -234,7 +234,7 @@ static int convolution(const call *c)
     return HETPIPE_OK;
 }
 
-/* Gradients of x, weight and bias; results that nobody asked for have no dtype. */
+/* Gradients of x, weight and bias; results that are not requested have no dtype. */
 static int convolution_backward(const call *c)
 {
     const tensor *dy = tensor_at(c, 0, "grad_output"), *x = tensor_at(c, 1, "input");
@@ -269,8 +269,8 @@ static int convolution_backward(const call *c)
     return HETPIPE_OK;
 }
 
-/* Windows of a pooling whose kernel is argument `place`, over planes of x and y; 0 if they do not
- * fit, or are of a kind that the example lacks. */
+/* Read the windows of a pooling whose kernel is argument `place`, from planes of x to planes of y;
+ * 0 if they do not fit or are unsupported. */
 static int pooling(const call *c, uint32_t place, int dilates, const tensor *x, const tensor *y,
                    windows *w)
 {
@@ -284,13 +284,13 @@ static int pooling(const call *c, uint32_t place, int dilates, const tensor *x, 
         (dilates && !pair_at(c, place + 3, "dilation", 1, w->dilation)) ||
         integer_at(c, ceil_place, "ceil_mode", 0))
         return 0;
-    w->stride[0] = given[0] == -1 ? w->kernel[0] : given[0]; /* left out: windows side by side */
+    w->stride[0] = given[0] == -1 ? w->kernel[0] : given[0]; /* no stride: windows side by side */
     w->stride[1] = given[1] == -1 ? w->kernel[1] : given[1];
     /* With less padding than half a window, every window has an element inside. */
     return slides(w, x, y) && 2 * w->padding[0] <= w->kernel[0] && 2 * w->padding[1] <= w->kernel[1];
 }
 
-/* Element (a, b) of the window at (i, j): its place in the plane, or -1 outside. */
+/* Return the place in the plane of element (a, b) of the window at (i, j), or -1 outside. */
 static int64_t place_in(const windows *w, const tensor *x, int64_t i, int64_t j, int64_t a, int64_t b)
 {
     int64_t row = i * w->stride[0] + a * w->dilation[0] - w->padding[0];
@@ -395,7 +395,7 @@ static int avg_pool(const call *c)
 }
 
 /* _native_batch_norm_legit_functional: normalised x [n, c, ...], mean and 1 / deviation of each
- * channel, new running statistics. */
+ * channel, and new running statistics. */
 static int batch_norm(const call *c)
 {
     const tensor *x = tensor_at(c, 0, "input"), *weight = tensor_at(c, 1, "weight");

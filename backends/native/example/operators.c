@@ -228,7 +228,7 @@ void walk_next(walk *w)
                 w->at[i] += w->stride[i][dim];
             return;
         }
-        w->index[dim] = 0; /* back to the front of this dimension, and on in the one before it */
+        w->index[dim] = 0; /* back to the start of this dimension, then next in the one before */
         for (i = 0; i < w->operands; i++)
             w->at[i] -= w->stride[i][dim] * (w->size[dim] - 1);
     }

@@ -1,7 +1,7 @@
-/* What the operators of the example share: tensors, the arguments of a call, and a walk over
- * elements. An operator is a function of a call. It first checks all arguments, then returns if the
- * call is `dry` (when a graph is compiled), and else computes. So nothing is compiled that could
- * read or write outside a tensor, and the checks stand once, beside the code that relies on them. */
+/* Shared by the operators of the example: tensors, the arguments of a call, and a walk over
+ * elements. An operator is a function of a call. It checks all arguments, returns if the call is
+ * `dry` (when a graph is compiled), and otherwise computes. So no graph is compiled that would read
+ * or write outside a tensor, and each check is written once, next to the code that relies on it. */
 #ifndef OPERATORS_H
 #define OPERATORS_H
 
@@ -21,7 +21,7 @@ typedef struct operation operation;
 typedef struct call {
     const operation *operation;
     const hetpipe_node *node;
-    const tensor *tensors; /* by node of the graph */
+    const tensor *tensors; /* by number of the node in the graph */
     const tensor *results; /* [node->results] */
     int dry;               /* check only */
     hetpipe_error *error;
@@ -34,27 +34,28 @@ typedef int64_t whole_function(int64_t a, int64_t b, int64_t c);
 struct operation {
     const char *name; /* without "aten." */
     int (*run)(const call *c);
-    real_function *real;   /* of elements, where `run` is one for many operators */
-    whole_function *whole; /* the same for integers; NULL: there is none */
-    int operands; /* tensors or numbers that are elements; else whatever tells operators apart */
+    real_function *real;   /* function of elements, if many operators share one `run` */
+    whole_function *whole; /* the same for integers, or NULL */
+    int operands; /* number of operands; operators that share `run` may use it differently */
     int results;
 };
 
-/* The operator of a name, NULL if the example has none. */
+/* Return the operator with a name, or NULL if the example lacks it. */
 const operation *find_operation(const char *target);
 extern const operation ELEMENT_OPERATIONS[], LAYER_OPERATIONS[]; /* the last has no name */
 
-/* Write the reason of a failure, with operator and layer, and return `code`. */
+/* Write the reason for a failure, with operator and layer, and return `code`. */
 int refuse(const call *c, int code, const char *format, ...);
 
-/* Arguments. `tensor_at` is NULL if there is no tensor there. `number_at` and `integer_at` are
- * `standard` if the argument is None or absent. `integers_at` copies a list, or a single integer,
- * and returns its length: -1 if it is None or absent, -2 if it is anything else or too long. */
+/* Arguments. `tensor_at` returns NULL if the argument is no tensor. `number_at` and `integer_at`
+ * return `standard` if the argument is None or absent. `integers_at` copies a list or a single
+ * integer and returns its length: -1 if it is None or absent, -2 if it is anything else or too
+ * long. */
 const tensor *tensor_at(const call *c, uint32_t place, const char *name);
 double number_at(const call *c, uint32_t place, const char *name, double standard);
 int64_t integer_at(const call *c, uint32_t place, const char *name, int64_t standard);
 int integers_at(const call *c, uint32_t place, const char *name, int64_t *out, int most);
-int dimension(int64_t dim, int rank); /* 0 to rank-1, for one that may count from the end; or -1 */
+int dimension(int64_t dim, int rank); /* 0 to rank-1; negative ones count from the end; or -1 */
 
 int64_t elements(const tensor *t);
 int same_form(const tensor *a, const tensor *b);
@@ -62,13 +63,14 @@ int has_form(const tensor *t, uint8_t dtype, int rank, const int64_t *size);
 int is_whole(const tensor *t); /* integers or bools */
 void strides_of(const tensor *t, int64_t *stride);
 
-/* Elements as numbers of C's widest types. */
+/* Read and write elements as numbers of C's widest types. */
 double load_real(const tensor *t, int64_t at);
 int64_t load_whole(const tensor *t, int64_t at);
 void store_real(const tensor *t, int64_t at, double value);
 void store_whole(const tensor *t, int64_t at, int64_t value);
 
-/* A walk over all indices of a shape, in row-major order. at[i] is the place in operand i. */
+/* A walk over all indices of a shape, in row-major order. at[i] is the current place in operand
+ * i. */
 typedef struct walk {
     int rank, operands;
     int64_t left, size[HETPIPE_MOST_RANK], index[HETPIPE_MOST_RANK];
@@ -77,7 +79,7 @@ typedef struct walk {
 
 void walk_begin(walk *w, const tensor *shape);
 int walk_broadcast(walk *w, const tensor *t); /* add an operand; 0 if it cannot be broadcast */
-void walk_strides(walk *w, const int64_t *stride, int64_t first); /* add one with these strides */
+void walk_strides(walk *w, const int64_t *stride, int64_t first); /* add an operand with strides */
 void walk_next(walk *w); /* while w->left > 0 */
 
 #endif

@@ -1,16 +1,16 @@
-/* Runs a library without Python: once, many times over, or on graphs that are damaged.
+/* Runs a library without Python: once, many times, or on damaged graphs.
  *
- *   replay LIBRARY GRAPH [INPUT...]             run a serialised graph; a file per input, the bytes of
- *                                               the tensor, zeros for those that are left out. Outputs
- *                                               go to GRAPH.0, GRAPH.1, ...
- *   replay --cycles N LIBRARY GRAPH [INPUT...]  load, open, compile, run, close, unload: N times; then
- *                                               tells how much memory of the process has grown
- *   replay --fuzz LIBRARY CASES                 compile every graph of a file, and run the small ones
- *                                               that are accepted, on zeros. Before each graph in the
- *                                               file stands its length, 4 bytes, little-endian.
+ *   replay LIBRARY GRAPH [INPUT...]             run a serialised graph. Each INPUT is a file with
+ *                                               the bytes of a tensor; missing inputs are zeros.
+ *                                               Outputs go to GRAPH.0, GRAPH.1, ...
+ *   replay --cycles N LIBRARY GRAPH [INPUT...]  load, open, compile, run, close, unload: N times;
+ *                                               then print how much the process's memory has grown
+ *   replay --fuzz LIBRARY CASES                 compile every graph of a file, and run the small
+ *                                               accepted ones on zeros. In the file, each graph
+ *                                               follows its length: 4 bytes, little-endian.
  *
- * Build it and the library with sanitizers (make sanitized), and it finds what reads outside of a
- * buffer, uses what it has freed, leaks, or overflows. */
+ * Built with sanitizers, like the library (make sanitized), it finds accesses outside a buffer, use
+ * of freed memory, leaks and overflows. */
 #define _POSIX_C_SOURCE 200809L
 #include "hetpipe_backend.h"
 #include "hetpipe_graph.h"
@@ -21,7 +21,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SMALL 4096 /* elements of a tensor that is run on a fuzzed graph, at most */
+#define SMALL 4096 /* most elements of a tensor in a fuzzed graph that is run */
 #define WAIT_S 60.0
 
 typedef struct bytes {
@@ -74,7 +74,7 @@ static void check(int status, const char *doing, const hetpipe_error *error)
         give_up(doing, error->text);
 }
 
-/* Wait for an event, and give it back; NULL has happened. The status of the work. */
+/* Wait for an event, give it back, and return the status of its work; NULL has happened already. */
 static int finish(const hetpipe_backend *b, hetpipe_event *event, hetpipe_error *error)
 {
     int status;
@@ -92,7 +92,7 @@ static size_t form_nbytes(const hetpipe_form *form)
     return (size_t)hetpipe_elements(form) * hetpipe_dtype_nbytes(form->dtype);
 }
 
-/* Run a program on `inputs`, as many as there are nodes of that kind, and fill `outputs`. */
+/* Run a program on `inputs`, one per input node, and fill `outputs`. */
 static int run(const hetpipe_backend *b, hetpipe_device *device, hetpipe_program *program,
                const hetpipe_graph *graph, const bytes *inputs, bytes *outputs, hetpipe_error *error)
 {
@@ -166,7 +166,7 @@ static hetpipe_graph *read_graph(bytes content, const char *path)
     return graph;
 }
 
-/* The contents of the inputs, one per node: from files, then zeros. */
+/* Return the contents of the inputs, one per input node: from files, then zeros. */
 static bytes *read_inputs(const hetpipe_graph *graph, char **files, int count)
 {
     bytes *inputs = memory(graph->nodes * sizeof *inputs);
@@ -258,7 +258,7 @@ static int is_small(const hetpipe_graph *graph)
     return 1;
 }
 
-/* Whether a graph is compiled, and 2 if it is run as well. */
+/* Return 0 if the library refuses a graph, 1 if it compiles it, and 2 if the graph was also run. */
 static int try_graph(const hetpipe_backend *b, hetpipe_device *device, bytes serialised)
 {
     hetpipe_error error = {{0}};
@@ -275,7 +275,7 @@ static int try_graph(const hetpipe_backend *b, hetpipe_device *device, bytes ser
     if (is_small(graph)) {
         inputs = read_inputs(graph, NULL, 0);
         outputs = memory((graph->node[graph->nodes - 1].outputs + 1u) * sizeof *outputs);
-        run(b, device, program, graph, inputs, outputs, &error); /* it may fail, as for an index */
+        run(b, device, program, graph, inputs, outputs, &error); /* a failure is fine */
         free_all(inputs, graph->nodes);
         free_all(outputs, graph->node[graph->nodes - 1].outputs);
         result = 2;
@@ -303,7 +303,7 @@ static int fuzz(const char *path, const char *cases)
         if (nbytes > content.nbytes - at)
             give_up(cases, "its last graph has no end");
         one.nbytes = nbytes;
-        one.data = memory(nbytes); /* a piece by itself, so that a sanitizer sees a byte too many */
+        one.data = memory(nbytes); /* allocated alone, so that a sanitizer sees a byte too many */
         memcpy(one.data, content.data + at, nbytes);
         counts[try_graph(b, device, one)]++;
         free(one.data);
