@@ -147,9 +147,9 @@ class NativeDevice(Device):
     # Events.
 
     def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """Return the event of some work, which holds the objects `keeps` that the work uses.
+        """Return the event of work that uses `keeps`; the event holds these objects until the end.
 
-        If `pointer` is NULL, the work has ended.
+        If `pointer` is NULL, the work has ended already.
         """
         if pointer == interface().NULL:
             return DONE

@@ -71,7 +71,7 @@ def _start(path: Path) -> _Child:
 
 
 def _answer(path: Path, child: _Child, limit_s: float, end_s: float) -> Answer:
-    """Read lines of JSON: {"doing": ...} before each step, and the answer as the last."""
+    """Read lines of JSON: {"doing": ...} before each step, and the answer as the last line."""
     text, late = b"", False
     while True:
         if not select.select([child.reading], [], [], max(end_s - time.monotonic(), 0))[0]:

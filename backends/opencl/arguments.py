@@ -10,8 +10,8 @@ from .memory import Memory, Piece
 from .placement import Plan, Where
 
 FEW = 4
-"""After more changes of memory in a row, intermediates stay in the arena: setting the arguments of
-hundreds of small kernels takes as long as running them."""
+"""After more than FEW changes of memory in a row, intermediates stay in the arena: setting the
+arguments of hundreds of small kernels takes as long as running them."""
 
 
 class Arguments:

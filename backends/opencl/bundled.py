@@ -25,7 +25,7 @@ from .names import BUNDLES
 
 
 class BundledPrograms:
-    """The programs of a device with bundles; has the methods of `Programs`.
+    """The programs of a device with bundles; it has the methods of `Programs`.
 
     All kernels that are prepared together come from one bundle: a board holds one binary at a time.
     """
@@ -33,7 +33,7 @@ class BundledPrograms:
     def __init__(
         self, context: Any, cl_device: Any, device_id: str, facts: Mapping[str, str], folder: Path
     ) -> None:
-        """Reads nothing: the first `prepare` reads the bundles."""
+        """Read nothing yet: the first `prepare` reads the bundles."""
         self._context = context
         self._cl_device = cl_device
         self._device_id = device_id

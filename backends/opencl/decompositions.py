@@ -1,4 +1,4 @@
-"""Decompositions that suit the kernels of OpenCL devices better than those of core ATen."""
+"""Decompositions that suit OpenCL kernels better than core ATen's decompositions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
 
 
 def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Decompose a call in float64 or without elements, and leave others to the kernel."""
+    """Decompose a call in float64 or without elements, and leave other calls to the kernel."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if args[0].numel() and all(tensor.dtype != torch.float64 for tensor in tensors):
         return NotImplemented

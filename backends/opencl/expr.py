@@ -155,7 +155,7 @@ class Pool:
         return expr
 
     def load(self, value: Value) -> Load:
-        """Return the expression that loads a tensor as it is."""
+        """Return a plain load of a tensor."""
         return self.make(Load, value.shape, value.dtype, value, Layout.row_major(value.shape))
 
     def view(self, expr: Expr, view: View) -> Expr | None:

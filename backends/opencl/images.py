@@ -31,8 +31,11 @@ class ImageRoom:
     def __init__(
         self, place: tuple[Any, Any, str], function: str, name: str, kind: str, array: Array
     ) -> None:
-        """Raises `KernelFaultError` if the array cannot be an image, and `DeviceLacksError` if the
-        device has no images, or none of this format."""
+        """Create an image with the content of `array`.
+
+        Raises `KernelFaultError` if the array cannot be an image, and `DeviceLacksError` if the
+        device has no images, or none of this format.
+        """
         cl = driver()
         context, self._queue, device_id = place
         self._array = array

@@ -152,7 +152,7 @@ def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[s
 
 
 def _without(text: str, opening: str, closing: str) -> str:
-    """Return the text with empty brackets of this kind."""
+    """Return the text without the content of these brackets."""
     kept: list[str] = []
     depth = 0
     for char in text:

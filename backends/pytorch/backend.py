@@ -20,7 +20,7 @@ from .streams import StreamDevice
 
 
 class PyTorchBackend(Backend):
-    """The devices of the installed torch: `pytorch:cpu:0`, and accelerators as `pytorch:cuda:0`.
+    """The installed torch's devices: `pytorch:cpu:0`, and accelerators such as `pytorch:cuda:0`.
 
     It keeps fused operators whole: torch has kernels for them.
 

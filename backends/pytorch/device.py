@@ -29,7 +29,7 @@ DTYPES = (
 class TorchBuffer(Buffer):
     """A row-major torch tensor, with the shape that its graph declares.
 
-    Only for a library's workspace, which no other backend reads, the tensor has another shape.
+    The tensor of a library's workspace, which no other backend reads, has another shape.
     """
 
     def __init__(

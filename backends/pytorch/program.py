@@ -1,4 +1,4 @@
-"""Turns a canonical graph into a Python function: a line per node; the last use drops a value.
+"""Turns a canonical graph into a Python function: a line per node, which also drops dead values.
 
 Generated code costs about 2 us per node, several times less than an interpreter of the graph.
 """

@@ -108,7 +108,7 @@ class StreamEvent(Event):
 
 
 class StreamDevice(TorchDevice):
-    """A stream computes, one copies in and one out; host memory is staged through pinned pages.
+    """One stream computes, one copies in, one copies out; host arrays pass through pinned memory.
 
     `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`.
     """
@@ -136,7 +136,7 @@ class StreamDevice(TorchDevice):
         with self.module.stream(lane.stream):
             tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
             tensor.copy_(staged, non_blocking=True)
-        # Memory belongs to the stream that allocated it: name the other stream that uses it.
+        # The allocating stream owns the memory: tell the allocator that another stream uses it.
         tensor.record_stream(self.compute.stream)
         return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 

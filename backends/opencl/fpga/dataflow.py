@@ -74,7 +74,7 @@ class Dataflow:
     def _kernels(
         self, results: Mapping[str, Argument], further: Mapping[str, Argument]
     ) -> dict[str, Mapping[str, Argument]]:
-        """Return the arguments of each kernel, by name; a kernel over rows needs `further`."""
+        """Return the arguments of each kernel, by name; `further` is for a kernel over rows."""
         last = {**self.problem, **self.finishes, **results}
         if not self.channels:
             return {self.name: {**self.loads, **last, **further}}

@@ -60,7 +60,7 @@ class Tiles:
 
 
 def tiles_of(target: Target, rows: int, cols: int, depth: int, batches: int = 1) -> Tiles:
-    """Choose a tile size: large tiles read less; small ones are more, and less empty at edges."""
+    """Choose a tile size: large tiles read less; small ones are more numerous and waste less."""
     group = 16 if target.max_work_group_size >= 256 else 8
     item = 4 if min(rows, cols) > 2 * group else 2
     return Tiles(rows, cols, batches, depth, group, item)
