@@ -1,4 +1,4 @@
-"""The loops of a generated kernel: fewest dimensions, and how each leaf moves through them."""
+"""Loops of a generated kernel: as few dimensions as possible, and the strides of each leaf."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .expr import Layout, Shape
 
 
 class Nest:
-    """A shape whose adjacent dimensions are merged wherever every layout allows it.
+    """A shape with adjacent dimensions merged wherever every layout allows it.
 
-    `rows` are all dimensions but the last, `inner` is the last.
+    `inner` is the size of the last dimension, `rows` the product of all other sizes.
     """
 
     def __init__(
         self, shape: Shape, layouts: Sequence[Layout], borders: Sequence[int] = ()
     ) -> None:
-        """No dimension in `borders` is merged with the one before it."""
+        """Merge dimensions, but never a dimension in `borders` with the dimension before it."""
         self.layouts = list(dict.fromkeys(layouts))
         sizes: list[int] = []
         strides: list[tuple[int, ...]] = []
@@ -46,19 +46,19 @@ class Nest:
 
     @property
     def inner(self) -> int:
-        """Elements of the innermost dimension."""
+        """Number of elements in the innermost dimension."""
         return self.shape[-1] if self.shape else 1
 
     @property
     def rows(self) -> int:
-        """How often the innermost dimension is walked."""
+        """Number of passes through the innermost dimension."""
         return math.prod(self.shape[:-1])
 
     def strides(self, layout: Layout) -> tuple[int, ...]:
-        """Strides of a layout in the merged dimensions."""
+        """Return the strides of a layout in the merged dimensions."""
         return self._strides[layout]
 
     def step(self, layout: Layout) -> int:
-        """Stride of a layout in the innermost dimension."""
+        """Return the stride of a layout in the innermost dimension."""
         strides = self._strides[layout]
         return strides[-1] if strides else 0

@@ -1,4 +1,4 @@
-"""Oclgrind's log as flaws of kernels: each kind at each line once."""
+"""Flaws of kernels from Oclgrind's log: each kind of flaw once per source line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KINDS = (
     ("divergence", "divergent barrier"),
     ("Divergence", "divergent barrier"),
 )
-"""By words of a message's first line."""
+"""Kinds of flaws, by words in the first line of a message."""
 LINE = re.compile(r"^\s*At line (\d+) \(column \d+\) of [^\n]*:\n\s*([^\n]*)", re.MULTILINE)
 KERNEL = re.compile(r"^\s*Kernel:\s*(\w+)", re.MULTILINE)
 ITEM = re.compile(r"Global\((\d+),(\d+),(\d+)\)")
 
 
 def flaws_of(log: str) -> Sequence[Flaw]:
-    """The flaws in a log, in order."""
+    """Return the flaws in a log, in order."""
     flaws: dict[tuple[str, str, int | None], Flaw] = {}
     for message in _messages(log):
         first = message.partition("\n")[0].strip()
@@ -39,7 +39,7 @@ def flaws_of(log: str) -> Sequence[Flaw]:
 
 
 def _messages(log: str) -> Iterator[str]:
-    """A message begins at the margin; its details are indented."""
+    """Yield the messages: each begins at the margin and has indented details."""
     lines: list[str] = []
     for line in log.split("\n"):
         if line[:1].strip() and lines:
@@ -50,7 +50,7 @@ def _messages(log: str) -> Iterator[str]:
 
 
 def _text(first: str, message: str, places: Sequence[tuple[str, str]]) -> str:
-    """The message in a line: where, by which work-items, and the code."""
+    """Return a message as one line: its first line, the work-items and the code."""
     items = [",".join(found) for found in ITEM.findall(message)]
     code = " and ".join(dict.fromkeys(code.strip() for _, code in places))
     who = " and ".join(dict.fromkeys(f"({item})" for item in items))

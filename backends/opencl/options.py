@@ -1,4 +1,4 @@
-"""What a cluster file may say to the backend."""
+"""Options of the backend in a cluster file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Options:
     """The table [backend.opencl] of a cluster file."""
 
     kernels: tuple[str, ...] = ()
-    """Specifications of kernels that go before ours."""
+    """Specifications of user kernels, which take precedence over shipped kernels."""
     bundles: Name | None = None
-    """A folder of bundles, which are loaded in place of compiling."""
+    """A folder of bundles, which are loaded instead of compiling kernels."""
     families: dict[str, Annotated[str, OneOf(FAMILIES)]] = field(default_factory=dict)
-    """Families of our kernels, by the id of a device or by a pattern such as `opencl:pocl:*`."""
+    """Families of shipped kernels, by device id or by a pattern such as `opencl:pocl:*`."""
     channels: bool = True
-    """Whether kernels of the family fpga are joined by channels where the device has them."""
+    """Whether channels join kernels of the family fpga, on devices that support channels."""
     dataflow_limit_s: Annotated[float, Number(above=True)] = 600.0
-    """Seconds without the end of a kernel after which a dataflow counts as stuck."""
+    """Seconds in which no kernel of a dataflow ends, after which it counts as stuck."""

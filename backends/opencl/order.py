@@ -1,4 +1,4 @@
-"""The order in which a graph's operators are lowered."""
+"""Order in which a graph's operators are lowered."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ MOVED = frozenset(
         "aten.select", "hetpipe.keep_mask", "hetpipe.uniform",
     }
 )  # fmt: skip
-"""Operators that are not elementwise, and are moved to their first reader like those."""
+"""Operators that, like elementwise operators, move to their first reader."""
 
 
 def order(graph: fx.GraphModule) -> list[fx.Node]:
-    """The operators that a result needs, elementwise results directly after their operands.
+    """Return the operators that the results need, in the order of lowering.
 
-    Traced graphs have these at the end, where their operands have left the cache and no kernel with
-    the same operands is left to join. At the begin they have all masks and copies of inputs that
-    they compute again: these come directly before their first reader, and take no memory till then.
+    Elementwise operators that only results depend on directly follow their operands. A traced graph
+    has them at its end, where their operands have left the cache and no other kernel with the same
+    operands can compute them. A traced graph begins with all recomputed masks and copies of inputs:
+    each of them moves directly before its first reader, so that it takes no memory until then.
     """
     needed = _needed(graph)
     calls = [node for node in graph_calls(graph) if node in needed]
@@ -47,7 +48,7 @@ def order(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _late(graph: fx.GraphModule) -> set[fx.Node]:
-    """Elementwise operators, views and masks that are computed from inputs by such alone."""
+    """Return the inputs, with elementwise operators, views and masks that need nothing else."""
     late = set(graph_inputs(graph))
     for node in graph_calls(graph):
         name = operator_name(node).rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""Indices out of range: a pass computes the least such index, and its end event reports it.
+"""Checks of indices: a pass computes the least index out of range, its end event reports it.
 
-Kernels read and write nothing outside a tensor: a read at an index out of range gives NaN (0 for
-integers), and a write is left out.
+Kernels never access memory outside a tensor: a read at an index out of range gives NaN (0 for
+integers), and a write there does nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .memory import Bytes, Memory
 from .reduce import MINIMUM, reduce
 
 NONE = int(np.iinfo(np.int64).max)
-"""The value that says that no index is outside."""
+"""Result of a check that finds no index out of range."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`value`, int64 of one element, is the least index outside `bound`, or NONE."""
+    """A check: `value` (int64, one element) is the least index outside `bound`, or NONE."""
 
     bound: Bound
     value: Value
@@ -34,29 +34,29 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check in one run; the host has its 8 bytes when the run has ended."""
+    """The result of a check in one run; its 8 bytes are in `host` when the run has ended."""
 
     bound: Bound
     memory: Memory
     host: Bytes
 
     def check(self, device_id: str) -> None:
-        """Raise `BackendError` if an index was outside."""
+        """Raise `BackendError` if an index was out of range."""
         least = int(self.host[:8].view(np.int64)[0])
         if least != NONE:
             raise self.bound.error(device_id, least)
 
 
 def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
-    """Lower the checks of all calls that take indices; calls with the same bound share one."""
+    """Lower the checks of all calls with indices; calls with equal index and bound share one."""
     distinct: dict[tuple[Any, ...], Check] = {}
     for bound in (bound for node in calls for bound in index_bounds(node)):
         index = builder.expr(bound.index)
         key = (index, bound.low, bound.size, bound.ignored)
-        # Indices that read no tensor are constants of the graph: torch has checked them already.
+        # Indices that read no tensor are constants of the graph: torch has already checked them.
         if key not in distinct and index.numel and loads(index):
             distinct[key] = Check(bound, _least_outside(builder, index, bound))
-    # An index tensor of one element and a view of it have one result: it is looked at once.
+    # An index tensor of one element and a view of it share one result: check it once.
     return tuple({check.value.id: check for check in reversed(distinct.values())}.values())[::-1]
 
 

@@ -1,4 +1,4 @@
-"""Kernels of one's own: OpenCL C for an operator, in a backend that is a subclass of ours.
+"""User kernels: OpenCL C sources for operators, in a subclass of `OpenCLBackend`.
 
 class Mine(OpenCLBackend):
     name = "mine"
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator: its tensors, row-major, and all its arguments as the graph has them.
+    """A call of an operator: its row-major tensors, and all its arguments from the graph.
 
-    `inputs`, `outputs` and `packed` are passed on as arguments of a kernel; they have a `shape` and
-    a `dtype`. `args` and `kwargs` have numbers, lists and nodes. `packed` has the results of the
-    kernel's `packs`, by name.
+    Tensors of `inputs`, `outputs` and `packed` may be arguments of a kernel; they have a `shape`
+    and a `dtype`. `packed` has the results of the kernel's `packs`, by name. `args` and `kwargs`
+    have numbers, lists and nodes.
     """
 
     inputs: tuple[Value, ...]
@@ -50,8 +50,8 @@ class Call:
 class Pack:
     """Another layout of input number `input`, made by the kernel `function` of the same source.
 
-    `shape` and `dtype` are those of the result, which is passed on as `call.packed[NAME]`. Of a
-    weight it is made once per update, and not per micro-batch.
+    `shape` and `dtype` describe the result, which `arguments` finds as `call.packed[NAME]`. Weights
+    are packed once per update, not once per micro-batch.
     """
 
     input: int
@@ -65,12 +65,12 @@ class Pack:
 
 @dataclass(frozen=True)
 class OwnKernel:
-    """The kernel `function` of an OpenCL source for an operator.
+    """The kernel `function` of an OpenCL source, for one operator.
 
-    `arguments` gives each parameter that the source declares, by its name: tensors of the call,
-    ints (int in the source) and floats. `global_size` and `local_size` give the range;
-    without the latter the runtime chooses. `applies` gives the reason to leave a call to the stock
-    kernel, or None. With `kept` the operator is not decomposed for this backend.
+    `arguments` returns all parameters that the source declares, by name: tensors of the call, ints
+    (`int` in the source) and floats. `global_size` and `local_size` return the range; without
+    `local_size` the runtime chooses one. `applies` returns the reason to run the stock kernel for a
+    call, or None. With `kept`, the operator is not decomposed for this backend.
     """
 
     operator: str
@@ -83,21 +83,25 @@ class OwnKernel:
     packs: Mapping[str, Pack] = field(default_factory=dict)
     """Other layouts of inputs, by name."""
     epilogue: bool = False
-    """Whether the source ends its parameters with `RESULTS` and writes every element of its one
-    result, once, by `STORE(element, value)`: pointwise operators that follow are done there."""
+    """Whether the kernel can compute the pointwise operators that follow it. Its source must end
+    its parameters with `RESULTS`, and write each element of its only result exactly once, by
+    `STORE(element, value)`."""
     options: tuple[str, ...] = ()
     kept: bool = True
 
 
 def text_of(source: str | Path) -> str:
-    """The text of a source, or of the file at a path. Raises `BackendError` if it is not there."""
+    """Return a source, or the text of the file at a path.
+
+    Raises `BackendError` if the file cannot be read.
+    """
     if not isinstance(source, Path):
         return source
     return read_text(source, BackendError)
 
 
 def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
-    """Our lowerings, with those of these kernels in their place."""
+    """Return the stock lowerings, with these kernels replacing or extending them."""
     from . import ops  # noqa: F401 - registers the lowerings
 
     table = dict(LOWERINGS)
@@ -107,12 +111,12 @@ def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
 
 
 def runs(kernel: OwnKernel, node: fx.Node) -> bool:
-    """Return whether the kernel runs a node of its operator, and not the stock kernel."""
+    """Return whether this kernel, and not the stock kernel, runs a node of its operator."""
     return kernel.applies(_call(node)) is None
 
 
 def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
-    """The lowering that takes the kernel where it applies, and the stock one elsewhere."""
+    """Return the lowering that uses the kernel where it applies, and else the stock lowering."""
 
     def supports(node: fx.Node) -> str | None:
         reason = kernel.applies(_call(node))
@@ -170,13 +174,13 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
 
 
 def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Global and local size."""
+    """Return the global and local size."""
     local_size = None if kernel.local_size is None else tuple(kernel.local_size(call))
     return tuple(kernel.global_size(call)), local_size
 
 
 def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] = ()) -> Call:
-    """The call of a node; before it is lowered, with tensors that have only a shape and dtype."""
+    """Return the call of a node; without given tensors, they have only shapes and dtypes."""
     if not inputs and not outputs:
         forms = [form for each in _tensors_of(node) for form in _forms(each.meta["val"])]
         inputs = [Value(-1, *form) for form in forms]
@@ -185,7 +189,7 @@ def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] 
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments, in order; one that is given twice counts twice."""
+    """Return the tensor arguments in order, with repetitions."""
     found: list[fx.Node] = []
 
     def visit(value: Any) -> None:

@@ -1,7 +1,7 @@
-"""Elementwise operators after a kernel of one's own, done where it writes an element.
+"""Elementwise operators that a user kernel applies to each element before it writes it.
 
-Its source ends its parameters with `RESULTS` and writes every element once, by
-`STORE(element, value)`. Both are macros that stand before the source in the program.
+The kernel's source ends its parameters with `RESULTS` and writes every element once, by
+`STORE(element, value)`. The program defines both macros before the source.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .nest import Nest
 from .signature import Argument, bind
 
 STORES_NOTHING = "#define RESULTS __global float *unused\n#define STORE(element, value)\n#line 1\n"
-"""The macros for other kernels of such a source."""
+"""Macros for the packing kernels of such a source."""
 
 
 @dataclass(frozen=True, eq=False)
 class OwnLaunch:
-    """A launch of a source with `STORE`, which is known except for the stores."""
+    """A launch of a source with `STORE`, complete except for its stores."""
 
     kernel: Kernel
     arguments: Mapping[str, Argument]
@@ -30,12 +30,12 @@ class OwnLaunch:
     local_size: tuple[int, ...] | None
 
     def plain(self, out: Value) -> list[Launch]:
-        """The launch that writes the kernel's result alone."""
+        """Return the launches that write only the kernel's result."""
         store = result_alone(out)
         return self.with_stores([store], [store])
 
     def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
-        """The launch that writes `kept`, stores of a group that begins with the kernel's result."""
+        """Return the launches that write `kept`; the kernel's result is the first of `group`."""
         text, results = macros(group, kept)
         kernel = replace(self.kernel, source=f"{text}#line 1\n{self.kernel.source}")
         args = bind(kernel, {**self.arguments, **results})
@@ -44,16 +44,16 @@ class OwnLaunch:
 
 
 def result_alone(out: Value) -> Store:
-    """The store of a kernel's result, before anything follows it."""
+    """Return the store of a kernel's result, without an epilogue."""
     return Store(Tile(out.shape, out.dtype, ()), out, Layout.row_major(out.shape))
 
 
 def overwritable(
     group: Sequence[Store], arguments: Mapping[str, Argument]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Ids of the tensors that an epilogue alone reads, each element just before it writes there.
+    """Return the ids of tensors that results may overwrite, and the ids of the kernel's tensors.
 
-    The second set has those that the kernel itself uses.
+    Only the epilogue reads tensors of the first set: each element just before it is overwritten.
     """
     read = [load for store in group[1:] for load in loads(store.expr)]
     own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))
@@ -64,9 +64,9 @@ def overwritable(
 def macros(
     group: Sequence[Store], kept: Sequence[Store], given: Value | None = None
 ) -> tuple[str, dict[str, Argument]]:
-    """The text of RESULTS and STORE, and the tensors that RESULTS declares, by name.
+    """Return the text of RESULTS and STORE, and the tensors that RESULTS declares, by name.
 
-    With `given`, the result of one of the stores, STORE has the value of that element.
+    With `given`, the result of one of the stores, STORE returns the element's value in `given`.
     """
     result, shape = group[0].expr, group[-1].expr.shape
     whole = Layout.row_major(shape)
@@ -80,7 +80,7 @@ def macros(
     stores = body.stores([replace(store, layout=whole) for store in kept], 1, returned)
     inner = nest.inner
     lines = [f"const int row = element / {inner}, i = element % {inner};"]
-    if nest.rows == 1:  # of any length: results of all sizes have one text
+    if nest.rows == 1:  # without the length, results of all sizes share one text
         lines = ["const int row = 0, i = element;"]
     lines += [*body.row_lines(body.coordinates("row")), *stores]
     pointers = {name: f"__global {pointed(value.dtype)} *" for name, value in body.named.items()}

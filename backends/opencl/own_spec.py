@@ -1,4 +1,4 @@
-"""Kernels of one's own by their specifications: what was tested is what trains."""
+"""User kernels from their specifications: a training runs the kernel that was tested."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .signature import Argument
 
 
 def kernel_of(path: Path) -> OwnKernel:
-    """The kernel of a specification, for the operator that this names.
+    """Return the kernel of a specification, for the operator that the specification names.
 
-    Raises `BackendError` if a file is not there or wrong, or if the specification does not say
-    which argument is which input or result of the operator.
+    Raises `BackendError` if a file is missing or wrong, or if the specification does not tell
+    which input or result of the operator each argument is.
     """
     spec = read_spec(path)
     source = text_of(
@@ -49,7 +49,7 @@ def kernel_of(path: Path) -> OwnKernel:
 
 
 def digest_of(kernels: Sequence[OwnKernel]) -> str:
-    """A short text that differs where sources differ."""
+    """Return a short hash of operators, functions, sources and options."""
     text = repr([(each.operator, each.function, each.source, each.options) for each in kernels])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -90,7 +90,7 @@ def _overload(operator: str) -> object:
 
 
 def _reason(spec: KernelSpec, call: Call) -> str | None:
-    """Why a call is not what the specification describes, or None."""
+    """Return why the specification does not cover a call, or None if it does."""
     others = [each for each in (*call.args, *call.kwargs.values()) if _is_setting(each)]
     if others:
         return f"it has the argument {short(others[0])}, which the specification does not know"
@@ -106,8 +106,11 @@ def _is_setting(argument: object) -> bool:
 
 
 def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
-    """The named sizes, by the shapes of a call. A tensor of the specification with one dimension
-    has all elements. Raises `BackendError` where shapes or dtypes differ."""
+    """Return the named sizes, from the shapes of a call.
+
+    An argument with one dimension in the specification has all elements of the call's tensor.
+    Raises `BackendError` if shapes or dtypes differ.
+    """
     sizes = {name: values[0] for name, values in spec.define.items()}
     later: list[tuple[str, Size, int]] = []
     for name, each in spec.argument.items():

@@ -1,9 +1,9 @@
-"""Where the tensors of a run lie.
+"""Placement of a run's tensors in memory.
 
-Results that the caller keeps together, such as all that a forward saves, share a new piece of
-memory. A run that gets them back, donated, is done with one after the other: its own intermediates,
-and results that are kept together, take their memory from the last launch on that reads them. What
-finds no room there lies in the arena of the queue.
+Results that the caller keeps together, such as all tensors that a forward saves, share a new piece
+of memory. A later run gets them back as donated inputs. After the last launch that reads a donated
+input, the run reuses its memory for intermediates and for results that are kept together. Tensors
+without room there are placed in the queue's arena.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .lowering import Lowered
 from .memory import Memory, OpenCLBuffer, Part
 
 LEAST_NBYTES = 1 << 18
-"""Intermediates of fewer bytes all lie in the arena: other memory for a run costs set arguments."""
+"""With fewer bytes than this, a run uses no donated memory: changing a run's memory means setting
+kernel arguments again."""
 
 
 class Where(IntEnum):
-    """The memory in which a tensor lies."""
+    """The memory that holds a tensor."""
 
     DONATED = 0
     NEW = 1
@@ -43,13 +44,13 @@ class Spot(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Donated inputs that lie in parts of memory."""
+    """Donated inputs that are parts of larger pieces of memory."""
 
     inputs: frozenset[int]
     nbytes: int
-    """The size of the piece in which most of their bytes lie."""
+    """Size of the piece that holds most of their bytes."""
     begins: tuple[Span, ...]
-    """(input, its first byte) of each input in that piece."""
+    """(index of the input, its first byte) for each input in that piece."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +58,10 @@ class Plan:
     """The memory of all tensors of a run."""
 
     heirs: tuple[int | None, ...]
-    """Per output, the donated input whose memory it takes."""
+    """For each output, the donated input whose memory it takes."""
     spots: Mapping[int, Spot]
-    """By id, of intermediates and outputs; an output with neither gets memory of its own."""
+    """Spots of intermediates and outputs, by id. An output without spot and heir gets new memory
+    for itself."""
     new_nbytes: int
     arena_nbytes: int
 
@@ -68,7 +70,7 @@ NOTHING = Given(frozenset(), 0, ())
 
 
 def given(buffers: Sequence[OpenCLBuffer], donate: frozenset[int]) -> tuple[Memory | None, Given]:
-    """The donated inputs in parts of memory, and the piece where most of their bytes lie."""
+    """Return the piece of memory with most of the donated bytes, and the inputs in such pieces."""
     parts = {i: part for i in sorted(donate) if isinstance(part := buffers[i].memory, Part)}
     if not parts:
         return None, NOTHING
@@ -90,12 +92,12 @@ def plan(
     alignment: int,
     moves: bool = False,
 ) -> Plan:
-    """Plan runs to which these inputs are donated. Tensors `apart` lie elsewhere.
+    """Plan runs with these donated inputs. Tensors in `apart` get no spot here.
 
-    `moves`: such runs get other pieces of memory each time, so intermediates lie in the arena.
+    With `moves`, each run gets other pieces of memory, so intermediates stay in the arena.
     """
     life = lives(lowered.launches)
-    # A result that took a part would keep all of its piece: those take none, unless kept together.
+    # A result in a part would keep the whole piece alive, so only results kept together use parts.
     heirs = heirs_of(lowered, donate - given.inputs)
     kept = _kept(lowered, heirs, life)
     inside = {key: span for key, span in life.items() if key not in lowered.crossing | apart}
@@ -103,7 +105,7 @@ def plan(
         given = NOTHING
     taken = _taken(lowered, life, given, alignment)
     plans = []
-    # Results that stay may take the donated piece before all others: neither order is always best.
+    # Try kept results first in the donated piece, and all tensors at once: neither is always best.
     fitting = {} if moves else inside
     for first in ({**fitting, **kept}, kept):
         packing = _Packing(lowered.launches, alignment)
@@ -117,7 +119,7 @@ def plan(
 
 
 class _Packing:
-    """Tensors that get their spots, one memory after the other."""
+    """Assigns spots to tensors, one memory after the other."""
 
     def __init__(self, launches: Sequence[Launch], alignment: int) -> None:
         self._launches = launches
@@ -132,9 +134,9 @@ class _Packing:
         taken: Mapping[int, tuple[Life, Span]] = MappingProxyType({}),
         most: int | None = None,
     ) -> int:
-        """Place those without a spot beside what is there or `taken`, in `most` bytes.
+        """Place the tensors that have no spot yet, in at most `most` bytes of one memory.
 
-        Returns the size.
+        They avoid the tensors already there and the spans in `taken`. Returns the size in bytes.
         """
         rest = {key: span for key, span in life.items() if key not in self.spots}
         fixed = {
@@ -154,7 +156,7 @@ class _Packing:
 
 
 def heirs_of(lowered: Lowered, donate: frozenset[int]) -> tuple[int | None, ...]:
-    """Per output, the donated input whose memory it takes."""
+    """Return for each output the donated input whose memory it takes, or None."""
     free = set(donate)
     heirs = []
     for output in lowered.outputs:
@@ -167,7 +169,7 @@ def heirs_of(lowered: Lowered, donate: frozenset[int]) -> tuple[int | None, ...]
 def _kept(
     lowered: Lowered, heirs: Sequence[int | None], life: Mapping[int, Life]
 ) -> dict[int, Life]:
-    """The results that are kept together, by id; they live on when the run ends."""
+    """Return the results that are kept together, by id; they live until the end of the run."""
     end, kept = len(lowered.launches), {}
     for index in sorted(lowered.together):
         value = lowered.outputs[index].value
@@ -180,7 +182,10 @@ def _kept(
 def _taken(
     lowered: Lowered, life: Mapping[int, Life], given: Given, alignment: int
 ) -> dict[int, tuple[Life, Span]]:
-    """The donated inputs of the piece, by id, until their last use; all else of it for ever."""
+    """Return the donated inputs of the piece, by id, each with its life until its last use.
+
+    Further entries, with negative ids, keep the gaps between them occupied for the whole run.
+    """
     end = len(lowered.launches)
     returned = {output.source for output in lowered.outputs}
     taken, reached = {}, 0

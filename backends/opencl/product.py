@@ -1,4 +1,4 @@
-"""A matrix product that a lowering asks for, whatever kernels compute it."""
+"""Matrix products that lowerings request, independent of the kernels that compute them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .signature import Argument
 class Operand:
     """A batch of matrices in memory; `batch`, `row`, `col` and `outer` are strides in elements.
 
-    `outer` leads from one batch to the next, where a product has several: see `Product.inner`.
+    `outer` is the stride from one group of matrices to the next, see `Product.inner`.
     """
 
     value: Value
@@ -24,15 +24,15 @@ class Operand:
 
     @property
     def transposed(self) -> Operand:
-        """The same memory, rows and columns exchanged."""
+        """The same memory with rows and columns exchanged."""
         return replace(self, row=self.col, col=self.row)
 
 
 @dataclass(frozen=True)
 class Product:
-    """C = alpha * left @ right + beta * bias; left is rows x depth, right depth x cols.
+    """The product C = alpha * left @ right + beta * bias; left: rows x depth, right: depth x cols.
 
-    The `batch` matrices of an operand are in batches of `inner`; 0: in one batch.
+    The `batch` matrices of an operand form groups of `inner` matrices, or one group if it is 0.
     """
 
     batch: int
@@ -48,7 +48,7 @@ class Product:
 
     @property
     def scaling(self) -> dict[str, Argument]:
-        """Kernel arguments alpha, beta, bias and its strides; without a bias, any tensor."""
+        """Kernel arguments alpha, beta, bias and its strides; `left` replaces a missing bias."""
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
         beta = float(self.beta) if self.bias else 0.0
         return {

@@ -1,4 +1,4 @@
-"""Built programs of one device, by source and options."""
+"""Built programs of a device, by source and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .specialise import FirstLaunch, Job, build
 
 
 class Programs:
-    """Builds each (source, options) once; new generated kernels share a program."""
+    """Builds each (source, options) once; generated kernels that are new share a program."""
 
     def __init__(
         self,
@@ -29,8 +29,10 @@ class Programs:
         binaries: Binaries | None = None,
         second: SecondCompiler | None = None,
     ) -> None:
-        """With `binaries`, programs are also kept on disk; of many, `second` has another process
-        compile a part."""
+        """Keep programs in memory, and also on disk if `binaries` is given.
+
+        If `second` is given, another process compiles a part of the programs when there are many.
+        """
         self._context = context
         self._device_id = device_id
         self._binaries = binaries
@@ -41,7 +43,7 @@ class Programs:
     def prepare(self, kernels: Iterable[Kernel], launches: Sequence[Launch] = ()) -> None:
         """Build the missing programs. Raises `BackendError` with the compiler's log.
 
-        A runtime that compiles when it launches is given the `launches` to come.
+        `launches` are the launches to come: some runtimes compile only at a launch.
         """
         with self._lock:
             missing = list(self._missing(kernels))
@@ -54,9 +56,9 @@ class Programs:
                 self._built |= {(part, program.options): of_runtime for part in program.parts}
 
     def kernel(self, kernel: Kernel) -> Any:
-        """A new `cl.Kernel`, with arguments of its own."""
+        """Return a new `cl.Kernel`, which shares its arguments with no other."""
         doing = f"looking up kernel {kernel.name}"
-        # pyopencl writes a caller for each kernel, and warns where two kernels have one name.
+        # pyopencl generates a launcher for each kernel, and warns if two kernels share a name.
         with quiet(), errors(self._device_id, doing):
             return driver().Kernel(self._built[kernel.source, kernel.options], kernel.name)
 
@@ -89,7 +91,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program to build: the sources of `parts` and what they call. `name` is that of a kernel."""
+    """A program to build: the sources in `parts`, with their helpers. `name` names a kernel."""
 
     source: str
     options: tuple[str, ...]
@@ -97,7 +99,7 @@ class _Program:
     name: str
 
     def job(self, launches: Sequence[Launch]) -> Job:
-        """With those of the `launches` that run its kernels, one for each local size."""
+        """Return the job to compile it: for each kernel and local size, its first launch."""
         first: dict[tuple[object, ...], FirstLaunch] = {}
         for launch in launches:
             kernel = launch.kernel

@@ -1,4 +1,4 @@
-"""Queues for passes: each runs its own passes in order, at the same time as the other queues."""
+"""Queues for passes: a queue runs its passes in order, in parallel with other queues."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PassQueue:
         self._arena: Piece | None = None
 
     def beside(self, number: int) -> Any:
-        """The queue for kernel `number`, from 1, of dataflows.
+        """Return the queue for kernel `number` (from 1) of each dataflow.
 
-        Dataflows of one pass follow one another, so their first kernels share a queue, and so on.
+        Dataflows of a pass run one after another, so their kernels of the same number share one.
         """
         while len(self._beside) < number:
             profiling = driver().command_queue_properties.PROFILING_ENABLE
@@ -34,14 +34,14 @@ class PassQueue:
         return self._beside[number - 1]
 
     def flush(self) -> None:
-        """Have everything begin that was enqueued."""
+        """Start all enqueued commands."""
         for queue in (*self._beside, self.cl):
             queue.flush()
 
     def arena(self, nbytes: int, pool: MemoryPool) -> Piece:
-        """Memory for intermediates. All graphs share it, since their launches run in order.
+        """Return memory for intermediates; all graphs share it, since launches run in order.
 
-        One that is too small is dropped first; a graph that used it asks again when it runs.
+        An arena that is too small is replaced: graphs that used it ask for it again in each run.
         """
         if self._arena is None or self.arena_nbytes < nbytes:
             if self.last is not None:

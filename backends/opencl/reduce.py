@@ -1,9 +1,9 @@
-"""Text of reduction kernels, which compute their operands on the way.
+"""Text of reduction kernels, which compute their operands inside their loops.
 
-Sums are deterministic: every work-item adds its own elements in order, and long sums are cut into
-segments whose results a second kernel adds in order. Shorter chains of additions round less, too.
-The numbers of results and of reduced rows are arguments: micro-batches of all sizes have the same
-text, as far as they have the same segments.
+Sums are deterministic: every work-item adds its elements in order. Long sums are cut into segments,
+and a second kernel adds the segments in order; shorter chains of additions also round less. The
+numbers of results and of reduced rows are kernel arguments, so micro-batches of all sizes share one
+text if they have the same number of segments.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .nest import Nest
 from .signature import Argument
 
 CHAIN = 2048
-"""Longest chain of additions: a longer sum is cut into segments."""
+"""Longest chain of additions; longer sums are cut into segments."""
 COLUMNS = 8
-"""Vectors of columns that a work-item holds at once, to read neighbouring bytes of a row."""
+"""Most vectors of columns per work-item, which then reads neighbouring bytes of each row."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How two elements become one; `start` is the neutral element."""
+    """C code that reduces two elements to one; `start` is the neutral element."""
 
     code: str
     start: str
@@ -50,12 +50,12 @@ EXTREMES = {
 
 
 def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) -> Value:
-    """`expr` reduced over `dims`; the result has the other dimensions, in order."""
+    """Reduce `expr` over `dims`; the result has the other dimensions, in order."""
     rank = len(expr.shape)
     kept = [d for d in range(rank) if d not in dims]
     reduced = [d for d in range(rank) if d in dims]
     shape = tuple(expr.shape[d] for d in kept)
-    if 1 in expr.shape:  # such a dimension is no loop
+    if 1 in expr.shape:  # a dimension of size 1 needs no loop
         loops = [d for d in range(rank) if expr.shape[d] != 1]
         sizes = tuple(expr.shape[d] for d in loops)
         narrow = builder.view(expr, lambda layout: layouts.reshape(layout, sizes))
@@ -83,7 +83,7 @@ def _degenerate(builder: Builder, expr: Expr, shape: tuple[int, ...], how: Reduc
 
 
 def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:
-    """Whether the operands are contiguous along the reduced dimensions, not along the others."""
+    """Return whether most operands are contiguous along reduced dimensions, not along others."""
     votes = 0
     for load in loads(expr):
         strides = [(s, d) for d, s in enumerate(load.layout.strides) if s]
@@ -104,7 +104,7 @@ def _join(how: Reduction, dtype: str, width: int, a: str, b: str) -> str:
 def _by_rows(
     builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
 ) -> Value:
-    """A work-item reduces rows of the innermost dimension, 16 lanes at a time."""
+    """Reduce along the innermost dimension: a work-item reduces rows, 16 lanes at a time."""
     inner, outputs = nest.inner, math.prod(shape)
     rows = count // inner
     segments = max(1, -(-count // (CHAIN * LANES)))
@@ -160,7 +160,7 @@ def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = ""
 
 
 def _fold(how: Reduction, dtype: str) -> list[str]:
-    """Statements that join the 16 lanes in a tree, then the remaining elements."""
+    """Return statements that reduce the 16 lanes in a tree, then join the scalar sum."""
     lines, ctype, width = [], C_TYPES[dtype], LANES
     while width > 1:
         half = width // 2
@@ -175,7 +175,7 @@ def _fold(how: Reduction, dtype: str) -> list[str]:
 def _by_columns(
     builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
 ) -> Value:
-    """A work-item holds neighbouring columns and walks down the rows."""
+    """Reduce along columns: a work-item holds neighbouring columns and walks down the rows."""
     inner = nest.inner
     outer = math.prod(shape) // inner
     segments = max(1, -(-count // CHAIN))
@@ -237,7 +237,7 @@ def _column_loop(
 
 @dataclass(frozen=True)
 class _Parts:
-    """A result of `shape` in segments, which are its last or first dimension if several."""
+    """A result of `shape`; several segments form another dimension, the last or the first."""
 
     shape: tuple[int, ...]
     segments: int
@@ -245,7 +245,7 @@ class _Parts:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of all segments."""
+        """Shape with the dimension of segments."""
         if self.segments == 1:
             return self.shape
         count = (self.segments,)
@@ -256,9 +256,9 @@ def _launch(
     builder: Builder, body: Body, lines: list[str], parts: _Parts, numbers: dict[str, int],
     dtype: str, how: Reduction,
 ) -> Value:  # fmt: skip
-    """Launch the kernel; reduce the segments too, if there are several.
+    """Launch the kernel; if there are several segments, also reduce them.
 
-    `numbers` are its arguments: all items, and the rows that each of them reduces, or reads of.
+    `numbers` are the kernel's int arguments: all items, rows per result and rows per segment.
     """
     out = builder.new(parts.whole, dtype)
     parameters = [f"__global {pointed(v.dtype)} *{name}" for name, v in body.named.items()]

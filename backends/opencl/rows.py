@@ -1,4 +1,4 @@
-"""Kernels over rows: how many a work-item takes in turn, and where it writes long results."""
+"""Kernels over rows: rows per work-item, and whether they write long results past the caches."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from .expr import Value
 from .target import Target
 
 MOST_EACH = 16
-"""Rows of a work-item at most: all but the first are on their way while others are computed."""
+"""Most rows per work-item; the kernel reads the next row while it computes one."""
 BALANCE = 4
-"""Work-items for each compute unit, at least, before any takes several rows."""
+"""Least number of work-items per compute unit before a work-item takes several rows."""
 LINE = 16
-"""Floats of a cache line."""
+"""Floats per cache line."""
 PAST_CACHES = "-DPAST_CACHES"
 
 
 def rows_each(device: Target, rows: int) -> int:
-    """Rows that a work-item takes in turn. On a GPU work-items hide the time that memory takes."""
+    """Return the rows per work-item: 1 on a GPU, where many work-items hide memory latency."""
     if device.kind == "gpu":
         return 1
     return max(1, min(MOST_EACH, rows // (BALANCE * device.compute_units)))
 
 
 def past_caches(device: Target, result: Value, length: int) -> tuple[str, ...]:
-    """The option for rows of `length` that are written past the caches, or none.
+    """Return the option to write rows of `length` past the caches, or no option.
 
-    That suits a result which, with as large an operand, fills the last cache: lines that are only
-    written are not read before, and the rows that come next stay.
+    It suits a result that fills the last cache together with an operand of the same size: the cache
+    need not read a line before it is overwritten, and it keeps the rows to be read next.
     """
     large = 4 * math.prod(result.shape) >= device.last_cache_nbytes // 2
     processor = device.kind == device.family == "cpu" and not device.checks_memory

@@ -1,7 +1,7 @@
-"""Kernels by themselves on an OpenCL device: built from a text, launched once, looked after.
+"""Single kernels on an OpenCL device: built from a text, launched once and checked.
 
-Arrays lie in the middle of larger buffers, so a write beyond them shows in the guards on both
-sides, and a read there gives NaN. Under Oclgrind they have buffers of their own: it sees both.
+Each array is in the middle of a larger buffer: a write beyond the array changes the guard before or
+behind it, and a read there gives NaN. Oclgrind reports both, so there each array has its buffer.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
 ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
-"""The place of an error in a compiler's log, as clang and PoCL write it."""
+"""Line of an error in a compiler's log, in the formats of clang and PoCL."""
 GUARD = 0xFF
-"""The byte of guards: floats of it are NaN."""
+"""Value of each byte in a guard; floats of these bytes are NaN."""
 CTYPES = {
     "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32,
     "uint": np.uint32, "unsigned": np.uint32, "unsigned int": np.uint32, "long": np.int64,
@@ -53,7 +53,7 @@ FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
     (re.compile(r"\b\w*sub_group\w*\b"), ("cl_khr_subgroups", "cl_intel_subgroups")),
 )
-"""Words of a source, and the extensions of which a device needs one for them."""
+"""Words in a source, each with extensions; the device needs one of these extensions."""
 CONDITION = re.compile(r"^\s*#\s*(?:if|ifdef|elif)\b.*?\b(cl_\w+)", re.M)
 PRAGMA = re.compile(r"^\s*#\s*pragma\s+OPENCL\s+EXTENSION\s+(\w+)\s*:\s*(?:enable|require)", re.M)
 
@@ -119,7 +119,7 @@ class OpenCLRunner(KernelRunner):
 
 
 class _Opened:
-    """A device with a queue, and the programs that were built for it."""
+    """A device with a queue and its built programs."""
 
     def __init__(self, backend: OpenCLBackend, device_id: str, checks: bool) -> None:
         cl = driver()
@@ -161,7 +161,7 @@ class _Opened:
     def _rooms(
         self, call: KernelCall, declared: Mapping[str, Sequence[Parameter]]
     ) -> dict[str, _Room | ImageRoom]:
-        """Memory for the arrays of a call: images where the source declares such parameters."""
+        """Return memory for the arrays of a call: images where the source declares images."""
         images = {
             parameter.name: parameter.ctype.split()[-1]
             for parameters in declared.values()
@@ -197,10 +197,10 @@ class _Opened:
             raise KernelFaultError(Flaw("does not build", call.function, text, line)) from error
 
     def _lacking(self, source: str) -> str:
-        """The feature that a source needs and the device does not have, in words; empty if none.
+        """Return the feature that the source needs and the device lacks, in words; empty if none.
 
-        Some compilers build such a source all the same, and compute nonsense. A source that asks
-        for an extension by `#if` or `#ifdef` can do without it.
+        Some compilers build such a source without an error and compute nonsense. A source that
+        tests for an extension by `#if` or `#ifdef` does not need it.
         """
         extensions = self._context.devices[0].extensions.split()
         text = _without_comments(source)
@@ -214,9 +214,9 @@ class _Opened:
         return ""
 
     def buffer(self, nbytes: int, content: Array, is_input: bool) -> tuple[Any, Any, int]:
-        """(the whole buffer, the part for an array of `nbytes`, bytes of each guard).
+        """Return (the whole buffer, its part for an array of `nbytes`, bytes of each guard).
 
-        A checker sees the reads of memory into which nothing was copied.
+        Under a checker only inputs are copied, so that it reports reads of uninitialised memory.
         """
         cl = driver()
         flags = cl.mem_flags.READ_WRITE
@@ -232,7 +232,7 @@ class _Opened:
         return whole, whole.get_sub_region(guard, max(nbytes, 1)), guard
 
     def read(self, buffer: Any, nbytes: int) -> Array:
-        """The bytes of a buffer."""
+        """Return the bytes of a buffer."""
         content = np.empty(nbytes, np.uint8)
         if nbytes:
             driver().enqueue_copy(self._queue, content, buffer)
@@ -240,7 +240,7 @@ class _Opened:
 
 
 class _Room:
-    """The memory of one array."""
+    """Memory of one array."""
 
     def __init__(self, opened: _Opened, array: Array, is_input: bool) -> None:
         self._opened, self._array = opened, array
@@ -253,12 +253,12 @@ class _Room:
         return self._opened.read(self._whole, self._nbytes + 2 * self._guard)
 
     def array(self) -> Array:
-        """The array as it is now."""
+        """Return the array's content after the run."""
         inside = self._content[self._guard : self._guard + self._nbytes]
         return inside.view(self._array.dtype).reshape(self._array.shape).copy()
 
     def damage(self, name: str, function: str) -> Flaw | None:
-        """The first byte of a guard that the kernel has written."""
+        """Return a flaw for the first guard that the kernel has written to, or None."""
         for side, lo in (("before its begin", 0), ("behind its end", self._guard + self._nbytes)):
             hurt = np.flatnonzero(self._content[lo : lo + self._guard] != GUARD)
             if hurt.size:
@@ -269,7 +269,7 @@ class _Room:
 
 
 def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[Parameter]]:
-    """The parameters of the kernels. Raises `KernelFaultError` where the call has others."""
+    """Return the kernels' parameters. Raises `KernelFaultError` if the call has other names."""
     try:
         declared: dict[str, Sequence[Parameter]] = {
             name: parameters(Kernel(call.source, name, call.options)) for name in functions
@@ -290,7 +290,7 @@ def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[
 def _argument(
     call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room | ImageRoom]
 ) -> Any:
-    """The value of a parameter. Raises `KernelFaultError` if it is of another type."""
+    """Return the value of a parameter. Raises `KernelFaultError` if it has another type."""
     value = call.arguments[parameter.name]
     if isinstance(value, LocalMemory):
         if parameter.points:
@@ -311,6 +311,6 @@ def _argument(
 
 
 def _without_comments(source: str) -> str:
-    """The source with comments as blanks; lines stay where they are."""
+    """Return the source with comments replaced by blanks; line numbers stay the same."""
     pattern = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
     return pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)

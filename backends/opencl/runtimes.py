@@ -1,8 +1,8 @@
-"""Makes the OpenCL runtimes of this machine visible, and reports its repairs.
+"""Repairs that make this machine's OpenCL runtimes visible.
 
-The loader does not find runtimes that pip installs: their registrations point to paths that do not
-exist, and the dependencies of their libraries are on no search path. All repairs must happen before
-the first `clGetPlatformIDs` of the process. Variables that the user has set are never changed.
+The loader does not find runtimes that pip installs: their registrations point to missing paths, and
+their libraries' dependencies are on no search path. All repairs must happen before the process
+first calls `clGetPlatformIDs`. They never change environment variables that the user has set.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ DEPENDENCIES = (
     "libtbb.so.12", "libintlc.so.5", "libimf.so", "libirng.so", "libsvml.so",
     "libonnxruntime.1.12*.so", "libcommon_clang.so.2024*",
 )  # fmt: skip
-"""Dependencies of Intel's runtimes, each after its own dependencies."""
+"""Dependencies of Intel's runtimes, in the order in which to load them."""
 EMULATORS = "pip install 'hetpipe[emulators]'"
 POCL = "apt install pocl-opencl-icd"
 OURS = "HETPIPE_SET_"
-"""Prefix of variables that tell a child process which variables this module has set."""
+"""Prefix of variables that tell a child process which variables this module, not the user, set."""
 SLOTS = 256
 TARGET_ARCH = "CL_CONFIG_CPU_TARGET_ARCH"
 
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """The OpenCL runtimes on this machine, found before any is loaded."""
+    """Findings about this machine's OpenCL runtimes, made before any of them is loaded."""
 
     findings: tuple[Finding, ...]
 
     @property
     def cures(self) -> list[str]:
-        """Commands that would install the missing runtimes."""
+        """Commands that install the missing runtimes."""
         return list(dict.fromkeys(cure for _, _, cure in self.findings if cure))
 
 
 @cache
 def prepare() -> RuntimeReport:
-    """Make runtimes visible, once per process; later calls cost nothing."""
+    """Make the runtimes visible once per process; later calls return the same report."""
     lib = Path(sys.prefix) / "lib"
     libraries = [lib / name for name in INTEL if (lib / name).exists()]
     findings = [*_preload(lib, libraries), *_target_arch(libraries)]
@@ -80,7 +80,7 @@ def _preload(lib: Path, libraries: list[Path]) -> list[Finding]:
 
 
 def _register(libraries: list[Path]) -> list[Finding]:
-    """Point the loader to a directory that names the system's runtimes and `libraries`."""
+    """Point the loader to a folder that registers the system's runtimes and `libraries`."""
     if _user_set("OCL_ICD_VENDORS"):
         kept = os.environ["OCL_ICD_VENDORS"]
         return [("ok", f"OCL_ICD_VENDORS={kept} is set and decides which runtimes exist", "")]
@@ -99,7 +99,7 @@ def _register(libraries: list[Path]) -> list[Finding]:
 
 
 def _target_arch(libraries: list[Path]) -> list[Finding]:
-    """Name a CPU to Intel's runtimes, which run scalar code, 60 times slower, on an unknown one."""
+    """Name a CPU to Intel's runtimes: on an unknown CPU they run scalar code, 60 times slower."""
     flags = cpu_flags()
     if not libraries or _user_set(TARGET_ARCH) or "GenuineIntel" in flags:
         return []
@@ -114,7 +114,7 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
 
 
 def unloadable() -> list[Finding]:
-    """The registered runtimes that the loader skips without a word, with the reason."""
+    """Return findings for registered runtimes that the loader skips silently, with the reason."""
     place = Path(os.environ.get("OCL_ICD_VENDORS") or SYSTEM_VENDORS)
     findings: list[Finding] = []
     for entry in sorted(place.glob("*.icd")) if place.is_dir() else [place]:
@@ -129,14 +129,14 @@ def unloadable() -> list[Finding]:
 
 
 def target_arch() -> str:
-    """The CPU for which Intel's runtimes compile, if it was named to them."""
+    """Return the CPU named to Intel's runtimes, for which they compile; empty if none."""
     return os.environ.get(TARGET_ARCH, "")
 
 
 def _private_cache() -> list[Finding]:
-    """Give PoCL a kernel cache of this process alone: processes corrupt a cache that they share.
+    """Give PoCL a kernel cache for this process alone: processes corrupt a shared cache.
 
-    The cache stays on the disk, warm for a later process; a lock claims it in the meantime.
+    A lock reserves the cache until the process ends; then it stays on disk for a later process.
     """
     if _user_set("POCL_CACHE_DIR"):
         own = Path(os.environ["POCL_CACHE_DIR"])
@@ -157,7 +157,7 @@ def _private_cache() -> list[Finding]:
         except OSError:
             os.close(lock)
             continue
-        # The lock is held by the open file until the process ends.
+        # The open file holds the lock until the process ends.
         _set("POCL_CACHE_DIR", str(folder))
         return [("repaired", f"private kernel cache POCL_CACHE_DIR={folder}", "")]
     _set("POCL_CACHE_DIR", tempfile.mkdtemp(prefix="hetpipe-pocl-"))
@@ -165,9 +165,9 @@ def _private_cache() -> list[Finding]:
 
 
 def _no_launcher_cache() -> list[Finding]:
-    """Turn off pyopencl's cache of launchers, a database below the user's cache folder.
+    """Turn off pyopencl's cache of launchers, a database in the user's cache folder.
 
-    A worker fails if it cannot write there; without the cache a launcher takes a millisecond.
+    A worker fails if it cannot write there; without the cache, creating a launcher takes 1 ms.
     """
     if _user_set("PYOPENCL_NO_CACHE"):
         return [("ok", f"PYOPENCL_NO_CACHE={os.environ['PYOPENCL_NO_CACHE']} is set", "")]
@@ -199,7 +199,7 @@ def _cache() -> Path:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Flags of the first CPU, and its vendor."""
+    """Return the flags and the vendor of the first CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

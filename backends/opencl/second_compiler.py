@@ -1,15 +1,15 @@
-"""Compiles many kernels on two cores, for runtimes that compile one at a time.
+"""A second process that compiles kernels, for runtimes that compile one kernel at a time.
 
     compute thread                   thread `second compiler`       process `specialise.py`
 
     takes a job from the queue:      takes a job from the    --->   builds its program, launches
-    builds its program, launches     queue                          its kernels, in a cache of its
-    its kernels                                              <---   own: "", or an error
+    builds its program, launches     queue                          its kernels, in another cache
+    its kernels                                              <---   answers "" or an error
     ... until the queue is empty     ... until it is empty
-    moves the programs from there
-    into the cache of this process
+    moves the programs from the
+    other cache into its cache
 
-PoCL keeps what it compiled in a folder for each program, and finds it there again.
+PoCL keeps a folder of compiled kernels for each program, and later finds them there.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .driver import driver, errors, quiet
 from .specialise import CACHE, FirstLaunch, Job
 
 KNOWN = "compiled"
-"""Folder, in the cache, with an empty file for each kernel that was compiled."""
+"""Folder in the cache, with an empty file for each compiled kernel."""
 BUILD_S, KERNEL_S = 0.2, 0.15
-"""About the time of a program, and of a kernel in it."""
+"""Approximate seconds to build a program, and to compile a kernel in it."""
 WORTH_S = 2.5
-"""Less is compiled in this process alone: another one takes a second to start."""
+"""Seconds of work below which this process compiles alone: another one takes 1 s to start."""
 DONE = '""\n'
-"""The answer to a job without an error."""
+"""Answer to a job without an error."""
 
 log = logging.getLogger(__name__)
 
 
 class SecondCompiler:
-    """Another process that compiles for a device of this one, when there is much to compile."""
+    """Starts another process that compiles for this process's device if there is much to do."""
 
     def __init__(self, context: Any, cl_device: Any, device_id: str) -> None:
         self._context = context
@@ -53,11 +53,11 @@ class SecondCompiler:
         self._device_id = device_id
 
     def compile(self, jobs: Sequence[Job]) -> dict[tuple[str, tuple[str, ...]], Any]:
-        """Have the runtime compile all jobs. The programs that were built here, by source and
-        options; the others will be built from the runtime's cache.
+        """Compile all new jobs; return the programs built in this process, by source and options.
 
-        Where there is little to compile, no second core, or no room in the cache, they are all
-        built here. Raises `BackendError` with the compiler's log.
+        The caller builds the other programs from the runtime's cache. With little to compile, no
+        second core or no room in the cache, this process builds all. Raises `BackendError` with
+        the compiler's log.
         """
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)
@@ -99,9 +99,9 @@ class SecondCompiler:
     def _compile_elsewhere(
         self, queue: SimpleQueue[Job], cores: frozenset[int], folder: str
     ) -> None:
-        """Let another process compile what is in the queue, until it is empty.
+        """Let another process compile jobs from the queue until the queue is empty.
 
-        If that process fails, kernels of its last job are compiled when they first run.
+        If that process fails, the kernels of its last job are compiled at their first launch.
         """
         try:
             answer = self._ask(queue, cores, folder)
@@ -111,7 +111,7 @@ class SecondCompiler:
             log.info("the second compiler of %s failed: %s", self._device_id, answer or "it ended")
 
     def _ask(self, queue: SimpleQueue[Job], cores: frozenset[int], folder: str) -> str:
-        """Have jobs done; the answer to the last one, which is empty if the process has ended."""
+        """Send jobs to another process; return its last answer, empty if the process ended."""
         place = (self._cl_device.platform.name, self._cl_device.name)
         numbers = ",".join(map(str, sorted(cores)))
         answer = DONE
@@ -135,16 +135,17 @@ class SecondCompiler:
 
 
 def _rest(queue: SimpleQueue[Job]) -> Iterator[Job]:
-    """Take jobs, in turn with the other thread, until there are none."""
+    """Take jobs from the queue that both threads share, until it is empty."""
     with suppress(Empty):
         while True:
             yield queue.get_nowait()
 
 
 def _other_cores() -> frozenset[int] | None:
-    """The cores that the user gave, without those of this worker; None if there are none.
+    """Return cores for the other process, or None if this worker has the only core.
 
-    A worker that is pinned to some cores was started by a process that is not.
+    A pinned worker was started by a process with more cores: return the cores that only this parent
+    has. An unpinned worker shares its cores.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -157,13 +158,13 @@ def _other_cores() -> frozenset[int] | None:
 
 
 def _unknown(job: Job) -> Job:
-    """The job without the kernels that were compiled before."""
+    """Return the job without the kernels that were compiled before."""
     launches = [launch for launch in job.launches if not _place(job, launch).exists()]
     return Job(job.source, job.options, launches)
 
 
 def _remember(job: Job) -> None:
-    with suppress(OSError):  # a cache without room: the next process compiles it again
+    with suppress(OSError):  # no room in the cache: the next process compiles it again
         for launch in job.launches:
             place = _place(job, launch)
             place.parent.mkdir(exist_ok=True)
@@ -177,10 +178,10 @@ def _place(job: Job, launch: FirstLaunch) -> Path:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move the folders of programs into another cache of PoCL, unless it has them."""
+    """Move folders of programs into another cache of PoCL, unless it already has them."""
     for program in source.glob("*/*/program.bc"):
         folder = target / program.parent.relative_to(source)
         if not folder.exists():
-            with suppress(OSError):  # a cache without room: it is built here again
+            with suppress(OSError):  # no room in the cache: this process builds it again
                 folder.parent.mkdir(exist_ok=True)
                 program.parent.rename(folder)

@@ -1,4 +1,4 @@
-"""The kernels that lie in `kernels/`, with their families."""
+"""Kernels in the folder `kernels/`, with their families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DECLARED = re.compile(r"__kernel\s+void\s+(\w+)")
 
 
 def shipped_kernels() -> Sequence[Shipped]:
-    """Every `__kernel` of every file, by family and file; the purpose is the file's first line."""
+    """Return each `__kernel` of each file, by family; a file's first line gives the purpose."""
     return list(_kernels())
 
 

@@ -1,7 +1,7 @@
 """Arguments of kernels by name, checked against the parameters that the source declares.
 
-The source is read, not the built program: `clGetKernelArgInfo` is optional, and says nothing before
-a kernel is built.
+This module parses the source, not the built program: `clGetKernelArgInfo` is optional, and gives no
+result before a kernel is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUALIFIERS = re.compile(
     r"\b(__global|global|__local|local|__constant|constant|const|restrict|volatile)\b"
 )
 VECTOR = re.compile(r"([a-z]+)(2|4|8|16)")
-"""A vector whose elements lie one after another in memory; one of three has a gap."""
+"""A vector type with contiguous elements in memory; a vector of three has a gap."""
 DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
 
 
@@ -38,18 +38,18 @@ class Parameter:
     ctype: str
     points: bool
     constant: bool = False
-    """Whether the kernel may only read what it points to."""
+    """Whether it is a pointer to constant elements."""
 
     def __str__(self) -> str:
         return f"{self.ctype} {'*' if self.points else ''}{self.name}"
 
     def element_of(self, count: int) -> str:
-        """The type of an element, where `count` elements are read as whole vectors of it."""
+        """Return the scalar type, if `count` elements fill whole vectors; else the type itself."""
         found = VECTOR.fullmatch(self.ctype)
         return found[1] if found and count % int(found[2]) == 0 else self.ctype
 
     def takes(self, argument: Argument) -> bool:
-        """Whether an argument is of this type. A tensor of whole vectors may be read as these."""
+        """Return whether an argument has this type; tensors of whole vectors may be vectors."""
         if isinstance(argument, Value):
             count = math.prod(argument.shape)
             return self.points and pointed(argument.dtype) == self.element_of(count)
@@ -58,10 +58,10 @@ class Parameter:
 
 
 def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, ...]:
-    """The arguments in the order of the declaration.
+    """Return the arguments in the order of the declaration.
 
-    Raises `BackendError` with kernel, argument and both sides if one is missing, is not declared or
-    has another type.
+    Raises `BackendError` if an argument is missing, not declared or of another type. The message
+    names the kernel, the argument and both types.
     """
     declared = {parameter.name: parameter for parameter in parameters(kernel)}
     for name in [*declared, *arguments]:
@@ -84,7 +84,7 @@ def _described(argument: Argument | None) -> str:
 
 @cache
 def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
-    """The parameters in order. Raises `BackendError` if the source has no such kernel."""
+    """Return the parameters in order. Raises `BackendError` if the source has no such kernel."""
     source = re.sub(r"//[^\n]*", "", kernel.source).replace("\\\n", " ")
     macros: dict[str, tuple[list[str] | None, str]] = {}
     for option in kernel.options:
@@ -98,7 +98,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
-    """Lines that the preprocessor keeps, and enters their macros; an `#if` counts as true."""
+    """Yield the lines that the preprocessor keeps, and collect macros; `#if` counts as true."""
     kept = [True]
     for line in source.split("\n"):
         word, _, rest = line.strip().partition(" ")
@@ -118,7 +118,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
 
 
 def inside(text: str, begin: int) -> str:
-    """The text up to the parenthesis that closes the one before `begin`."""
+    """Return the text from `begin` to the parenthesis that closes the one before `begin`."""
     depth = 1
     for end in range(begin, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -141,12 +141,12 @@ def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> st
 
 
 def replaced(text: str, names: Mapping[str, str]) -> str:
-    """The text with other words for these."""
+    """Return the text with whole words replaced as in `names`."""
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
 def split(text: str) -> list[str]:
-    """What stands between commas."""
+    """Return the parts between commas, without outer spaces."""
     return [part.strip() for part in text.split(",")]
 
 

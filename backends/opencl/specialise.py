@@ -1,8 +1,7 @@
-"""Builds programs and launches each of their kernels once, on zeros: PoCL compiles a kernel at its
-first launch.
+"""First launches, on zeros, of all kernels of a program: PoCL compiles a kernel when launched.
 
-Run as a script it is the second compiler (`second_compiler.py`). It imports nothing of hetpipe,
-since torch alone takes a second to import.
+Run as a script, this module is the second compiler (`second_compiler.py`). It imports nothing of
+hetpipe, since torch alone takes 1 s to import.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 import numpy as np
 
 CACHE = "POCL_CACHE_DIR"
-"""Variable with the folder in which PoCL keeps what it compiled."""
+"""Environment variable with the folder in which PoCL keeps compiled kernels."""
 MOST_NBYTES = 256 << 20
-"""Arguments of a launch that take more memory are not made up: its kernel is compiled later."""
+"""Most bytes of a launch's tensors; the kernels of larger launches are compiled later."""
 
 
 @dataclass(frozen=True)
 class FirstLaunch:
-    """A kernel to launch. An argument is a number, or a list of one: the bytes of a tensor."""
+    """A kernel to launch. An argument is a number, or `[nbytes]` for a tensor of that size."""
 
     name: str
     global_size: Sequence[int]
@@ -35,7 +34,7 @@ class FirstLaunch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensor arguments."""
         return sum(arg[0] for arg in self.args if isinstance(arg, Sequence))
 
 
@@ -48,29 +47,29 @@ class Job:
     launches: Sequence[FirstLaunch]
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the job as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Job:
-        """The job of a line."""
+        """Return the job in a line of JSON."""
         fields = json.loads(line)
         fields["launches"] = [FirstLaunch(**launch) for launch in fields["launches"]]
         return cls(**fields)
 
 
 def build(cl: Any, context: Any, source: str, options: Sequence[str]) -> Any:
-    """The built program of a source. Raises pyopencl's errors."""
+    """Return the built program of a source. Raises pyopencl's errors."""
     program = cl.Program(context, source)
-    # Reading from the program makes pyopencl build it without its own disk cache: the
-    # cache's lock survives a killed process and stops the next one for a minute.
+    # After this query pyopencl builds the program without its own disk cache. The lock
+    # of that cache survives a killed process and blocks the next process for a minute.
     program.get_info(cl.program_info.CONTEXT)
-    # "-w", because PoCL prints warnings to the terminal.
+    # "-w" since PoCL prints warnings to the terminal.
     return program.build([*options, "-w"])
 
 
 def specialise(cl: Any, queue: Any, job: Job) -> Any:
-    """Build a job's program and launch its kernels; the program. Raises pyopencl's errors."""
+    """Build a job's program, launch its kernels and return it. Raises pyopencl's errors."""
     context = queue.context
     program = build(cl, context, job.source, job.options)
     for launch in job.launches:
@@ -92,10 +91,10 @@ def _argument(cl: Any, context: Any, arg: int | float | Sequence[int]) -> Any:
 
 
 def main(platform: str, device: str, cores: str, folder: str) -> None:
-    """Do the jobs that are read, a line each, on these cores, with PoCL's cache in `folder`. The
-    answer to each is a line: an empty string or an error, in JSON.
+    """Do the jobs from standard input on these cores, with PoCL's cache in `folder`.
 
-    When the input ends, so has the process that gave the jobs: nobody needs the folder.
+    Each line is a job; the answer to it is a line of JSON, an empty string or an error. The input
+    ends when the process that sends the jobs ends: then nobody needs the folder.
     """
     os.sched_setaffinity(0, map(int, cores.split(",")))
     os.environ[CACHE] = folder

@@ -1,4 +1,4 @@
-"""Why an OpenCL device cannot run a node."""
+"""Reasons why an OpenCL device cannot run a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .target import Target
 
 
 def refusal(target: Target, node: fx.Node) -> str | None:
-    """The reason, or None if the device can."""
+    """Return why the device cannot run the node, or None if it can."""
     name, info = operator_name(node), target.info
     lowering = target.lowerings.get(name)
     if lowering is None:
@@ -31,9 +31,10 @@ def refusal(target: Target, node: fx.Node) -> str | None:
 
 
 def _enters(node: fx.Node, arg: fx.Node) -> bool:
-    """Whether the node casts an input of the graph, or (arg is the node itself) to an output.
+    """Return whether the node casts from an input of the graph, or (if `arg` is the node) to an
+    output.
 
-    Between two nodes, a kernel would hold the value in more digits than are stored.
+    Elsewhere a kernel would keep the value at a higher precision than its dtype.
     """
     if node.target is not torch.ops.aten._to_copy.default:
         return False

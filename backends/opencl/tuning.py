@@ -1,4 +1,4 @@
-"""How kernels for processors divide their work: by shipped rules, or as a device was tuned."""
+"""Division of work in kernels for processors: by shipped rules, or by a device's tuning."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .runtimes import cpu_flags, target_arch
 
 ENTRIES = Entries("opencl/tuning", "json", most=100)
 VARIABLE = "HETPIPE_OPENCL_TUNING"
-"""Variable with a `Tuning` as JSON, which goes before all others."""
+"""Environment variable with a `Tuning` as JSON, which takes precedence over all others."""
 SHIPPED = "cpu/tuning.toml"
 USUAL_CACHE_NBYTES = {2: 1 << 19, 3: 1 << 25}
-"""By level, of caches that the system does not tell."""
+"""Sizes of caches, by level, for systems that do not report them."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choices that are free: results differ by rounding alone.
+    """Free choices: they change results only by rounding.
 
-    `narrow`: tiles are done in parts for 16 vector registers. `depth_block`: K of a launch.
+    `narrow`: compute tiles in parts that fit 16 vector registers. `depth_block`: K of a launch.
     """
 
     narrow: bool = False
@@ -62,9 +62,9 @@ class _Rules:
 
 
 def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
-    """The tuning of a device: that of the variable, else as it was tuned, else by the rules.
+    """Return a device's tuning: from the variable, else the stored one, else from the rules.
 
-    Raises `BackendError` for a variable that says something else.
+    Raises `BackendError` if the variable or the stored text is not a valid tuning.
     """
     if (text := os.environ.get(VARIABLE)) is not None:
         return _parsed(text, f"the variable {VARIABLE}")
@@ -75,7 +75,7 @@ def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
 
 
 def by_rules(lanes: int, nbytes: int) -> Tuning:
-    """The shipped choice for vectors of so many floats, and a core's second-level cache."""
+    """Return the shipped choice for `lanes` floats per vector and `nbytes` of L2 cache per core."""
     rules = _rules()
     narrow = next(tile.narrow for tile in rules.tile if lanes >= tile.lanes)
     depth = next(block.depth for block in rules.block if nbytes >= block.cache_nbytes)
@@ -83,26 +83,26 @@ def by_rules(lanes: int, nbytes: int) -> Tuning:
 
 
 def candidates() -> list[Tuning]:
-    """Every combination of the choices in the rules, and twice the largest block."""
+    """Return all combinations of tiles and depths in the rules, and twice the largest depth."""
     rules = _rules()
     depths = {block.depth for block in rules.block} | {2 * max(b.depth for b in rules.block)}
     return [Tuning(tile.narrow, depth) for tile in rules.tile for depth in sorted(depths)]
 
 
 def keep(cl_device: Any, tuning: Tuning) -> None:
-    """Keep a tuning for a device; it serves from now on."""
+    """Store a tuning for a device; `tuning_of` returns it from now on."""
     ENTRIES.store(_key(cl_device), text_of(tuning).encode())
 
 
 def text_of(tuning: Tuning) -> str:
-    """A tuning as JSON."""
+    """Return a tuning as JSON."""
     return json.dumps(asdict(tuning))
 
 
 def lanes_of(cl_device: Any, runtime: Runtime | None) -> int:
-    """Floats of a vector register of the code that a runtime makes.
+    """Return the floats per vector register in the code that a runtime compiles.
 
-    Intel's runtimes make code for the processor that was named to them, whatever the device says.
+    Intel's runtimes compile for the processor named to them, whatever the device reports.
     """
     arch = target_arch() if runtime is not None and runtime.named_arch else ""
     if arch:
@@ -111,7 +111,7 @@ def lanes_of(cl_device: Any, runtime: Runtime | None) -> int:
 
 
 def cache_nbytes(level: int) -> int:
-    """The second-level cache of a core, or the third-level one that it shares, by the system."""
+    """Return the bytes of a core's second-level or shared third-level cache, from the system."""
     root = Path("/sys/devices/system/cpu/cpu0/cache")
     try:
         for index in sorted(root.glob("index*")):

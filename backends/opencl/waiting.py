@@ -1,4 +1,4 @@
-"""Threads that wait for commands, so that whoever asked them to may give up at a time limit."""
+"""Threads that wait for commands, so that their callers can give up at a time limit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 from .driver import driver
 
 Job = tuple[Any, threading.Lock]
-"""A command, and a lock that is held until it has ended."""
+"""A command, and a lock that is held until the command has ended."""
 
 
 class Waiters:
-    """Threads that begin when all others wait, and last: one that begins takes longer than a small
-    pass. A command that hangs keeps its thread until the process ends."""
+    """A growing pool of threads: starting a thread takes longer than a small pass.
+
+    A new thread starts if all others wait. A command that hangs keeps its thread until the process
+    ends.
+    """
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Job]] = []
 
     def ends(self, command: Any, timeout_s: float | None) -> bool:
-        """Wait for a command, failed or not; False if it has not ended within the limit."""
+        """Wait for a command; return whether it ended, failed or not, within the limit."""
         held = threading.Lock()
         held.acquire()
         try:
@@ -37,7 +40,7 @@ class Waiters:
     def _serve(self, jobs: SimpleQueue[Job]) -> None:
         while True:
             command, held = jobs.get()
-            with suppress(driver().Error):  # who asked looks at the command's state
+            with suppress(driver().Error):  # the caller looks at the command's state
                 command.wait()
             del command  # the driver's object must die on the thread that uses the queue
             self._idle.append(jobs)

@@ -1,4 +1,4 @@
-"""The operators that OpenCL devices run. Importing this package registers them all."""
+"""Operators that OpenCL devices run. Importing this package registers all of them."""
 
 from . import (
     activations,

@@ -1,4 +1,4 @@
-"""Helpers of the lowerings of elementwise operators."""
+"""Helpers for lowerings of elementwise operators."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument, given by position or by name."""
+    """Return an argument, given by position or by name."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def cast(builder: Builder, expr: Expr, dtype: str) -> Expr:
-    """`expr` as another dtype, converted as torch does."""
+    """Return `expr` converted to `dtype`, as torch converts."""
     if expr.dtype == dtype:
         return expr
     if isinstance(expr, Const):
@@ -33,18 +33,18 @@ def cast(builder: Builder, expr: Expr, dtype: str) -> Expr:
 
 
 def truth(builder: Builder, expr: Expr) -> Expr:
-    """1 where `expr` is not 0, else 0."""
+    """Return 1 where `expr` is not 0, else 0."""
     zero = builder.pool.make(Const, expr.shape, expr.dtype, 0.0 if expr.dtype in FLOATS else 0)
     return builder.apply("abs(convert_{M}({0} != {1}))", "bool", expr, zero)
 
 
 def operands(builder: Builder, node: fx.Node, args: Any, dtype: str | None = None) -> list[Expr]:
-    """Tensors and numbers as expressions of the node's shape and one dtype (default: its own)."""
+    """Return tensors and numbers in the node's shape and one dtype (default: the node's)."""
     shape, dtype = node_shape(node), dtype or node_dtype(node)
     return [cast(builder, builder.expr(arg, shape, dtype), dtype) for arg in args]
 
 
 def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
-    """`yes` where `condition` (bool) holds, else `no`."""
+    """Return `yes` where `condition` (bool) holds, else `no`."""
     code = "select({2}, {1}, convert_{M}(-convert_{M}({0})))"
     return builder.apply(code, yes.dtype, condition, yes, no)

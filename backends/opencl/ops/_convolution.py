@@ -14,13 +14,15 @@ from ..geometry import Geometry
 from ._float32 import arguments
 
 MOST_PIXELS = 14
-"""Pixels of a register tile: 2 accumulators each, of 32 registers."""
+"""Most pixels of a register tile: each takes 2 of 32 registers for its sums."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a sum over taps: out[u] = sum over t of in[start + u x_step + t tap_step]
-    times kernel[first + t step], stored at y_start + u y_step."""
+    """One dimension of a sum over taps, whose result u is stored at y_start + u * y_step.
+
+    out[u] = sum over t of in[start + u * x_step + t * tap_step] * kernel[first + t * step].
+    """
 
     outputs: int
     taps: int
@@ -34,23 +36,24 @@ class Axis:
 
     @property
     def end(self) -> int:
-        """One past the last input position that is read."""
+        """One past the last input position that the sum reads."""
         if self.taps == 0:
             return 0
         return self.start + (self.outputs - 1) * self.x_step + (self.taps - 1) * self.tap_step + 1
 
 
 def forward_axis(g: Geometry, dim: int) -> Axis:
-    """The convolution itself along one dimension."""
+    """Return the convolution itself along one dimension."""
     return Axis(g.out_size[dim], g.kernel[dim], 0, 1, -g.padding[dim], g.stride[dim],
                 g.dilation[dim])  # fmt: skip
 
 
 def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
-    """The input gradient along one dimension: one convolution of dy with stride 1 per residue.
+    """Return the input gradient along one dimension: per residue r, a convolution with stride 1.
 
-    Input i = stride u + r gets dy[o] kernel[k] wherever o stride + k dilation - padding = i; so k
-    runs through one class modulo stride / gcd(stride, dilation), and o falls as k grows.
+    Input i = stride * u + r receives dy[o] * kernel[k] where o * stride + k * dilation - padding
+    = i. So k runs through one residue class modulo stride / gcd(stride, dilation), and o decreases
+    as k grows.
     """
     size, stride, padding, dilation = g.size[dim], g.stride[dim], g.padding[dim], g.dilation[dim]
     common = math.gcd(stride, dilation)
@@ -68,10 +71,10 @@ def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
 
 @cache
 def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
-    """(images, rows, cols) of the register tile with the least waste.
+    """Return (images, rows, cols) of the register tile with the least waste.
 
-    Waste is work repeated by the last tiles, loads of weights per pixel, broken runs of stores,
-    and rows of border that a tile of several rows cannot skip.
+    Waste is work that the last tiles repeat, loads of weights per pixel, interrupted runs of
+    stores, and border rows that a tile of several rows cannot skip.
     """
     best, best_score = (1, 1, 1), 0.0
     for tc in range(1, min(cols, MOST_PIXELS) + 1):
@@ -93,8 +96,10 @@ def _filled(size: int, tile: int) -> float:
 
 
 def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
-    """The plain convolution of a `convolution` or `convolution_backward` node, and whether the
-    node is its transpose."""
+    """Return the plain convolution of a node, and whether the node is its transpose.
+
+    The node is a `convolution` or a `convolution_backward`.
+    """
     backward = "backward" in str(node.target)
     x, weight = (
         _shape(arg) for arg in (arguments(node)[1:3] if backward else arguments(node)[0:2])
@@ -118,7 +123,7 @@ def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
 
 
 def why_not(node: fx.Node) -> str | None:
-    """Why a convolution cannot be lowered, or None."""
+    """Return why a convolution cannot be lowered, or None if it can."""
     tensors = [arg.meta["val"] for arg in node.all_input_nodes]
     for val in tensors:
         if val.dtype != torch.float32:
@@ -135,12 +140,12 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def _full(values: Any, x: tuple[int, ...]) -> tuple[int, ...]:
-    """A list of one number stands for all dimensions."""
+    """Return a number per dimension; a list of one number stands for all dimensions."""
     spatial = len(x) - 2
     return tuple(values) * spatial if len(values) == 1 else tuple(values)
 
 
 def _pair(values: Any, missing: int) -> tuple[int, int]:
-    """(rows, cols); one-dimensional convolutions have images of one row."""
+    """Return (rows, cols); one-dimensional convolutions have images of one row."""
     pair = tuple(int(v) for v in values)
     return (missing, pair[0]) if len(pair) == 1 else (pair[0], pair[1])

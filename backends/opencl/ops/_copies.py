@@ -1,10 +1,10 @@
-"""Batched products without copies of what they read and write.
+"""Batched products without copies of their operands and results.
 
 Torch's batched product has one dimension for its matrices. Attention has two, samples and heads,
-and its matrices lie interleaved in memory: no one stride leads from each to the next, so a graph
-has a copy before the product and another after it. The kernels of the family `cpu` know of two
-strides and read what was copied, and the copy of a product is an epilogue, which writes in another
-order.
+and its matrices are interleaved in memory: no single stride leads from each matrix to the next. So
+a graph has a copy before the product and another after it. The kernels of the family `cpu` accept
+two strides and read the source of the first copy. The second copy becomes an epilogue of the
+product, which writes in another order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..product import Operand, Product
 from .view import views_after
 
 Run = tuple[int, int]
-"""A number of elements or matrices, and the stride from one to the next."""
+"""A number of elements or matrices, and the stride between neighbours."""
 
 
 def at_sources(builder: Builder, p: Product) -> Product:
-    """The same product, its operands in the tensors of which they are copies if they are any."""
+    """Return the same product, with copied operands replaced by the sources of the copies."""
     sides = (p.left, (p.batch, p.rows, p.depth)), (p.right, (p.batch, p.depth, p.cols))
     sources = [_at_source(builder, *side) for side in sides]
     counts = {runs[1][0] for _, runs in sources if len(runs) == 2}
-    if len(counts) != 1:  # no copies, or samples and heads that the operands divide differently
+    if len(counts) != 1:  # no copies, or operands with different numbers of heads
         return p
     (inner,) = counts
     left, right = (_in_batches(operand, runs, inner) for operand, runs in sources)
@@ -45,9 +45,10 @@ def _in_batches(operand: Operand, runs: Sequence[Run], inner: int) -> Operand:
 def _at_source(
     builder: Builder, operand: Operand, shape: tuple[int, int, int]
 ) -> tuple[Operand, list[Run]]:
-    """The operand, of (matrices, rows, cols), where it was copied from, and its matrices in memory.
+    """Return the operand in the source of its copy, and the runs of its matrices there.
 
-    It stays as it is where it is no copy, or the kernels could not read it as well.
+    `shape` is (matrices, rows, cols). The operand does not change if it is no copy, or if the
+    kernels could not read the source as fast.
     """
     here = operand, [(shape[0], operand.batch)]
     source = builder.source_of(operand.value)
@@ -64,9 +65,9 @@ def _at_source(
 
 
 def _runs(source: Load, size: int, stride: int) -> list[Run]:
-    """`size` elements that are `stride` apart in a copy of `source`, as they lie in `source`.
+    """Return the runs in `source` of `size` elements that are `stride` apart in a copy of it.
 
-    They are the fewest runs; none if the elements are not whole dimensions of it.
+    There are as few runs as possible; none if the elements do not form whole dimensions.
     """
     if size == 1:
         return [(1, 0)]
@@ -83,7 +84,7 @@ def _runs(source: Load, size: int, stride: int) -> list[Run]:
 
 
 def is_turned_later(node: fx.Node) -> bool:
-    """Whether views that follow exchange the rows and the columns of a product."""
+    """Return whether later views exchange the rows and the columns of a product."""
     layout = Layout.row_major(node_shape(node))
     cols = node_shape(node)[-1]
     for view in views_after(node):
@@ -95,7 +96,7 @@ def is_turned_later(node: fx.Node) -> bool:
 
 
 def copy_at_once(builder: Builder, expr: Expr, node: fx.Node) -> None:
-    """Store a product as a copy that is made of it later: now it can be the product's epilogue."""
+    """Store a product as its later copy, so that the copy can be the product's epilogue."""
     for view in views_after(node):
         seen = builder.pool.view(expr, view)
         if seen is None:

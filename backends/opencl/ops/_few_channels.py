@@ -1,4 +1,4 @@
-"""Convolutions of few input channels on CPUs: the launches of `kernels/cpu/few_channels.cl`."""
+"""Convolutions of few input channels on CPUs: launches of `kernels/cpu/few_channels.cl`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .matmul import COLS, ROWS, pack_rows
 MOST_CHANNELS = 8
 LEAST_SHARE = 0.75
 BAND = 8
-"""Rows of the result that a work-item computes of its channels."""
+"""Rows of the result per work-item."""
 
 
 def suits(g: Geometry) -> bool:
-    """Whether vectors of neighbouring pixels are fuller than vectors of output channels are."""
+    """Return whether vectors of neighbouring pixels are fuller than vectors of channels."""
     lanes, depth = g.channels()
     width = g.out_size[1]
     rows = 1 if lanes == 1 else math.ceil(lanes / 4) * 4
@@ -28,7 +28,7 @@ def suits(g: Geometry) -> bool:
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
     lanes, depth = g.channels()
     rows, cols = (
         (n - 1) * s + (k - 1) * d + 1

@@ -1,4 +1,4 @@
-"""Helpers of the lowerings to float32 kernels."""
+"""Helpers for lowerings to float32 kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..builder import Builder, Value
 
 
 def why_not_float32(node: fx.Node) -> str | None:
-    """Why the float32 kernels refuse a node, or None. Class indices may be int64."""
+    """Return why float32 kernels cannot run a node, or None. Class indices may be int64."""
     for arg in node.all_input_nodes:
         val = arg.meta["val"]
         if isinstance(val, torch.Tensor) and val.dtype not in (torch.float32, torch.int64):
@@ -21,7 +21,7 @@ def why_not_float32(node: fx.Node) -> str | None:
 
 
 def why_not_all_float32(node: fx.Node) -> str | None:
-    """Why a node is refused by kernels of float32 tensors that are not empty, or None."""
+    """Return why kernels for non-empty float32 tensors cannot run a node, or None."""
     for arg in node.all_input_nodes:
         val = arg.meta["val"]
         if val.dtype != torch.float32:
@@ -32,7 +32,7 @@ def why_not_all_float32(node: fx.Node) -> str | None:
 
 
 def why_not_float32_product(node: fx.Node) -> str | None:
-    """Why a node is refused by kernels of float32 tensors, which may be empty, or None."""
+    """Return why kernels for float32 tensors, which may be empty, cannot run a node, or None."""
     for arg in node.all_input_nodes:
         if (dtype := arg.meta["val"].dtype) != torch.float32:
             return f"this operator is float32 here, not {dtype}"
@@ -40,11 +40,11 @@ def why_not_float32_product(node: fx.Node) -> str | None:
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments, whose types the operator's schema promises."""
+    """Return the positional arguments; the operator's schema guarantees their types."""
     return tuple(node.args)
 
 
 def optional(builder: Builder, name: str, node: Any, stand_in: Value) -> dict[str, Value | int]:
-    """Kernel arguments `name` and `has_name`; an absent tensor is never read."""
+    """Return kernel arguments `name` and `has_name`; kernels never read an absent tensor."""
     there = node is not None
     return {name: builder.value(node) if there else stand_in, f"has_{name}": int(there)}

@@ -1,5 +1,7 @@
-"""Convolutions on CPUs that are products of the weights with pixels: those with 1x1 kernels, and
-input gradients, whose product has a row for each tap and is folded."""
+"""Convolutions on CPUs as products of weights and pixels: 1x1 kernels and input gradients.
+
+The product of an input gradient has a row for each tap; then the taps are added (folded).
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,29 @@ from ..product import Operand
 from .matmul import COLS, pack_rows
 
 ROOM_PANELS = 4
-"""Of the largest block of depth that a product has: together half of a second-level cache."""
+"""Panels per work-item in a second-level cache, if the depth is the largest block of a product."""
 MOST_PANELS = 16
-"""As MOST_COLS of the kernel."""
+"""Most panels per block: MOST_COLS of the kernel, in panels."""
 FEW_CHANNELS = 8
-"""Up to so many, other kernels would leave most lanes of their tiles empty."""
+"""Number of channels up to which other kernels would leave most lanes of their tiles empty."""
 MOST_GROWTH = 3
-"""The product to be folded may be so many times as large as dy."""
+"""Largest ratio of the size of the product to be folded to the size of dy."""
 
 
 def is_pointwise(g: Geometry) -> bool:
-    """Whether a convolution is a product of its weights with pixels on a grid."""
+    """Return whether a convolution is a product of its weights with pixels on a grid."""
     return g.kernel == (1, 1) and g.padding == (0, 0)
 
 
 def folds(g: Geometry) -> bool:
-    """Whether the input gradient is best computed by `folded_gradient`."""
+    """Return whether `folded_gradient` is the best way to compute the input gradient."""
     lanes, depth = g.channels(flipped=True)
     small = lanes * math.prod(g.kernel) <= MOST_GROWTH * depth
     return is_pointwise(g) or (lanes <= FEW_CHANNELS and small)
 
 
 def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
-    """A pointwise convolution with stride 1, of a copy of the pixels that `g` reads."""
+    """Return a pointwise convolution with stride 1, and a copy of the pixels that `g` reads."""
     if g.stride == (1, 1):
         return g, x
     seen: Expr = builder.pool.load(x)
@@ -48,7 +50,7 @@ def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
 
 
 def pointwise(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
     rows, depth = g.channels()
     left = Operand(weight, 0, rows * depth, depth, 1)
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
@@ -59,7 +61,7 @@ def pointwise(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Valu
 def folded_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
-    """dx [N][Ci][H][W] of dy [N][Co][OH][OW], plus a bias per channel."""
+    """Return dx [N][Ci][H][W] for dy [N][Co][OH][OW], plus a bias per channel."""
     lanes, depth = g.channels(flipped=True)
     rows = lanes * math.prod(g.kernel)
     left = Operand(weight, 0, rows * depth, 1, rows)
@@ -89,7 +91,7 @@ def folded_gradient(
 def _product(
     builder: Builder, g: Geometry, a: Operand, x: Value, bias: Value | None, y: Value
 ) -> None:
-    """y [N][groups * rows][OH][OW] of x [N][groups * depth][H][W] and a, rows x depth."""
+    """Compute y [N][groups * rows][OH][OW] from x [N][groups * depth][H][W], a: rows x depth."""
     rows, depth = y.shape[1] // g.groups, x.shape[1] // g.groups
     all_panels = math.ceil(g.images * math.prod(g.out_size) / COLS)
     units = builder.device.compute_units
@@ -112,7 +114,7 @@ def _product(
 
 
 def _plain(g: Geometry) -> Geometry:
-    """With stride 1, as large as the result of `g`."""
+    """Return `g` with stride 1 and with images as large as its result."""
     return replace(g, size=g.out_size, stride=(1, 1))
 
 

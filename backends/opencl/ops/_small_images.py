@@ -12,15 +12,15 @@ from ..layouts import narrow, permute, reshape
 from ..signature import Argument
 
 COLS, FEW, LANES = 32, 4, 16
-"""The register tile of the products, as in the kernels: columns, rows at the end; a vector."""
+"""Sizes as in the kernels: columns and least rows of a product's tile, floats of a vector."""
 LEAST_LANES = 2
-"""Output channels for each pixel from which on patches are copied."""
+"""Least ratio of output channels to pixels at which patches are copied."""
 CHUNK = 48
-"""Rows of a work-item."""
+"""Rows per work-item."""
 
 
 def suits(g: Geometry) -> bool:
-    """Whether copies of patches take less than copies of weights, as pixels are few."""
+    """Return whether copies of patches cost less than copies of weights: pixels are few."""
     lanes, depth = g.channels()
     pixels = g.images * math.prod(g.out_size)
     wide = depth * math.prod(g.kernel) >= COLS
@@ -28,7 +28,7 @@ def suits(g: Geometry) -> bool:
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
     taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
     panels = math.ceil(pixels / COLS)
     patches = builder.new((panels, taps, COLS), "float32")
@@ -46,7 +46,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
 def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
-    """dx [N][Ci][H][W], plus a bias per channel."""
+    """Return dx [N][Ci][H][W], plus a bias per channel."""
     taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
     patches = builder.new((pixels, taps), "float32")
     by_pixel = _permuted(builder, dy, (0, 2, 3, 1))
@@ -60,7 +60,7 @@ def input_gradient(
 
 
 def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value:
-    """dw [Co][Ci][kh][kw]."""
+    """Return dw [Co][Ci][kh][kw]."""
     taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
     patches = builder.new((pixels, taps), "float32")
     _launch(builder, "patches_of_pixels", (pixels, 1), {"x": x, "patches": patches, **_window(g)})
@@ -84,7 +84,7 @@ def _stored(builder: Builder, y: Expr, bias: Value | None) -> Value:
 def _multiply(
     builder: Builder, a: Value, b: Value, out: Value, depth: int, b_row: int, b_col: int
 ) -> None:
-    """out [rows][cols] = a [rows][depth] times b; see the kernel."""
+    """Compute out [rows][cols] = a [rows][depth] times b; see the kernel."""
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows
     _launch(

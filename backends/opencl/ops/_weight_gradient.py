@@ -1,4 +1,4 @@
-"""Gradients of weights on CPUs: blocks of pixels in a cache, and the tiles summed over them."""
+"""Gradients of weights on CPUs: register tiles of sums over blocks of pixels in a cache."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from ..geometry import Geometry
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
 MOST_SUMS, MOST_NARROW = 14, 6
-"""Sums for a lane in a register tile: pairs of vectors in 32 registers, or half of each in 16."""
+"""Most sums per lane in a register tile: each takes 2 of 32 registers, or of 16 narrow ones."""
 PIXELS = 256
-"""About how many output pixels are in a block."""
+"""Approximate number of output pixels in a block."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The register tile: `sums` of the `depth` channels at the taps of a kernel's row."""
+    """A register tile: `sums` pairs of a channel (of `depth`) and a tap (of a kernel's row)."""
 
     depth: int
     sums: int
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the kernels."""
+        """Options for building the kernels."""
         return f"-DDEPTH_TILE={self.depth}", f"-DSUMS={self.sums}"
 
 
 @cache
 def choose_tiling(depth: int, kernel_w: int, dilation_w: int, most: int = MOST_SUMS) -> Tiling:
-    """The tile of up to `most` sums with the least waste: work on channels that do not exist, sums
-    computed twice, and loads of dy per sum."""
+    """Return the tile of up to `most` sums with the least waste.
+
+    Waste is work on channels that do not exist, sums computed twice, and loads of dy per sum.
+    """
     best, best_score = Tiling(1, 1), 0.0
     for channels in range(1, min(depth, most) + 1):
         row = channels * kernel_w
         for sums in range(1, min(row, most) + 1):
             if dilation_w > 1 and kernel_w > 1 and (sums % channels or row % sums):
-                continue  # the next tap is not the neighbour
+                continue  # the next tap is no neighbour in memory
             useful = _filled(depth, channels) * _filled(row, sums)
             score = useful * sums / (sums + 2)
             score *= 1.0 if channels in (1, 2, 4, 8) else 0.98  # quick to pack
@@ -50,7 +52,7 @@ def choose_tiling(depth: int, kernel_w: int, dilation_w: int, most: int = MOST_S
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How the work is divided; the sizes of panels are those in the kernel."""
+    """Division of the work; panels have the same sizes as in the kernel."""
 
     images: int
     rows: int
@@ -62,12 +64,12 @@ class _Blocks:
 
 
 def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -> Value:
-    """dw [Co][Ci / groups][kh][kw] of x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
+    """Return dw [Co][Ci / groups][kh][kw] for x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
     g = _flat(geometry)
     lanes, depth = g.channels()
     most_sums = MOST_NARROW if builder.device.tuning.narrow else MOST_SUMS
     tiling = choose_tiling(depth, g.kernel[1], g.dilation[1], most_sums)
-    # Half of a second-level cache: each operand's panels are two of a product.
+    # Each operand gets as many floats as two panels of a matrix product.
     most = 2 * COLS * builder.device.tuning.depth_block
     b = _blocks(g, tiling, builder.device.compute_units, most)
     tiles = math.ceil(depth / tiling.depth)
@@ -103,7 +105,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
 
 
 def _flat(g: Geometry) -> Geometry:
-    """A 1x1 kernel without stride knows no rows: pixels are taken in rows of about PIXELS."""
+    """Return the geometry; for a 1x1 kernel without stride, with rows of up to PIXELS pixels."""
     if (g.kernel, g.stride, g.padding) != ((1, 1), (1, 1), (0, 0)):
         return g
     pixels = math.prod(g.size)
@@ -115,7 +117,7 @@ def _flat(g: Geometry) -> Geometry:
 
 
 def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
-    """`most`: floats that an operand's panels may take; `units`: of the device."""
+    """Divide the work among `units` compute units; an operand's panels take `most` floats."""
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
@@ -138,7 +140,7 @@ def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
 
 
 def _chunk(count: int, most: int) -> int:
-    """The size of equal chunks of at most `most`."""
+    """Return the size of equal chunks of at most `most`."""
     return math.ceil(count / math.ceil(count / max(1, most)))
 
 

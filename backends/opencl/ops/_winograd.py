@@ -1,4 +1,4 @@
-"""3x3 convolutions of stride 1 by minimal filtering: the launches of `kernels/cpu/winograd.cl`."""
+"""3x3 convolutions of stride 1 by minimal filtering: launches of `kernels/cpu/winograd.cl`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ..signature import Argument
 from ._convolution import forward_axis, gradient_axes
 
 COLS, FEW = 32, 4
-"""The register tile of the products, as in the kernels: output channels, and tiles at the end."""
+"""Output channels of a register tile, and least tiles of a product, as in the kernels."""
 LANES = 16
 SIDE = 4
-"""Outputs of a tile, in rows and columns."""
+"""Rows, and columns, of a tile's outputs."""
 POINTS = (SIDE + 2) ** 2
 LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
-"""Memory of transformed inputs and of products, which should stay in the last cache."""
+"""Bounds of memory for transformed inputs and products, which should stay in the last cache."""
 MOST_FEW, CHUNK = 16, 32
-"""Tiles up to which weights are transformed where they are multiplied, so many channels at once."""
+"""Number of tiles up to which the products' kernel transforms the weights, CHUNK channels at
+once."""
 KEPT_NBYTES = 10 << 20
-"""Transformed weights, four times as large as weights, are kept between runs up to this size."""
+"""Most bytes of transformed weights (four times the weights) that are kept between runs."""
 PART_NBYTES = 5 << 18
-"""Weights are made and used in parts of this size, which a core's cache holds, if all tiles are
-done in one turn."""
+"""Bytes of a part of the transformed weights, which a core's cache holds. If one turn does all
+tiles, each part is transformed and used before the next."""
 TILE_WORK, WEIGHT_WORK = 600, 540
-"""Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
+"""Cost of transforming 16 channels of a tile, and 16 weights, in vector operations."""
 
 
 def suits(g: Geometry, flipped: bool) -> bool:
-    """Whether minimal filtering computes the convolution (its input gradient if `flipped`), and
-    sooner than the direct kernel.
+    """Return whether minimal filtering can compute the convolution, faster than the direct kernel.
 
-    Both are counted in multiply-adds of a vector. The direct kernel has 9 for a pixel and an input
-    channel, ours 36 for a tile, and three transforms: they pay if tiles are not mostly border and
-    channels not few.
+    With `flipped`, judge its input gradient. Costs are counted in multiply-adds of vectors. Per
+    input channel, the direct kernel needs 9 for a pixel, and minimal filtering 36 for a tile, with
+    three transforms in addition. These pay unless tiles are mostly border or channels are few.
     """
     lanes, depth = g.channels(flipped)
     if (g.groups, g.kernel, g.stride, g.dilation) != (1, (3, 3), (1, 1), (1, 1)) or depth < LANES:
@@ -57,14 +57,14 @@ class Sizes:
     lanes: int
     depth: int
     tile_rows: int
-    """In one image."""
+    """Tile rows of one image."""
     tile_cols: int
 
     @property
     def blocks(self) -> int:
         return math.ceil(self.lanes / COLS)
 
-    # Powers of two as strides would drive the rows of a tile out of the first cache.
+    # With strides of a power of two, a tile's rows would evict each other from the first cache.
     @property
     def depth_stride(self) -> int:
         return (math.ceil(self.depth / LANES) + 1) * LANES
@@ -82,13 +82,14 @@ class Sizes:
         return self.images * self.tile_rows
 
     def part(self) -> int:
-        """Blocks whose weights are made just before they are used, for all tiles."""
+        """Return the number of blocks per part of the weights, see PART_NBYTES."""
         return min(self.blocks, max(1, PART_NBYTES * self.blocks // self.weights_nbytes))
 
     def turn(self) -> int:
-        """Tile rows at once: intermediates fit, and turns, all of that many, repeat least.
+        """Return the tile rows per turn: intermediates fit, and turns repeat the least work.
 
-        Each turn reads all weights: where these are many, turns are long.
+        All turns have this many tile rows, so some overlap. Each turn reads all weights, so turns
+        are longer for more weights.
         """
         room = max(LEAST_NBYTES, min(self.weights_nbytes // 2, MOST_NBYTES))
         row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
@@ -104,7 +105,7 @@ class Sizes:
 def convolve(
     builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None, flipped: bool
 ) -> Value:
-    """y [N][lanes][height][width] of x [N][depth][.][.]."""
+    """Return y [N][lanes][height][width] for x [N][depth][.][.]."""
     (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
     sizes = Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
     y = builder.new((g.images, lanes, height, width), "float32")
@@ -141,7 +142,7 @@ def convolve(
 
 @dataclass(frozen=True)
 class _Multiply:
-    """The products of transformed inputs and weights, turn after turn."""
+    """Products of transformed inputs and weights, one turn after the other."""
 
     builder: Builder
     weight: Value
@@ -150,7 +151,7 @@ class _Multiply:
     inputs: Value
     products: Value
     _made: dict[int, Value] = field(default_factory=dict)
-    """Transformed weights by their first block."""
+    """Transformed weights, by their first block."""
 
     def turn(self) -> None:
         """Multiply the inputs of a turn."""
@@ -182,7 +183,7 @@ class _Multiply:
         _launch(self.builder, name, size, {**weights, **sums})
 
     def _transformed(self, first: int, blocks: int) -> Value:
-        """Transformed weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
+        """Transform the weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
         sizes = self.sizes
         out = self.builder.new((POINTS, blocks, sizes.depth, COLS), "float32")
         _launch(

@@ -1,4 +1,4 @@
-"""Activations of several terms: gelu, and rectifiers that let negative numbers pass."""
+"""Activations of several terms: gelu, leaky_relu and elu."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gelu(builder: Builder, node: fx.Node) -> None:
 
 
 def _gelu(builder: Builder, node: fx.Node) -> Expr:
-    """x times the distribution function, by the terms of the derivative, which may share them."""
+    """Return x times the distribution function, by terms that the derivative can share."""
     times, weight = ARITHMETIC["mul"]
     x, root, half = operands(builder, node, (node.args[0], math.sqrt(0.5), 0.5))
     twice = erf_plus_one(builder, builder.apply(times, x.dtype, x, root, weight=weight))

@@ -1,4 +1,4 @@
-"""hetpipe's attention, forward and backward: scores stay in the registers and caches of a core."""
+"""hetpipe's attention, forward and backward: scores stay in a core's registers and caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .registry import lowers
 
 LANES = 16
 BLOCK = 64
-"""Queries and keys at a time; of the forward, queries of a work-item."""
+"""Queries and keys per step; in the forward, also the queries per work-item."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Heads:
 
     @property
     def count(self) -> int:
-        """How many matrices there are."""
+        """Number of matrices."""
         return self.outer * self.inner
 
 
@@ -41,7 +41,7 @@ Kernels = Callable[[str], Kernel]
 
 
 def _kernels(builder: Builder, cols: int) -> Kernels:
-    """The kernels by name, built for matrices of up to `cols` columns."""
+    """Return a function from names to kernels, for matrices of up to `cols` columns."""
     source = "".join(builder.source(file) for file in ("cpu/common.cl", "cpu/attention.cl"))
     span = LANES << (math.ceil(cols / LANES) - 1).bit_length()
     options = [f"-DSPAN={span}", f"-DBLOCK={BLOCK}"]
@@ -50,7 +50,7 @@ def _kernels(builder: Builder, cols: int) -> Kernels:
 
 
 def _heads(builder: Builder, node: fx.Node) -> Heads:
-    """An argument [outer, inner, rows, cols] or [outer, rows, cols]."""
+    """Return an argument [outer, inner, rows, cols] or [outer, rows, cols] as matrices."""
     value, strides, offset = builder.strided(node)
     *front, rows, cols = node_shape(node)
     *front_strides, row, col = strides
@@ -60,7 +60,7 @@ def _heads(builder: Builder, node: fx.Node) -> Heads:
 
 
 def _matrix(name: str, x: Heads) -> dict[str, Value | int]:
-    """The arguments that the kernels' MATRIX declares."""
+    """Return the arguments that the kernels declare by MATRIX."""
     outer, inner, row, col = x.strides
     strides = {"offset": x.offset, "outer": outer, "inner": inner, "row": row, "col": col}
     return {name: x.value, **{f"{name}_{which}": number for which, number in strides.items()}}
@@ -74,12 +74,12 @@ def _sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
 
 
 def _rows_first(builder: Builder, x: Heads, cols: int) -> Value:
-    """A new tensor for the kernels' results: the heads of one row side by side."""
+    """Create a tensor for the kernels' results, with the heads of a row side by side."""
     return builder.new((x.outer, x.rows, x.inner, cols), "float32")
 
 
 def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
-    """The result as the graph's shape, without a copy."""
+    """Return a result in the graph's shape, without a copy."""
     if len(shape) == 3:
         return builder.pool.load(builder.reshape(value, shape))
     loaded = builder.pool.load(value)
@@ -88,7 +88,7 @@ def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
 
 @lowers("hetpipe.attention.default", supports=why_not_all_float32, kept=True)
 def attention(builder: Builder, node: fx.Node) -> None:
-    """(out, logsumexp)."""
+    """Results: (out, logsumexp)."""
     query_node, key_node, value_node, causal, scale = arguments(node)
     query, key, value = (_heads(builder, n) for n in (query_node, key_node, value_node))
     kernels = _kernels(builder, max(query.cols, value.cols))
@@ -109,7 +109,7 @@ def attention(builder: Builder, node: fx.Node) -> None:
 
 @lowers("hetpipe.attention_backward.default", supports=why_not_all_float32, kept=True)
 def attention_backward(builder: Builder, node: fx.Node) -> None:
-    """(grad_query, grad_key, grad_value)."""
+    """Results: (grad_query, grad_key, grad_value)."""
     *tensors, causal, scale = arguments(node)
     grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
     logsumexp = builder.value(tensors[5])

@@ -1,7 +1,7 @@
-"""Two-dimensional convolution (and one-dimensional, as images of one row) and its gradients.
+"""Two-dimensional convolution and its gradients; one-dimensional images have one row.
 
-One kernel does forward and input gradient: both sum taps of a channels-last copy. They differ in
-the taps, their start and the place of the results, which `Axis` describes for one dimension.
+One kernel computes forward and input gradient: both sum taps of a channels-last copy. They differ
+in the taps, their start and the place of the results; `Axis` describes these for one dimension.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ COLS = 32
 """Output channels of a register tile, as in the kernels."""
 LANES = 16
 BAND_PIXELS = 1024
-"""About how many pixels one work-item of the layout kernel copies."""
+"""Approximate number of pixels that a work-item of the layout kernel copies."""
 TURN_NBYTES = 4 << 20
-"""Memory of copied images, which should stay in the last cache."""
+"""Memory for copied images, which should stay in the last cache."""
 ONE = (1, 1, 1)
 BY_PATCHES = {"gpu": gpu, "fpga": fpga}
-"""The families whose products read patches at computed places."""
+"""Families whose products read patches directly from the images, see `kernels/patches.cl`."""
 
 
 @dataclass(frozen=True)
 class ChannelsLast:
-    """A copy [N][rows][cols][channels] of an image tensor, which starts at (top, left)."""
+    """A copy [N][rows][cols][channels] of images, which begin at (top, left) of the copy."""
 
     value: Value
     rows: int
@@ -54,7 +54,7 @@ class ChannelsLast:
     top: int
     left: int
     first: int = 0
-    """The first of all images that are in the copy."""
+    """Index of the first image in the copy."""
 
     @property
     def row(self) -> int:
@@ -67,15 +67,17 @@ class ChannelsLast:
         return self.rows * self.row
 
     def offset(self, h: int, w: int) -> int:
-        """Floats before pixel (h, w) of the first image; coordinates may lie in the border."""
+        """Return the floats before pixel (h, w) of the first image, perhaps in the border."""
         return (h + self.top) * self.row + (w + self.left) * self.channels
 
 
 def channels_last(
     builder: Builder, value: Value, axes: list[tuple[Axis, Axis]], first: int, images: int
 ) -> ChannelsLast:
-    """Copy `images` of [N][C][H][W] from `first` on to channels last, with a border as wide as
-    `axes` read."""
+    """Copy `images` images of [N][C][H][W], from `first` on, to channels last.
+
+    The copy has a border as wide as `axes` read.
+    """
     channels, *size = value.shape[1:]
     top, left, rows, cols = _bordered(size, axes)
     band = min(rows, max(1, BAND_PIXELS // cols))
@@ -93,7 +95,7 @@ def channels_last(
 
 
 def _bordered(size: Sequence[int], axes: list[tuple[Axis, Axis]]) -> tuple[int, int, int, int]:
-    """(top, left, rows, cols) of images with their border."""
+    """Return (top, left, rows, cols) of images with their border."""
     top, left = (max(0, -min((pair[i].start for pair in axes), default=0)) for i in (0, 1))
     rows, cols = (
         border + max([size[i], *(pair[i].end for pair in axes)])
@@ -103,7 +105,7 @@ def _bordered(size: Sequence[int], axes: list[tuple[Axis, Axis]]) -> tuple[int, 
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
     if is_pointwise(g):
         return pointwise(builder, g, x, weight, bias)
     if _winograd.suits(g, flipped=False):
@@ -119,7 +121,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
 def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
-    """dx [N][Ci][H][W]: one convolution of dy for each residue of the pixel modulo the stride."""
+    """Return dx [N][Ci][H][W]: a convolution of dy per residue of the pixel modulo the stride."""
     if folds(g):
         return folded_gradient(builder, g, dy, weight, bias)
     if _winograd.suits(g, flipped=True):
@@ -134,10 +136,10 @@ def _direct(
     builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None,
     all_axes: list[tuple[Axis, Axis]], flipped: bool,
 ) -> Value:  # fmt: skip
-    """The sum over taps of x [N][C][.][.], a part of y for each pair of axes.
+    """Return y, the sum over taps of x [N][C][.][.]; each pair of axes computes a part of y.
 
-    Whatever is larger, images or weights, is read once: the others are read again for each block of
-    it, and so are in a cache. Large images are copied in turns, which are in a cache as well.
+    The larger of images and weights is read once. The smaller is read again for each block of the
+    larger, and so stays in a cache. Large images are copied in turns, which also stay in a cache.
     """
     y = builder.new((g.images, g.in_channels, *g.size) if flipped else
                     (g.images, g.out_channels, *g.out_size), "float32")  # fmt: skip
@@ -155,7 +157,7 @@ def _direct(
 
 
 def _are_larger(g: Geometry, image: int, packed: Value) -> bool:
-    """Whether all images of so many floats are larger than the packed weights."""
+    """Return whether all images, of `image` floats each, are larger than the packed weights."""
     return g.images * image > math.prod(packed.shape)
 
 
@@ -194,7 +196,7 @@ def _convolve(
 
 
 def _padded(copy: ChannelsLast, h: Axis, w: Axis) -> dict[str, Value | int]:
-    """The arguments of both kernels that describe the copy of the image."""
+    """Return the kernel arguments that describe the copy of the images."""
     return {
         "padded": copy.value, "x_offset": copy.offset(h.start, w.start), "x_image": copy.image,
         "x_row": h.x_step * copy.row, "x_col": w.x_step * copy.channels,
@@ -204,7 +206,7 @@ def _padded(copy: ChannelsLast, h: Axis, w: Axis) -> dict[str, Value | int]:
 
 
 def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) -> Value:
-    """Weights by blocks of output channels; of input channels if `flipped`."""
+    """Pack weights by blocks of output channels, or of input channels if `flipped`."""
     taps = g.kernel[0] * g.kernel[1]
     lanes, depth = g.channels(flipped)
     lane_stride, depth_stride = g.in_channels // g.groups * taps, taps
@@ -227,7 +229,7 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
 
 
 def bias_gradient(builder: Builder, dy: Value) -> Value:
-    """db [C] of dy [N][C][H][W]."""
+    """Return db [C] for dy [N][C][H][W]."""
     images, channels, height, width = dy.shape
     db = builder.new((channels,), "float32")
     builder.launch(
@@ -243,7 +245,7 @@ def _kernel(builder: Builder, file: str, name: str, *options: str) -> Kernel:
 
 
 def _images(builder: Builder, node: fx.Node) -> Value:
-    """A tensor argument as [N][C][H][W]."""
+    """Return a tensor argument as [N][C][H][W]."""
     value = builder.value(node)
     if len(value.shape) == 3:
         value = builder.reshape(value, (*value.shape[:2], 1, value.shape[2]))
@@ -252,7 +254,7 @@ def _images(builder: Builder, node: fx.Node) -> Value:
 
 @lowers("aten.convolution.default", supports=why_not, kept=True)
 def convolution(builder: Builder, node: fx.Node) -> None:
-    """y; a transposed convolution is the input gradient of the one it transposes."""
+    """Result: y. A transposed convolution is the input gradient of the plain convolution."""
     x_node, weight_node, bias_node, *_ = arguments(node)
     g, transposed = geometry_of(node)
     x, weight = _images(builder, x_node), _images(builder, weight_node)
@@ -270,7 +272,7 @@ def convolution(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.convolution_backward.default", supports=why_not, kept=True)
 def convolution_backward(builder: Builder, node: fx.Node) -> None:
-    """(dx, dw, db), each only if `output_mask` asks for it."""
+    """Results: (dx, dw, db), each only if `output_mask` requests it."""
     dy_node, x_node, weight_node = arguments(node)[:3]
     want_x, want_weight, want_bias = arguments(node)[10]
     g, transposed = geometry_of(node)

@@ -1,4 +1,4 @@
-"""Operators that make a tensor from nothing: constants, ranges, random masks."""
+"""Operators that create tensors: constants, ranges and random masks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _draw(
     builder: Builder, node: fx.Node, rng: fx.Node, site: int, batch_dim: int, samples: int,
     keep: float, *options: str,
 ) -> None:  # fmt: skip
-    """Draw with the batch dimension first, then move that dimension to its place."""
+    """Draw numbers with the batch dimension first, then move that dimension to its place."""
     shape = node_shape(node)
     batch_dim %= len(shape)
     moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])

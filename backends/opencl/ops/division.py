@@ -1,4 +1,4 @@
-"""Divisions that round, and remainders: exact, and without the traps of integer division."""
+"""Rounded divisions and remainders: exact, and without the traps of integer division."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .registry import lowers
 
 UNSIGNED = ("uint8", "bool")
 OTHER_SIGN = "({0} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
-"""Whether a remainder {0} has another sign than the divisor {1}."""
+"""C code: whether remainder {0} and divisor {1} have different signs."""
 
 
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
@@ -46,12 +46,14 @@ def remainder(builder: Builder, node: fx.Node) -> None:
 
 
 def _floored_quotient(builder: Builder, a: Expr, b: Expr) -> Expr:
-    """As torch: of what is left without the remainder, since floor(a / b) is one too large where
-    a / b is rounded up to a whole number, as 1 / 0.1 is."""
+    """Return the floored quotient of floats as torch computes it: (a - remainder) / b.
+
+    floor(a / b) is one too large if a / b is rounded up to a whole number, as 1 / 0.1 is.
+    """
     rest = builder.apply("exact_fmod({0}, {1})", a.dtype, a, b, weight=DEAR)
     less = f"select(({{T}})(0), ({{T}})(1), convert_{{M}}({OTHER_SIGN}))"
     share = builder.apply(f"({{2}} - {{0}}) / {{1}} - {less}", a.dtype, rest, b, a, weight=6)
-    plain = builder.apply("{0} / {1}", a.dtype, a, b, weight=4)  # by zero, and for the sign of 0
+    plain = builder.apply("{0} / {1}", a.dtype, a, b, weight=4)  # if b is 0; and the sign of 0
     code = "select(rint({0}), copysign(({T})(0), {1}), convert_{M}({0} == ({T})(0)))"
     whole = builder.apply(code, a.dtype, share, plain, weight=2)
     code = "select({0}, {1}, convert_{M}({2} == ({T})(0)))"
@@ -59,7 +61,7 @@ def _floored_quotient(builder: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def _whole_quotient(builder: Builder, a: Expr, b: Expr, floored: bool) -> Expr:
-    """The quotient of integers; C rounds it towards zero."""
+    """Return the quotient of integers; C rounds it towards zero."""
     divisor = _harmless(builder, b)
     quotient = builder.apply("{0} / {1}", a.dtype, a, divisor, weight=4)
     if a.dtype in UNSIGNED:
@@ -73,8 +75,10 @@ def _whole_quotient(builder: Builder, a: Expr, b: Expr, floored: bool) -> Expr:
 
 
 def _harmless(builder: Builder, divisor: Expr) -> Expr:
-    """1 in the place of divisors by which a processor traps: 0, whose quotient is undefined, and
-    -1, which the smallest integer has no quotient by."""
+    """Return the divisor, with 1 instead of 0 and -1, for which processors may trap.
+
+    Quotients by 0 are undefined, and the smallest integer has no quotient by -1.
+    """
     traps = "({0} == ({T})(0))"
     if divisor.dtype not in UNSIGNED:
         traps += " | ({0} == ({T})(-1))"

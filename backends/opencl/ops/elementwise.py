@@ -1,8 +1,8 @@
-"""Operators that work element by element. Each is a piece of C; codegen fuses them.
+"""Operators that work element by element. Each is a piece of C code; codegen fuses them.
 
 `{0}` is the first operand, `{T}` the C type of the result (a vector of 16, or one element),
-`{M}` the signed integer type as wide. Comparisons give 1 for one element and -1 in a vector:
-`abs` of either is 1.
+`{M}` the signed integer type of the same width. Comparisons give 1 for one element and -1 in a
+vector: `abs` of either is 1.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FLOATING = {
     "fmax.default": "fmax({0}, {1})",
     "fmin.default": "fmin({0}, {1})",
 }
-"""Functions of two numbers that C has for floats."""
+"""C functions of two floats, by operator."""
 
 
 def _names(table: Any, *overloads: str) -> list[str]:
@@ -111,7 +111,7 @@ def _is_erf_plus_one(a: Expr, b: Expr) -> TypeGuard[Apply]:
 
 
 def erf_plus_one(builder: Builder, x: Expr) -> Expr:
-    """erf(x) + 1 by exp(-x^2), which the derivative has as well."""
+    """Return erf(x) + 1, computed from exp(-x^2), which the derivative also needs."""
     density = builder.apply(EXP_MINUS_SQUARE, x.dtype, x, weight=DEAR)
     return builder.apply("erf_plus_one({0}, {1})", x.dtype, x, density, weight=DEAR)
 
@@ -146,7 +146,7 @@ def signbit(builder: Builder, node: fx.Node) -> None:
 
 
 def _truth(builder: Builder, expr: Expr) -> Expr:
-    """Sums and products of bools are bools."""
+    """Return `expr`, with bools as 0 or 1 after arithmetic."""
     if expr.dtype != "bool":
         return expr
     return truth(builder, expr)
@@ -194,14 +194,14 @@ def function(builder: Builder, node: fx.Node) -> None:
         a, code = root, EXP_MINUS_SQUARE
     if a.dtype not in FLOATS:
         rounding = name in ("floor", "ceil", "trunc", "round")
-        lowest = "0" if a.dtype in UNSIGNED else "-1"  # clamp is undefined for bounds in reverse
+        lowest = "0" if a.dtype in UNSIGNED else "-1"  # as unsigned, -1 would exceed the high bound
         signed = f"clamp({{0}}, ({{T}})({lowest}), ({{T}})(1))"
         code = "{0}" if rounding else signed if name in ("sign", "sgn") else code
     builder.define(node, builder.apply(code, a.dtype, a, weight=weight))
 
 
 def _root_of_minus_square(expr: Expr) -> Expr | None:
-    """x if `expr` is -(x * x)."""
+    """Return x if `expr` is -(x * x), else None."""
     if not isinstance(expr, Apply) or expr.code != MINUS:
         return None
     (square,) = expr.args
@@ -228,7 +228,7 @@ def power(builder: Builder, node: fx.Node) -> None:
         code = POWERS[float(exponent)]
         builder.define(node, builder.apply(code, a.dtype, a, weight=4 if "r" in code else 2))
     elif a.numel == 1 and "float64" in builder.device.info.dtypes:
-        # An optimizer's 1 - beta^step loses three digits: one element can afford doubles.
+        # In an optimizer, 1 - beta^step loses three digits; for one element doubles are cheap.
         wide = [cast(builder, item, "float64") for item in (a, b)]
         exact = builder.apply("exact_pow({0}, {1})", "float64", *wide, weight=2 * DEAR)
         builder.define(node, cast(builder, exact, a.dtype))
@@ -262,7 +262,7 @@ def clamp(builder: Builder, node: fx.Node) -> None:
     for bound, sign in ((low, "<"), (high, ">")):
         if bound is not None:
             (limit,) = operands(builder, node, [bound])
-            # A tensor may have NaN for a bound, which goes before every number.
+            # A tensor of bounds may have NaN, which replaces every number.
             passes = f"({{0}} {sign} {{1}})"
             passes += " | ({1} != {1})" if isinstance(bound, fx.Node) else ""
             code = f"select({{0}}, {{1}}, convert_{{M}}({passes}))"
@@ -281,7 +281,7 @@ def threshold_backward(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.lerp.Scalar", "aten.lerp.Tensor")
 def lerp(builder: Builder, node: fx.Node) -> None:
     a, b, weight = operands(builder, node, node.args[:3])
-    # From the nearer end, so that the ends themselves are exact.
+    # Start from the nearer end, so that the ends themselves are exact.
     near, far = "{0} + {2} * ({1} - {0})", "{1} - ({1} - {0}) * (({T})(1) - {2})"
     code = f"select({far}, {near}, convert_{{M}}(fabs({{2}}) < ({{T}})(0.5f)))"
     builder.define(node, builder.apply(code, a.dtype, a, b, weight, weight=6))

@@ -1,4 +1,4 @@
-"""Reads at computed places, and their gradients, which are sums."""
+"""Reads at the places given by index tensors: embedding, index_select, gather and index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _read(
 
 
 def _index(builder: Builder, arg: object, shape: tuple[int, ...], at: int) -> Expr:
-    """An index tensor whose dimensions are those of `shape` from `at` on, spread over `shape`."""
+    """Return an index tensor expanded to `shape`; its first dimension is dimension `at` there."""
     expr = builder.expr(arg)
     padded = expr.shape + (1,) * (len(shape) - at - len(expr.shape))
     expr = builder.view(expr, lambda layout: layouts.reshape(layout, padded))
@@ -46,7 +46,7 @@ def embedding(builder: Builder, node: fx.Node) -> None:
 def index_select(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
     table, shape = node_shape(source), node_shape(node)
-    if not table:  # its one element is dimension 0
+    if not table:  # a 0-d tensor has only one element to select
         builder.define(node, builder.expr(source))
         return
     dim: Any = node.args[1]
@@ -65,7 +65,7 @@ def gather(builder: Builder, node: fx.Node) -> None:
     dim %= len(table)
     strides = list(_strides(table))
     step, strides[dim] = strides[dim], 0
-    rank = len(node_shape(node))  # another than the table's for one element, or an empty index
+    rank = len(node_shape(node))  # may differ from the table's: one element, or an empty index
     strides = [*strides, *[0] * rank][:rank]
     index = builder.expr(node.args[2])
     _read(builder, node, builder.value(source), strides, [(index, step, table[dim])])
@@ -76,7 +76,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _together(node: fx.Node) -> str | None:
-    """Why an `index` cannot be lowered: only one run of index tensors, none of them bool."""
+    """Return why an `index` cannot be lowered: it needs one run of index tensors, none bool."""
     indices: Any = node.args[1]
     indexed = [d for d, index in enumerate(indices) if index is not None]
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
@@ -99,7 +99,7 @@ def index(builder: Builder, node: fx.Node) -> None:
 def _indices(
     builder: Builder, node: fx.Node, table: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, int, list[Index]]:
-    """First indexed dimension, rank of the index tensors together, and the indices."""
+    """Return the first indexed dimension, the broadcast index tensors' rank, and the indices."""
     args: Any = node.args[1]
     indexed = [d for d, arg in enumerate(args) if arg is not None]
     rank = max(len(node_shape(args[d])) for d in indexed)

@@ -16,7 +16,7 @@ from .registry import lowers
 
 LANES = 16
 MOST_CLASSES = 4096
-"""Of a row that is kept beside its result, see `kernels/cpu/loss.cl`."""
+"""Most classes of a row that is written past the caches, see `kernels/cpu/loss.cl`."""
 NONE, SUM = 0, 2
 """torch's numbers for reductions."""
 
@@ -27,7 +27,7 @@ def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
 
 
 def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    """(outer, classes, inner) about dimension `dim`; a scalar is one class."""
+    """Return (outer, classes, inner) around dimension `dim`; a scalar is one class."""
     if not shape:
         return 1, 1, 1
     dim %= len(shape)
@@ -42,7 +42,7 @@ def _over_classes(
     logarithm: bool,
     inplace: Sequence[Value] = (),
 ) -> None:
-    """Launch the kernel for rows, or for columns if the classes are not neighbours in memory."""
+    """Launch the kernel for rows, or for columns if classes are not neighbours in memory."""
     outer, classes, inner = _split(tensors["y"].shape, dim)
     args: dict[str, Argument] = {**tensors, "classes": classes, "logarithm": int(logarithm)}
     if inner == 1:
@@ -54,7 +54,7 @@ def _over_classes(
 
 @lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32, kept=True)
 def softmax(builder: Builder, node: fx.Node) -> None:
-    """Softmax over one dimension, or its logarithm."""
+    """Result: the softmax over one dimension, or its logarithm."""
     x_node, dim, _ = arguments(node)
     if builder.device.family == "fpga" and _split(node_shape(node), dim)[2] == 1:
         joined = fpga.softmax(builder, builder.expr(x_node), "log" in str(node.target))
@@ -94,7 +94,7 @@ def _rows_in_turn(
     kept=True,
 )
 def softmax_backward(builder: Builder, node: fx.Node) -> None:
-    """dx from dy and the forward's own result."""
+    """Result: dx, from dy and the forward's result."""
     dy, y, dim = (
         builder.value(arguments(node)[0]),
         builder.value(arguments(node)[1]),
@@ -107,7 +107,7 @@ def softmax_backward(builder: Builder, node: fx.Node) -> None:
 
 
 def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(outer, classes, inner) of scores [C], [N][C] or [N][C][...]."""
+    """Return (outer, classes, inner) of scores [C], [N][C] or [N][C][...]."""
     return _split(shape, 0 if len(shape) == 1 else 1)
 
 
@@ -118,13 +118,13 @@ def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
     kept=True,
 )
 def nll_loss(builder: Builder, node: fx.Node) -> None:
-    """(loss, total weight)."""
+    """Results: (loss, total weight)."""
     x_node, target, weight, reduction, ignore = arguments(node)
     x = builder.value(x_node)
     loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
     outer, classes, inner = _samples(x.shape)
     if len(x.shape) == 1 and reduction == NONE:
-        reduction = SUM  # torch then returns the weight of the one sample
+        reduction = SUM  # torch then also returns the weight of the only sample
     builder.launch(
         _kernel(builder, "nll_forward"), (1,), (1,),
         {
@@ -143,7 +143,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
     kept=True,
 )
 def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
-    """The gradient of the scores."""
+    """Result: the gradient of the scores."""
     dloss, x_node, target, weight, reduction, ignore, total = arguments(node)
     shape = tuple(x_node.meta["val"].shape)
     dx = builder.new(shape, "float32")

@@ -28,22 +28,22 @@ from .registry import lowers
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 GROUP = 2
-"""Panels of columns that are packed at once where they are neighbours in memory."""
+"""Panels of columns that are packed together if they are neighbours in memory."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
 BALANCE, LARGE_PANELS = 4, 16
-"""Parts for each compute unit, as long as they have so many panels of rows or of columns."""
+"""Target parts per compute unit; stop splitting below LARGE_PANELS panels of rows or columns."""
 FEW_PANELS = 8
-"""Packing a panel takes half as long as a tile: with fewer tiles for each it counts."""
+"""Tiles per panel below which packing counts: packing a panel takes half as long as a tile."""
 MOST_PASSES = 16
-"""Panels of columns up to which rows of A are not worth packing: products of 12 to 16 take 1 to 6 %
-less time without, those of 32 as long, and those of 48 take 3 to 5 % more."""
+"""Panels of columns up to which packing rows of A does not pay. Without packing, 12 to 16 panels
+take 1 to 6 % less time, 32 panels the same time, and 48 panels 3 to 5 % more."""
 FEW_ROWS = 4
-"""A tile at the edge has a multiple of them."""
+"""A tile at the edge has a multiple of FEW_ROWS rows."""
 SETS, LINE_NBYTES = 64, 64
-"""Of a first-level cache, at least: more sets only spread lines better."""
+"""Least sets of a first-level cache, and bytes per line; more sets only spread lines better."""
 MOST_LINES = 6
-"""Of a tile's rows in one of these sets, which have room for 8 at least."""
+"""Most lines of a tile's rows in one of these sets, which hold at least 8 lines."""
 PACKED, IN_PLACE = "packed", "in_place"
 OF_FAMILIES = {"gpu": tiled_product, "fpga": systolic_product}
 THIN_ROWS = 2
@@ -52,7 +52,7 @@ THIN_OPERATIONS = 1 << 14
 
 
 def lower_product(builder: Builder, product: Product) -> Value:
-    """Add the launches of a product; returns C, (batch, rows, cols) row-major."""
+    """Add the launches of a product and return C, row-major (batch, rows, cols)."""
     family = OF_FAMILIES.get(builder.device.family)
     if family is not None:
         return family(builder, product)
@@ -67,17 +67,17 @@ class Parts:
     """Parts of a product's rows and columns, one pair for each work-item."""
 
     rows: int
-    """Of a part, a multiple of ROWS."""
+    """Rows of a part, a multiple of ROWS."""
     cols: int
-    """Of a part, a multiple of COLS."""
+    """Columns of a part, a multiple of COLS."""
     counts: tuple[int, int]
-    """Parts of rows and parts of columns."""
+    """Number of parts of the rows, and of the columns."""
 
 
 def parts_of(device: Target, p: Product) -> Parts:
-    """A part for each compute unit, some more where parts are large, and blocks where they stream.
+    """Return a part per compute unit: more if parts are large, and short ones if they stream.
 
-    Each part packs its own rows of A and its own columns of B, so few large ones do less work.
+    Each part packs its rows of A and its columns of B, so few large parts do less work.
     """
     panels = (math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS))
     counts, units = [1, 1], device.compute_units
@@ -96,19 +96,19 @@ def parts_of(device: Target, p: Product) -> Parts:
 
 
 def depth_blocks(depth: int, most: int) -> list[tuple[int, int]]:
-    """Equal ranges of K of at most `most`."""
+    """Return equal ranges of K, each of at most `most`."""
     count = math.ceil(depth / most)
     return [(depth * i // count, depth * (i + 1) // count) for i in range(count)]
 
 
 def _tiled(builder: Builder, p: Product) -> Value:
-    """Launches of `matmul`, one for each block of depth."""
+    """Add launches of `matmul`, one for each block of depth, and return C."""
     p = at_sources(builder, p)
     parts = parts_of(builder.device, p)
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
-    # Panels of A come behind a group of B's, whether or not that is packed here.
+    # Panels of A follow a group of panels of B, even if another launch packs B.
     own_rows = parts.rows if forms[0] not in (PACKED, IN_PLACE) else 0
     panels = GROUP * COLS + own_rows if own_rows or forms[1] != PACKED else 0
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
@@ -137,10 +137,10 @@ def _tiled(builder: Builder, p: Product) -> Value:
 def _operands(
     builder: Builder, p: Product, parts: Parts
 ) -> tuple[list[Launch], Panels, Operand, Operand]:
-    """Launches that pack ahead, the forms of both operands' panels, and the operands.
+    """Return launches that pack ahead, the forms of both operands' panels, and the operands.
 
-    A work-item packs its panels itself, or reads those of A in place if that suits. A weight that
-    it would use few times is packed by a launch of its own, and stays so while it does not change.
+    A work-item packs its panels itself, or reads A in place if that suits. If it would use a
+    weight only a few times, another launch packs the weight; the result stays until it changes.
     """
     packs, left, right = [], p.left, p.right
     forms = [_form(left.row, left.col), _form(right.col, right.row)]
@@ -158,10 +158,10 @@ def _operands(
 
 
 def suits_in_place(p: Product, parts: Parts) -> bool:
-    """Whether rows of A are read where they lie, as few panels of B pass by.
+    """Return whether to read rows of A in place, since few panels of B use them.
 
-    The lines of a tile's rows have to stay in a first-level cache from one k to the next; where
-    rows are a large power of two apart, too many of them fall into one of its sets.
+    The lines of a tile's rows must stay in a first-level cache from one k to the next. If rows are
+    a large power of two apart, too many lines share a set of the cache.
     """
     lines = Counter(row * 4 * p.left.row // LINE_NBYTES % SETS for row in range(ROWS))
     return (
@@ -173,27 +173,27 @@ def suits_in_place(p: Product, parts: Parts) -> bool:
 
 
 def _form(along_panel: int, along_depth: int) -> str:
-    """Which of the functions of `kernels/cpu/matmul.cl` packs an operand of these strides."""
+    """Return which function of `kernels/cpu/matmul.cl` packs an operand with these strides."""
     if along_panel == 1:
         return "contiguous"
     return "transposed" if along_depth == 1 else "strided"
 
 
 def _of_panels(packed: Value) -> Operand:
-    """Panels as an operand: `row` leads to the next panel, `col` to the next k."""
+    """Return panels as an operand: `row` is the stride between panels, `col` between k."""
     _, panels, depth, width = packed.shape
     return Operand(packed, 0, panels * depth * width, depth, width)
 
 
 def pack_rows(builder: Builder, a: Operand, rows: int, depth: int, batch: int = 1) -> Value:
-    """A, rows x depth, in panels of ROWS rows: [batch][panels][depth][ROWS], zero-padded."""
+    """Pack A, rows x depth, in panels of ROWS rows: [batch][panels][depth][ROWS], zero-padded."""
     packed, launch = _pack_left(builder, a, rows, depth, batch)
     builder.add(launch)
     return packed
 
 
 def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
-    """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
+    """Pack B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], padded."""
     packed, launch = _pack_right(builder, b, depth, cols, batch)
     builder.add(launch)
     return packed
@@ -266,7 +266,7 @@ def _kernel(builder: Builder, name: str, *defines: str) -> Kernel:
 
 
 def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:
-    """The argument broadcast to `shape`, (rows, cols) or (batch, rows, cols)."""
+    """Return the argument broadcast to `shape`, (rows, cols) or (batch, rows, cols)."""
     value, strides, offset = builder.strided(node)
     sizes = tuple(node.meta["val"].shape)
     missing = len(shape) - len(sizes)
@@ -283,7 +283,7 @@ def _lower(
 ) -> None:
     shape = tuple(node.meta["val"].shape)
     depth = int(left.meta["val"].shape[-1])
-    if depth == 0 or 0 in shape:  # a sum of nothing
+    if depth == 0 or 0 in shape:  # an empty sum, or no result
         given, scale = operands(builder, node, (bias if bias and beta else 0, float(beta)))
         builder.define(node, builder.apply("{0} * {1}", "float32", given, scale))
         return
@@ -314,14 +314,14 @@ def _lower(
 
 @lowers("aten.mm.default", "aten.bmm.default", supports=why_not_float32_product, kept=True)
 def matmul(builder: Builder, node: fx.Node) -> None:
-    """`mm(A, B)` and `bmm(A, B)`."""
+    """Lower `mm(A, B)` and `bmm(A, B)`."""
     _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 
 @lowers("aten.addmm.default", supports=why_not_float32_product, kept=True)
 @lowers("aten.baddbmm.default", supports=why_not_float32_product)
 def biased_matmul(builder: Builder, node: fx.Node) -> None:
-    """`beta * bias + alpha * A @ B`, the bias broadcast."""
+    """Lower `beta * bias + alpha * A @ B`, with the bias broadcast."""
     bias, left, right = arguments(node)[:3]
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     assert isinstance(beta, (int, float))

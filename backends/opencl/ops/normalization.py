@@ -24,14 +24,14 @@ def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
 
 
 def _channels(x: Value) -> tuple[int, int, int]:
-    """(N, C, pixels) of a tensor [N][C][...]."""
+    """Return (N, C, pixels) of a tensor [N][C][...]."""
     return x.shape[0], x.shape[1], math.prod(x.shape[2:])
 
 
 def _train(
     builder: Builder, given: Expr, weight: Any, bias: Any, running: Any, momentum: float, eps: float
 ) -> tuple[Value, Value, Value, Value | None, Value | None]:
-    """(y, mean, rstd, new mean, new variance) of a batch; `running` is a pair of nodes or None."""
+    """Return (y, mean, rstd, new mean, new variance); `running` is a pair of nodes or None."""
     old: list[Value | None] = [None, None]
     new: list[Value | None] = [None, None]
     if running is not None:
@@ -78,7 +78,7 @@ def _infer(
 
 @lowers("aten._native_batch_norm_legit_functional.default", supports=why_not_float32, kept=True)
 def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
-    """(y, mean, rstd, new running mean, new running variance)."""
+    """Results: (y, mean, rstd, new running mean, new running variance)."""
     x_node, weight, bias, mean, var, training, momentum, eps = arguments(node)
     if training:
         x_expr = builder.expr(x_node)
@@ -92,7 +92,7 @@ def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten._native_batch_norm_legit_no_training.default", supports=why_not_float32, kept=True)
 def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
-    """(y, nothing, nothing) from running statistics."""
+    """Results: y from running statistics, and two empty tensors."""
     x_node, weight, bias, mean, var, _, eps = arguments(node)
     x = builder.value(x_node)
     y = _infer(builder, x, weight, bias, builder.value(mean), builder.value(var), eps)
@@ -101,20 +101,20 @@ def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten._native_batch_norm_legit.no_stats", supports=why_not_float32, kept=True)
 def batch_norm_no_stats(builder: Builder, node: fx.Node) -> None:
-    """(y, mean, rstd) of the batch, without running statistics."""
+    """Results: (y, mean, rstd) of the batch, without running statistics."""
     x_node, weight, bias, _, momentum, eps = arguments(node)
     results = _train(builder, builder.expr(x_node), weight, bias, None, momentum, eps)
     builder.result(node, results[:3])
 
 
 def _no_statistics(builder: Builder) -> tuple[Value, Value]:
-    """In inference torch returns empty tensors for mean and rstd."""
+    """Return two empty tensors, torch's mean and rstd in inference."""
     return builder.new((0,), "float32"), builder.new((0,), "float32")
 
 
 @lowers("aten.native_batch_norm_backward.default", supports=why_not_float32, kept=True)
 def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
-    """(dx, dweight, dbias), each only if `output_mask` asks for it."""
+    """Results: (dx, dweight, dbias), each only if `output_mask` requests it."""
     dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = arguments(
         node
     )
@@ -142,7 +142,7 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.native_layer_norm.default", supports=why_not_float32, kept=True)
 def layer_norm(builder: Builder, node: fx.Node) -> None:
-    """(y, mean, rstd)."""
+    """Results: (y, mean, rstd)."""
     x_node, normalized, weight, bias, eps = arguments(node)
     if builder.device.family == "fpga" and len(normalized) == 1:
         scale, shift = (None if each is None else builder.value(each) for each in (weight, bias))
@@ -168,7 +168,7 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.native_layer_norm_backward.default", supports=why_not_float32, kept=True)
 def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
-    """(dx, dweight, dbias), each only if `output_mask` asks for it."""
+    """Results: (dx, dweight, dbias), each only if `output_mask` requests it."""
     dy_node, x_node, normalized, mean_node, rstd_node, weight, _, mask = arguments(node)
     dy, x, mean, rstd = (builder.value(n) for n in (dy_node, x_node, mean_node, rstd_node))
     length = math.prod(normalized)

@@ -1,4 +1,4 @@
-"""Maximum, average and adaptive average pooling over two dimensions, and their backwards."""
+"""Maximum, average and adaptive average pooling over two dimensions, with their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW = (
     "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",
 )  # fmt: skip
 ADAPTIVE = dict.fromkeys(WINDOW, 0)
-"""Window arguments that make the kernels use bins that cover the image; see `window`."""
+"""Window arguments that select bins that cover the image; see `window` in the kernels."""
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
@@ -24,7 +24,7 @@ def _kernel(builder: Builder, name: str) -> Kernel:
 
 
 def _pair(value: Any, default: tuple[int, int]) -> tuple[int, int]:
-    """torch accepts one number, one in a list, two, or an empty list for the default."""
+    """Return a pair from torch's argument: a number, a list of one or two, or `[]` (default)."""
     items = list(value) if isinstance(value, Sequence) else [value]
     if not items:
         return default
@@ -41,7 +41,7 @@ def _argument(args: Sequence[Any], index: int, default: Any) -> Any:
 
 @lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32, kept=True)
 def max_pool(builder: Builder, node: fx.Node) -> None:
-    """(y, indices); indices count pixels of a plane."""
+    """Results: (y, indices). Indices count the pixels of a plane."""
     args = arguments(node)
     x = builder.value(args[0])
     kernel = _pair(args[1], (1, 1))
@@ -64,7 +64,7 @@ def max_pool(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.max_pool2d_with_indices_backward.default", supports=why_not_float32, kept=True)
 def max_pool_backward(builder: Builder, node: fx.Node) -> None:
-    """dx: each dy added where the forward found its maximum."""
+    """Result: dx. Each dy is added where the forward found its maximum."""
     dy, index = builder.value(arguments(node)[0]), builder.value(arguments(node)[7])
     dx = builder.new(node.meta["val"].shape, "float32")
     pixels, out_pixels = math.prod(dx.shape[-2:]), math.prod(dy.shape[-2:])
@@ -76,13 +76,13 @@ def max_pool_backward(builder: Builder, node: fx.Node) -> None:
 
 
 def _sizes(image: Sequence[int], out: Sequence[int]) -> dict[str, int]:
-    """Rows and columns of an image, and of its pooled result."""
+    """Return the rows and columns of an image, and of its pooled result."""
     names = ("height", "width", "out_h", "out_w")
     return dict(zip(names, (*image[-2:], *out[-2:]), strict=True))
 
 
 def _windows(args: Sequence[Any], first: int) -> dict[str, int]:
-    """Kernel, stride, padding, count_include_pad and divisor of an average pooling."""
+    """Return kernel, stride, padding, count_include_pad and divisor of an average pooling."""
     kernel = _pair(args[first], (1, 1))
     stride = _pair(_argument(args, first + 1, []), kernel)
     padding = _pair(_argument(args, first + 2, 0), (0, 0))
@@ -113,23 +113,23 @@ def _mean_backward(builder: Builder, node: fx.Node, windows: dict[str, int]) -> 
 
 @lowers("aten.avg_pool2d.default", supports=why_not_float32, kept=True)
 def mean_pool(builder: Builder, node: fx.Node) -> None:
-    """y: averages of windows."""
+    """Result: y, averages of windows."""
     _mean(builder, node, _windows(arguments(node), 1))
 
 
 @lowers("aten.avg_pool2d_backward.default", supports=why_not_float32, kept=True)
 def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
-    """dx: each dy shared over its window."""
+    """Result: dx. Each dy is shared over its window."""
     _mean_backward(builder, node, _windows(arguments(node), 2))
 
 
 @lowers("aten._adaptive_avg_pool2d.default", supports=why_not_float32)
 def adaptive_pool(builder: Builder, node: fx.Node) -> None:
-    """y: averages of bins that cover the image."""
+    """Result: y, averages of bins that cover the image."""
     _mean(builder, node, ADAPTIVE)
 
 
 @lowers("aten._adaptive_avg_pool2d_backward.default", supports=why_not_float32)
 def adaptive_pool_backward(builder: Builder, node: fx.Node) -> None:
-    """dx: each dy shared over its bin."""
+    """Result: dx. Each dy is shared over its bin."""
     _mean_backward(builder, node, ADAPTIVE)

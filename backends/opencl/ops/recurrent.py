@@ -1,4 +1,4 @@
-"""A layer of an LSTM, forward and backward: the whole loop over time is one launch."""
+"""A layer of an LSTM, forward and backward: one launch runs the whole loop over time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .registry import lowers
 
 LANES = 16
 LARGEST_ROWS = 12
-"""Rows of the register tile of `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
+"""Most rows of the register tile in `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
 FEWEST_ROWS = 4
-"""Least rows of a work-item: with fewer, reading the weights would dominate."""
+"""Least rows per work-item: with fewer, reading the weights would dominate."""
 
 
 def _launch(
     builder: Builder, name: str, weight: Value, gates: int, hidden: int, batch: int,
     args: dict[str, Value | int],
 ) -> None:  # fmt: skip
-    """`name` over the rows of a batch; a step's product has operands of `gates` times `hidden`."""
+    """Launch `name` over the rows of a batch; products of a step have depth `gates * hidden`."""
     items = min(builder.device.compute_units, math.ceil(batch / FEWEST_ROWS))
     share = math.ceil(batch / items)
     most, fewest = min(share, LARGEST_ROWS), min(share, FEWEST_ROWS)
-    rows = min(range(most, fewest - 1, -1), key=lambda rows: -share % rows)  # idle rows
+    rows = min(range(most, fewest - 1, -1), key=lambda rows: -share % rows)  # fewest idle rows
     groups = math.ceil(share / rows)
     items = math.ceil(batch / (groups * rows))
     panel = builder.new(
@@ -46,7 +46,7 @@ def _launch(
 
 @lowers("hetpipe.lstm.default", supports=why_not_float32, kept=True)
 def lstm(builder: Builder, node: fx.Node) -> None:
-    """(y, c, gates)."""
+    """Results: (y, c, gates)."""
     gates_x, h0, c0 = (builder.value(arg) for arg in arguments(node)[:3])
     weight, (row, col), offset = builder.strided(arguments(node)[3])
     steps, batch = gates_x.shape[:2]
@@ -63,7 +63,7 @@ def lstm(builder: Builder, node: fx.Node) -> None:
 
 @lowers("hetpipe.lstm_backward.default", supports=why_not_float32, kept=True)
 def lstm_backward(builder: Builder, node: fx.Node) -> None:
-    """(grad_gates_x, grad_h0, grad_c0)."""
+    """Results: (grad_gates_x, grad_h0, grad_c0)."""
     grad_y_node, grad_last_c, *others, weight_node = arguments(node)
     grad_y = builder.value(grad_y_node)
     gates, c, c0 = (builder.value(arg) for arg in others)

@@ -26,7 +26,7 @@ def _dims(dims: Any, rank: int) -> list[int]:
 
 
 def _reduced(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) -> Expr:
-    """`expr` reduced, with the reduced dimensions kept as size 1."""
+    """Reduce `expr`, keeping the reduced dimensions with size 1."""
     value = reduce(builder, expr, dims, how)
     shape = tuple(1 if d in dims else n for d, n in enumerate(expr.shape))
     return builder.pool.load(builder.reshape(value, shape))
@@ -65,7 +65,7 @@ def extreme(builder: Builder, node: fx.Node) -> None:
     name = operator_name(node).split(".")[1]
     how = {"amax": MAXIMUM, "max": MAXIMUM, "amin": MINIMUM, "min": MINIMUM}.get(name)
     how = how or (ANY if name == "any" else ALL)
-    # Of uint8 torch asks whether any is not 0 and answers in uint8, 0 or 1.
+    # For uint8, torch also compares elements with 0, and returns 0 or 1 as uint8.
     expr = _source(builder, node, "bool" if how in (ANY, ALL) else node_dtype(node))
     dims = _dims(argument(node, 1, "dim"), len(expr.shape))
     result = cast(builder, _reduced(builder, expr, dims, how), node_dtype(node))
@@ -75,7 +75,7 @@ def extreme(builder: Builder, node: fx.Node) -> None:
 def _moments(
     builder: Builder, expr: Expr, dims: Sequence[int], correction: float
 ) -> tuple[Expr, Expr]:
-    """Variance and mean in two passes: sums of squared differences lose no digits."""
+    """Return variance and mean, in two passes: sums of squared differences lose no digits."""
     count = math.prod(expr.shape[d] for d in dims)
     mean = _scaled(builder, _reduced(builder, expr, dims, SUM), count)
     mean = builder.pool.load(builder.store(mean))
@@ -106,7 +106,7 @@ def variance(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.argmax.default", "aten.argmin.default")
 def position(builder: Builder, node: fx.Node) -> None:
-    """The first place of the extreme."""
+    """Result: the first index of the extreme."""
     expr: Expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
     dim = argument(node, 1, "dim")
     if dim is None:
@@ -127,7 +127,7 @@ def extreme_along(builder: Builder, node: fx.Node) -> None:
 
 
 def _extreme_at(builder: Builder, expr: Expr, dim: int, how: Reduction) -> tuple[Expr, Expr]:
-    """The extreme along a dimension, and its first place."""
+    """Return the extreme along a dimension, and its first index."""
     if not expr.shape:
         return expr, builder.pool.make(Const, (), "int64", 0)
     dim %= len(expr.shape)
@@ -136,6 +136,6 @@ def _extreme_at(builder: Builder, expr: Expr, dim: int, how: Reduction) -> tuple
     strides = tuple(int(d == dim) for d in range(len(expr.shape)))
     place = builder.pool.make(Coord, expr.shape, "int64", Layout(expr.shape, strides))
     far = builder.pool.make(Const, expr.shape, "int64", expr.shape[dim])
-    # A NaN is an extreme, and equals nothing.
+    # NaN counts as the extreme, but is not equal to itself.
     here = builder.apply("abs(convert_{M}(({0} == {1}) | ({0} != {0})))", "bool", expr, wide)
     return best, _reduced(builder, choose(builder, here, place, far), [dim], MINIMUM)

@@ -1,4 +1,4 @@
-"""The registry of lowerings: a function for each operator.
+"""Registry of lowerings: a function for each operator.
 
 A module of this package registers its lowerings when it is imported:
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowering:
-    """The lowering of an operator, and the reason to refuse a use of it."""
+    """The lowering of an operator, and a function with the reason to refuse a node."""
 
     lower: Lower
     supports: Supports | None = None
     kept: bool = False
-    """Whether graphs keep the operator: it has a kernel of its own."""
+    """Whether graphs keep the operator, since it has a dedicated kernel."""
 
 
 LOWERINGS: dict[str, Lowering] = {}
-"""Ours, which all backends on OpenCL begin with; see `OpenCLBackend.lowerings`."""
+"""Stock lowerings, which each OpenCL backend extends; see `OpenCLBackend.lowerings`."""
 
 
 def lowers(
@@ -41,8 +41,8 @@ def lowers(
     """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
 
     `supports` returns the reason why a node cannot be lowered, or None if it can. `kept` operators
-    have a kernel of their own, and are not decomposed.
-    Raises `ValueError` if an operator has a lowering already.
+    have dedicated kernels, and are not decomposed. Raises `ValueError` if an operator already has
+    a lowering.
     """
 
     def register(lower: Lower) -> Lower:
@@ -57,5 +57,5 @@ def lowers(
 
 
 def kept_operators(lowerings: Mapping[str, Lowering] = LOWERINGS) -> frozenset[str]:
-    """The operators of a table that are not decomposed."""
+    """Return the operators of a table that are not decomposed."""
     return frozenset(name for name, lowering in lowerings.items() if lowering.kept)

@@ -1,4 +1,4 @@
-"""Writes at computed places: gradients of reads, and operators of their own."""
+"""Writes at the places given by index tensors: index_put, scatter, gradient of embedding."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .registry import lowers
 
 JOINS = {"sum": "ADD", "add": "ADD", "prod": "MULTIPLY", "multiply": "MULTIPLY",
          "amax": "LARGER", "amin": "SMALLER"}  # fmt: skip
-"""The macro of `kernels/scatter.cl` for each reduction that torch names."""
+"""Macros of `kernels/scatter.cl`, by torch's names of reductions."""
 COLUMNS = (256, 64, 16)
-"""Of a work-item of `put_rows`; a program each."""
+"""Choices of columns per work-item of `put_rows`; each needs a separate program."""
 
 
 def _unscaled(node: fx.Node) -> str | None:
@@ -33,7 +33,7 @@ def _unscaled(node: fx.Node) -> str | None:
 
 @lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
-    """Sums the gradients of each row in the order of the samples: the same on every run."""
+    """Sum the gradients of each row in the order of the samples: the same in every run."""
     arguments: Any = node.args
     gradient, indices, rows, padding = arguments[:4]
     index = builder.store(cast(builder, builder.expr(indices), "int64"))
@@ -55,7 +55,7 @@ def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> N
 
 
 def _columns(width: int, device: Target) -> int:
-    """Columns of a work-item: as long runs of memory as leave each compute unit one."""
+    """Return the columns per work-item: the most with a work-item for each compute unit."""
     fitting = (columns for columns in COLUMNS if -(-width // columns) >= device.compute_units)
     return next(fitting, COLUMNS[-1])
 
@@ -76,13 +76,14 @@ def _no_masks(node: fx.Node) -> str | None:
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_no_masks)
 def index_put(builder: Builder, node: fx.Node) -> None:
-    """Rows of equal index are joined in the order of the samples; of others the last stays."""
+    """Add rows of equal index in the order of the samples, or keep the last of them."""
     indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
     indexed = [d for d, index in enumerate(indices) if index is not None]
     whole = [d for d in range(len(shape)) if d not in indexed]
     spread = tuple(np.broadcast_shapes(*(node_shape(indices[d]) for d in indexed)))
-    # Dimensions of the values: those of the indices stand in the place of a run of indexed ones.
+    # In the values, the dimensions of the indices replace a run of indexed dimensions; without
+    # such a run, they come first.
     run = indexed == list(range(indexed[0], indexed[-1] + 1))
     before = [d for d in whole if run and d < indexed[0]]
     after = [d for d in whole if d not in before]
@@ -109,7 +110,7 @@ def index_put(builder: Builder, node: fx.Node) -> None:
 
 
 def _row(builder: Builder, node: fx.Node, spread: tuple[int, ...]) -> Expr:
-    """The number of the row that the index tensors choose together, among the indexed sizes."""
+    """Return the row that the index tensors select together, counted over indexed dimensions."""
     indices: Any = node.args[1]
     shape = node_shape(node)
     row: Expr | None = None
@@ -127,7 +128,7 @@ def _row(builder: Builder, node: fx.Node, spread: tuple[int, ...]) -> Expr:
 
 
 def _reduction(node: fx.Node) -> str | None:
-    """The name that torch gives to the reduction of a node, or None if it overwrites."""
+    """Return torch's name of a node's reduction, or None if the node overwrites."""
     name = operator_name(node)
     if name == "aten.scatter_add.default":
         return "sum"
@@ -146,7 +147,7 @@ def _known(node: fx.Node) -> str | None:
         "aten.scatter.value_reduce", "aten.scatter_add.default", "aten.scatter_reduce.two",
         supports=_known)  # fmt: skip
 def scatter(builder: Builder, node: fx.Node) -> None:
-    """Sources with one place are joined in order; where they overwrite, the last stays."""
+    """Reduce sources of the same place in order; without a reduction, keep the last one."""
     arguments: Any = node.args
     source, dim, places, values = arguments[:4]
     dtype, reduction = node_dtype(node), _reduction(node)
@@ -182,7 +183,7 @@ def _whole(node: Any) -> tuple[int, ...]:
 
 
 def _with_a_dimension(builder: Builder, expr: Expr) -> Expr:
-    """A 0-d tensor as one of one element."""
+    """Return a 0-d tensor as a 1-d tensor."""
     if expr.shape:
         return expr
     return builder.view(expr, lambda layout: layouts.unsqueeze(layout, 0))
@@ -191,7 +192,7 @@ def _with_a_dimension(builder: Builder, expr: Expr) -> Expr:
 def _as_lines(
     builder: Builder, node: Any, dtype: str, dim: int, sizes: tuple[int, ...] | None = None
 ) -> Expr:
-    """A tensor, or its first `sizes`, with dimension `dim` last."""
+    """Return a tensor, cut to `sizes` if they are given, with dimension `dim` last."""
     expr = _with_a_dimension(builder, cast(builder, builder.expr(node), dtype))
     for d, size in enumerate(sizes or ()):
         if size != expr.shape[d]:
@@ -203,7 +204,7 @@ def _as_lines(
 
 
 def _start(how: str, dtype: str) -> float | int:
-    """The neutral element of a way to join."""
+    """Return the neutral element of a macro that joins."""
     if how in ("ADD", "MULTIPLY"):
         return int(how == "MULTIPLY")
     sign = -1 if how == "LARGER" else 1

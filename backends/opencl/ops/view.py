@@ -1,4 +1,4 @@
-"""Views, which cost nothing; and concatenation, padding and scatter of slices."""
+"""Views, which cost nothing; also concatenation, padding and scatter of slices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reordered(builder: Builder, node: fx.Node) -> None:
 
 
 def view_of(node: fx.Node) -> View | None:
-    """The view that `node` takes if it is a reshape or a permutation, else None."""
+    """Return the view of a reshape or a permutation, or None for other nodes."""
     name = operator_name(node)
     if name in RESHAPES:
         shape = node_shape(node)
@@ -46,7 +46,7 @@ def view_of(node: fx.Node) -> View | None:
 
 
 def views_after(node: fx.Node) -> Iterator[View]:
-    """The views that follow `node`, each the only use of what comes before it."""
+    """Yield the views that follow `node`, each the only user of its argument."""
     while len(node.users) == 1:
         (node,) = node.users
         view = view_of(node)
@@ -56,7 +56,7 @@ def views_after(node: fx.Node) -> Iterator[View]:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """Which dimension of its argument each dimension of a permutation is."""
+    """Return for each dimension of a permutation the dimension of its argument."""
     rank = len(node_shape(node))
     order: list[int] = list(range(rank))
     name = operator_name(node)
@@ -84,7 +84,7 @@ def slice_(builder: Builder, node: fx.Node) -> None:
 
 
 def _slice(node: fx.Node, first: int) -> tuple[int, int, int]:
-    """Dimension, start and step of a slice whose arguments begin at `first`."""
+    """Return dimension, start and step of a slice whose arguments begin at `first`."""
     tensor: Any = node.args[0]
     shape = node_shape(tensor)
     dim = _dim(argument(node, first, "dim", 0), len(shape))
@@ -113,7 +113,7 @@ def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
 
 @lowers("aten.as_strided.default", supports=why_not_strided)
 def as_strided(builder: Builder, node: fx.Node) -> None:
-    """Strides of the row-major operand, since tracing refuses `as_strided` of any other."""
+    """Apply the strides to the operand, which is row-major: tracing refuses any other."""
     source = builder.value(node.all_input_nodes[0])
     strides: Any = node.args[2]
     layout = Layout(node_shape(node), tuple(strides), strided_offset(node))
@@ -201,7 +201,7 @@ def cat(builder: Builder, node: fx.Node) -> None:
         exprs = [builder.view(expr, lambda x: layouts.unsqueeze(x, dim)) for expr in exprs]
     out, whole, begin = builder.new(shape, dtype), Layout.row_major(shape), 0
     for expr in exprs:
-        # torch lets an empty vector stand for "nothing" among tensors of any rank.
+        # torch ignores empty vectors among tensors of any rank.
         if len(expr.shape) == len(shape) and expr.shape[dim] > 0:
             part = layouts.narrow(whole, dim, begin, expr.shape[dim])
             builder.store_into(expr, out, part)
@@ -218,7 +218,7 @@ def constant_pad(builder: Builder, node: fx.Node) -> None:
     target = Layout.row_major(shape)
     for at in range(len(pads) // 2):
         dim, before, after = len(shape) - 1 - at, pads[2 * at], pads[2 * at + 1]
-        # A negative pad cuts: it reads less instead of writing more.
+        # A negative pad cuts: it reads fewer elements.
         skip, room = max(0, -before), expr.shape[dim] + min(0, before) + min(0, after)
         expr = builder.view(expr, _cutter(dim, skip, room, False))
         target = layouts.narrow(target, dim, max(0, before), room)
