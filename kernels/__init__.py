@@ -1,5 +1,5 @@
 """OpenCL sources, by family. Read them with `importlib.resources.files("hetpipe.kernels")`.
 
-From a checkout's root Python finds this folder as `kernels` too, the name of a package that
-transformers looks for and imports: it holds no code, so that this does no harm.
+In a checkout's root, Python also finds this folder as `kernels`. The library transformers imports a
+package of this name if there is one; this package has no code, so the import does no harm.
 """

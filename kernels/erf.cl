@@ -1,10 +1,10 @@
-// The error function, for one element and for 16 at once: PoCL's own takes one at a time.
+// The error function, for one element and for 16 at once: PoCL's function takes one at a time.
 //
-// Two polynomials, near zero and beyond: erf(x) = x + x * P(x^2) and 1 - exp(Q(x)). At most 2 ULP
-// apart from the exact value in float; doubles use the built-in function. Follows exp.cl.
+// Two polynomials, one near zero and one beyond: erf(x) = x + x * P(x^2) and 1 - exp(Q(x)). The error
+// is at most 2 ULP in float; doubles use the built-in function. Include exp.cl before this file.
 //
-// The normal distribution function is erf(x) + 1 but for factors, and its density exp(-x^2): both
-// come of one exponential. erf_plus_one is exp(-x^2) P(-x) for x < 0, 2 - exp(-x^2) P(x) beyond.
+// Except for factors, the normal distribution function is erf(x) + 1, and its density is exp(-x^2).
+// One exponential gives both: erf_plus_one is exp(-x^2) P(-x) for x < 0, else 2 - exp(-x^2) P(x).
 // Its error is at most 3e-7, about an ULP of 2. P has degree 10.
 
 #define EXACT_ERF(FLOAT, INT)                                                                     \
@@ -25,7 +25,7 @@
         return select(fma(near, x, x), far, convert_##INT(t > (FLOAT)(0.927734375f)));            \
     }
 
-// exp(-x^2), by powers of 2; 0 below 2^-126.
+// exp(-x^2), computed as a power of 2; results below 2^-126 are 0.
 #define EXP_MINUS_SQUARE(FLOAT, UINT)                                                             \
     static inline FLOAT __attribute__((overloadable)) exp_minus_square(const FLOAT x)             \
     {                                                                                             \

@@ -1,13 +1,13 @@
-// Functions that PoCL computes wrong for 16 elements at once, and right one by one.
+// Functions that PoCL computes correctly for one element, but not for 16 at once.
 //
-// One lane beyond LARGE makes its sin, cos and tan take a way for all lanes that is wrong for small
-// ones: sin(1e-8) is 0.01 beside sin(3e38). Its pow and fmod of doubles are wrong for some lanes
-// beside others.
+// If one lane exceeds LARGE, PoCL's sin, cos and tan use an algorithm for all lanes that is wrong for
+// small numbers: sin(1e-8) is 0.01 in a vector with sin(3e38). Its pow and fmod of doubles give wrong
+// lanes in some vectors.
 
 #define LARGE 10000.0f
 
-// Each macro has `exact_##NAME` itself: as an argument of another macro NAME would be replaced, as
-// PoCL's headers make `pow` a macro, and a function that is missing for doubles is that for floats.
+// Each macro pastes `exact_##NAME` itself. As an argument of another macro NAME would be expanded:
+// PoCL's headers define `pow` as a macro. A missing function for doubles would call that for floats.
 
 #define OF_ONE(NAME, T)                                                                           \
     static inline T __attribute__((overloadable)) exact_##NAME(const T x) { return NAME(x); }

@@ -1,8 +1,8 @@
-// The exponential, for one element and for 16 at once: the runtimes' own take longer.
+// The exponential, for one element and for 16 at once: the runtimes' functions take longer.
 //
-// exp(x) = 2^n exp(r), r = x - n ln 2 in two steps, and a polynomial. At most 1 ULP apart from the
-// exact value; infinity, 0, subnormal numbers and NaN as they should be. 2^n is multiplied in two
-// halves, since n goes beyond the exponents of floats. Doubles use the built-in function.
+// exp(x) = 2^n exp(r), with r = x - n ln 2 in two steps, and a polynomial for exp(r). The error is at
+// most 1 ULP; infinity, 0, subnormal numbers and NaN are correct. The product with 2^n has two steps,
+// since n can exceed the exponents of floats. Doubles use the built-in function.
 
 #define EXACT_EXP(FLOAT, UINT)                                                                    \
     static inline FLOAT __attribute__((overloadable)) exact_exp(const FLOAT x)                    \

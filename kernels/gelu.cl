@@ -1,8 +1,8 @@
 // x times the normal distribution function, for one element and for 16 at once.
 //
-// It is max(x, 0) - t tail(t), where t is the size of x and tail(t) the probability of more than t:
-// 2^Q(t), with a polynomial Q of least error in t tail(t). At most 1.2e-7 apart from the exact value
-// below 1, and 1.2e-7 of it beyond. Below -9.5 it is -2e-17. Doubles use the built-in function.
+// It is max(x, 0) - t tail(t), where t = |x| and tail(t), the probability of more than t, is 2^Q(t).
+// The polynomial Q has the least error in t tail(t). The error is at most 1.2e-7 where the value is
+// below 1, else 1.2e-7 of the value. Below -9.5 it is -2e-17. Doubles use the built-in function.
 
 #define GELU(FLOAT, UINT)                                                                         \
     static inline FLOAT __attribute__((overloadable)) gelu(const FLOAT x)                         \

@@ -1,13 +1,13 @@
-// Convolutions as products whose operands are read at computed places: no copy of patches is made. Prepended to the files of
+// Convolutions as products that read patches directly from the images, without a copy of them. Prepended to the files of
 // kernels/gpu and kernels/fpga.
 //
 //   forward          y[co][pixel of y]  = w[co][tap]    x[tap][pixel of y]     sums over ci and taps
 //   input gradient   dx[ci][pixel of x] = w[tap][ci]   dy[tap][pixel of x]     sums over co and taps
 //   weight gradient  dw[co][tap]        = dy[co][pixel] x[pixel][tap]          sums over images and pixels of y
 //
-// (`channel` is a word of the language where a device has channels.)
-// A column or a k is one number: an image with a pixel (image * height * width + row * width + col), or a channel of the
-// `group` with a tap. Tensors are [N][C][H][W], weights [Co][Ci / groups][kh][kw].
+// No name here is `channel`, a keyword on devices that have channels.
+// A column or a k is one number. It counts the pixels of all images (image * height * width + row * width + col), or the taps
+// of all channels of the `group`. Tensors are [N][C][H][W], weights [Co][Ci / groups][kh][kw].
 
 #define SHAPE                                                                                             \
   const int images, const int groups, const int in_channels, const int out_channels, const int height,     \
@@ -21,13 +21,13 @@
 #define LANES (out_channels / groups)
 #define CHANNELS_IN (in_channels / groups)
 
-// An element of a plane, 0 in the border.
+// An element of a plane; 0 in the border.
 inline float x_at(__global const float* x, const int plane, const int row, const int col, const int height,
                   const int width) {
   return row >= 0 && row < height && col >= 0 && col < width ? x[(plane * height + row) * width + col] : 0.0f;
 }
 
-// Rows and columns of dy, times the stride.
+// An element of dy. `row` and `col` are multiplied by the stride; 0 if they are no multiples of it, or outside of dy.
 inline float dy_at(__global const float* dy, const int plane, const int row, const int col, const int stride_h,
                    const int stride_w, const int out_height, const int out_width) {
   const int r = row / stride_h, c = col / stride_w;

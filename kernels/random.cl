@@ -1,11 +1,11 @@
-// Random numbers that depend on (seed, step, sample, site) alone: Philox 4x32-10 (Salmon et al.,
+// Random numbers that depend only on (seed, step, sample, site): Philox 4x32-10 (Salmon et al.,
 // "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 //
 // draw: out is [samples, elements], row-major. Element e of sample s is word e % 4 of the block with
-// counter (e / 4, first + s, site, step) and key seed; rng holds seed, step, first. With -DMASK, out
-// is a byte that says whether the word, as a multiple of 2^-24 in [0, 1), is less than `keep`;
-// without, it is that number. Work-item g draws CHUNK blocks of one sample, SETS times LANES (1 or
-// 16) at once: a round waits for the one before it, and another set of lanes has its round meanwhile.
+// counter (e / 4, first + s, site, step) and key seed; rng holds seed, step, first. A word gives a
+// multiple of 2^-24 in [0, 1). Without -DMASK, this number is the element; with it, the element is a
+// byte: whether the number is less than `keep`. Work-item g draws CHUNK blocks of one sample, SETS *
+// LANES (1 or 16) at once: while a set waits for its last round, another set computes a round.
 
 #if LANES == 1
 #define SETS 1
@@ -29,7 +29,7 @@
 #define DRAWN(word) (convert_float((word) >> 8) * UNIT)
 #endif
 
-// The upper halves of the products. PoCL's own mul_hi of vectors takes twice as long.
+// The upper halves of the products. PoCL's mul_hi of vectors takes twice as long.
 static inline UINT high_of_product(const UINT x, const uint factor)
 {
 #if LANES == 1
@@ -59,7 +59,7 @@ static inline void philox(UINT c[SETS][4], uint k0, uint k1)
     }
 }
 
-// LANES blocks of `row`, from `block` on; `whole`: all of them, and all their words, are elements.
+// Stores LANES blocks of `row`, from `block` on; with `whole`, all their words are elements.
 static inline void store_words(
     const UINT c[4], __global TYPE *row, const int block, const int elements, const bool whole, const uint limit)
 {
@@ -68,7 +68,7 @@ static inline void store_words(
     if (whole) {
         UINT bytes = (UINT)(0u);
         for (int word = 0; word < 4; ++word) {
-            const UINT kept = ((c[word] >> 8u) - limit) >> 31u; // 1 where that is negative
+            const UINT kept = ((c[word] >> 8u) - limit) >> 31u; // 1 where the difference is negative
             bytes |= kept << (UINT)(8u * word);
         }
         STORE(bytes, (__global uint *)(row + e));
@@ -94,7 +94,7 @@ __kernel void draw(
     const uint k0 = (uint)rng[0], k1 = (uint)(rng[0] >> 32);
     __global TYPE *row = out + sample * elements;
 #ifdef MASK
-    const uint limit = (uint)ceil(keep * 16777216.0f); // the same comparison, of integers
+    const uint limit = (uint)ceil(keep * 16777216.0f); // the same comparison with integers
 #else
     const uint limit = 0;
 #endif

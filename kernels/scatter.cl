@@ -1,7 +1,7 @@
-// Writes at places given by index. Deterministic: an element of the result belongs to one work-item, which takes the
-// sources in order, so that of several with one place the last one is kept where JOIN overwrites.
+// Writes at places given by index. Deterministic: each element of the result belongs to one work-item, which takes the
+// sources in order. If several sources have one place and JOIN overwrites, the last one stays.
 //
-//   TYPE   of the elements;  JOIN   what becomes of an element `a` of the result and a source `b`: one of these
+//   TYPE   type of the elements     JOIN   one of the macros below: joins an element `a` of the result with a source `b`
 
 #define SET(a, b) (b)
 #define ADD(a, b) ((a) + (b))
@@ -10,7 +10,7 @@
 #define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
 
 // put_rows: joins rows[s][c] to out[index[s]][c] for s = 0 .. count - 1. rows is count x width, out is table x width, both
-// row-major. Rows of index `skip`, or outside the table, are left out. Work-item g has LANES columns from g * LANES on.
+// row-major. It skips rows with index `skip` or outside the table. Work-item g has LANES columns from g * LANES on.
 __kernel void put_rows(
     __global const TYPE *rows, __global const long *index, __global TYPE *out,
     const int count, const int width, const int table, const int skip)
@@ -28,8 +28,8 @@ __kernel void put_rows(
     }
 }
 
-// put_lines: along a dimension of `out` with `size` elements `step` apart, joins line[s] to element index[s] for
-// s = 0 .. count - 1. Work-item g has line g, whose element 0 is out[base[g]]. Negative indices count from the end.
+// put_lines: along a dimension of `out` with `size` elements, `step` apart, joins line[s] to element index[s] for
+// s = 0 .. count - 1. Work-item g has line g; element 0 of this line is out[base[g]]. Negative indices count from the end.
 __kernel void put_lines(
     __global const TYPE *lines, __global const long *index, __global const int *base, __global TYPE *out,
     const int count, const int step, const int size)

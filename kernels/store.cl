@@ -1,5 +1,6 @@
-// A vstore16 that is one store. PoCL makes three of its own: a load of the same floats waits for all
-// of them, and a kernel that computes much takes longer. One that only copies takes less with three.
+// A vstore16 that is one store. PoCL compiles vstore16 to three stores: a load of the same floats then
+// waits for all three, and kernels with much arithmetic take longer. Kernels that only copy are faster
+// with three.
 
 typedef float16 __attribute__((aligned(4))) float16_anywhere;
 

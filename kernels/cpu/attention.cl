@@ -1,15 +1,15 @@
-// Attention on CPUs, forward and backward, with memory linear in the length: behind common.cl.
+// Attention on CPUs, forward and backward, with memory linear in the length. Include common.cl before this file.
 //
 //   query, out    L rows of depth, of width      a head is one of `outer` x `inner` matrices
 //   key, value    S rows of depth, of width      L = queries, S = keys
 //   lse           [heads][L]                     logarithm of each row's sum of exponentials
 //
-// Out and the gradients are [outer][rows][inner][columns]: the heads of one row side by side.
+// `out` and the gradients are [outer][rows][inner][columns]: the heads of one row side by side.
 //
-// A work-item copies BLOCK queries and BLOCK keys at a time into matrices of its own, whose rows of SPAN floats are
-// filled up with zeros; both are options, multiples of LANES. All products are of such matrices, in tiles of
-// LANES x LANES. Scores lie with a key's row of BLOCK queries, so that a softmax, which goes over keys, does the same in
-// every lane. Causal tiles above the diagonal are left out.
+// A work-item copies BLOCK queries and BLOCK keys at a time into private matrices with rows of SPAN floats, padded with
+// zeros. BLOCK and SPAN are options, multiples of LANES. All products multiply such matrices, in tiles of LANES x LANES.
+// In the matrix of scores, a row has BLOCK queries for one key, so that the softmax over keys does the same in every lane.
+// Causal attention skips tiles above the diagonal.
 //
 // Forward: softmax over blocks of keys with a running maximum (Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018). Backward: Dao, "FlashAttention-2" (2023), algorithm 2, a head at a time.
@@ -20,7 +20,7 @@
       const int x##_row, const int x##_col
 #define HEAD(x) (x + x##_offset + outer * x##_outer + within * x##_inner)
 #define ALIGNED __attribute__((aligned(64)))
-// LANES floats of a row of such a matrix. (PoCL makes three stores of a vstore16, and a load waits for all of them.)
+// LANES floats of a row of such a matrix. (PoCL compiles vstore16 to three stores, and a load waits for all of them.)
 #define AT(p) (*(float16*)(p))
 #define FILLED(n) (((n) + LANES - 1) / LANES * LANES)
 #ifndef NARROW
@@ -29,7 +29,7 @@
 #define PART 4  // rows of 16 sums: half of 16 registers of 8 floats
 #endif
 
-// A tile of out, (+)= a b over `steps` of depth; once, not at each of its uses, because it is long.
+// A tile of out, (+)= a b over `steps` of depth. The function is long, so it is not inlined at its calls.
 #define PRODUCT(name, A_STEP, A_ROW, B_ROW, OUT_ROW)                                                              \
   __attribute__((noinline)) void name(const float* a, const float* b, const int steps, const int fresh, float* out) { \
     for (int part = 0; part < LANES; part += PART) {                                                              \
@@ -61,13 +61,13 @@ inline float16 exp2_lanes(const float16 x) {
   return select(as_float16(as_int16(p) + (as_int16(shifted) << 23)), (float16)(0.0f), x < -126.0f);
 }
 
-// -infinity in the lanes of queries that come `ahead` or more before a key.
+// x, with -infinity in the lanes of queries that come `ahead` or more before a key.
 inline float16 forbid_before(const float16 x, const int ahead) {
   const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return ahead <= 0 ? x : select((float16)(-INFINITY), x, lane >= ahead);
 }
 
-// `rows` rows of x, and zeros up to a multiple of LANES in either direction.
+// Copies `rows` rows of x, with zeros up to a multiple of LANES in both directions.
 inline void copy_rows(__global const float* x, const int stride_row, const int stride_col, const int rows,
                       const int cols, float* out) {
   for (int i = 0; i < FILLED(rows); i++)
@@ -76,7 +76,7 @@ inline void copy_rows(__global const float* x, const int stride_row, const int s
           i < rows ? load_strided(x + i * stride_row + c * stride_col, stride_col, cols - c) : (float16)(0.0f);
 }
 
-// The transpose of what `copy_rows` made: `cols` rows of BLOCK.
+// Transposes a result of `copy_rows`: `cols` rows of BLOCK.
 inline void turn(const float* x, const int rows, const int cols, float* out) {
   for (int i = 0; i < rows; i += LANES) {
     for (int c = 0; c < cols; c += LANES) {
@@ -90,8 +90,8 @@ inline void turn(const float* x, const int rows, const int cols, float* out) {
   }
 }
 
-// Scores of LANES queries become weights over their maximum so far; `worth` is what earlier sums are worth now.
-// Query 0 may read the first `open` keys and itself, the next one key more.
+// Turns scores of LANES queries into weights relative to their maximum so far; `worth` are the factors for earlier sums.
+// Query 0 may read the first `open` keys and itself; each later query reads one key more.
 inline void softmax_of_keys(float* scores, const int keys, const int open, const float factor, float16* top,
                             float16* total, float* worth) {
   float16 largest = *top;
@@ -156,7 +156,7 @@ WORK_ITEM __kernel void attention(
   }
 }
 
-// Scores of a tile become weights, and products with grad_out gradients of scores.
+// Turns a tile of scores into weights, and products with grad_out into gradients of scores.
 inline void weights_of_tile(float* scores, float* grads, const int open, const float scale, const float16 lse,
                             const float16 shift) {
   for (int c = 0; c < LANES; c++) {
@@ -167,7 +167,7 @@ inline void weights_of_tile(float* scores, float* grads, const int open, const f
   }
 }
 
-// Adds `rows` rows of SPAN, or with `fresh` writes them.
+// Adds `rows` rows of SPAN to `out`; with `fresh`, overwrites `out`.
 inline void store_rows(const float* x, const int rows, const int cols, const int fresh, __global float* out,
                      const int out_row) {
   for (int i = 0; i < rows; i++) {
@@ -184,7 +184,7 @@ inline void clear_rows(__global float* out, const int out_row, const int rows, c
     for (int c = 0; c < cols; c += LANES) store_upto((float16)(0.0f), out + i * out_row + c, cols - c);
 }
 
-// One head a work-item: gradients of its keys and values are summed where they end up. global size: heads
+// One head per work-item; gradients of its keys and values are summed directly in the results. global size: heads
 WORK_ITEM __kernel void attention_backward(
     MATRIX(query), MATRIX(key), MATRIX(value), MATRIX(grad), MATRIX(out), __global const float* restrict lse,
     const int depth, const int width, const int inner, const int queries, const int keys, const int causal,

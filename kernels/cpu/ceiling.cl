@@ -1,6 +1,6 @@
-// fma_ceiling: the most multiply-adds that a core can do, 12 independent chains of float16 in registers.
-//   out  [work-items][16]; each work-item does repeats * CHAINS * 16 of them
-// nothing: what a launch costs without any work
+// fma_ceiling: the highest rate of multiply-adds of a core, by 12 independent chains of float16 in registers.
+//   out  [work-items][16]; each work-item does repeats * CHAINS * 16 multiply-adds
+// nothing: a launch without any work, to measure its cost
 
 #define CHAINS 12
 

@@ -1,24 +1,24 @@
 // Shared by the CPU kernels; prepended to each of them.
 //
-// Pattern of all CPU kernels: one work-item is a work-group and does a whole tile or run of memory with
-// float16 registers, so that every runtime vectorises it the same way and no barrier is needed.
+// Pattern of all CPU kernels: one work-item is a work-group and computes a whole tile or run of memory with
+// float16 registers. So every runtime vectorises it in the same way, and no barrier is needed.
 
 #define WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 #define LANES 16
 
-// Asks early for the line at `p`, to write it. The language's own prefetch does nothing on PoCL. Interpreters lack it, and
-// some runtimes end the process where they meet it.
+// Prefetches the cache line at `p` for writing. OpenCL's prefetch does nothing on PoCL. Interpreters lack the builtin, and
+// some runtimes end the process when they compile it.
 #ifdef NO_PREFETCH
 #define PREFETCH_WRITE(p)
 #else
 #define PREFETCH_WRITE(p) __builtin_prefetch((const void*)(size_t)(p), 1, 3)
 #endif
 
-// A whole line to memory past the caches, for results that they could not keep: a line that is only written need not be
-// read then. `p` is at the begin of a line.
+// Writes a whole cache line to memory past the caches, for results that are too large for them: then the line need not be
+// read first. `p` is the begin of a line.
 #define STORE_PAST_CACHES(value, p) __builtin_nontemporal_store(value, (__global float16*)(p))
 
-// The first `count` floats at `p`, then zeros; never reads past them.
+// The first `count` floats at `p`, then zeros; reads only these floats.
 inline float16 load_upto(__global const float* p, const int count) {
   if (count >= LANES) return vload16(0, p);
   float lane[LANES];
@@ -70,13 +70,13 @@ inline float max_lanes(const float16 v) {
   return fmax(c.lo, c.hi);
 }
 
-// Two rows, lane by lane in turn: the first halves of both, and their second halves.
+// Two rows with their lanes interleaved: the first halves of both, or their second halves.
 #define INTERLEAVED(a, b, at)                                                                            \
   __builtin_shufflevector(a, b, at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20, \
                           at + 5, at + 21, at + 6, at + 22, at + 7, at + 23)
 
 // Transposes a 16 x 16 tile in registers: four rounds of a perfect shuffle of its rows.
-// (The language's own .even and .odd give the same code, but take compilers half as long again.)
+// (OpenCL's .even and .odd give the same code, but compiling takes 50 % longer.)
 inline void transpose_rows(float16* r) {
 #pragma unroll
   for (int round = 0; round < 4; round++) {
@@ -91,7 +91,7 @@ inline void transpose_rows(float16* r) {
   }
 }
 
-// The same in memory, for callers with edges: their loops over rows need no unrolling, and code stays small.
+// The same in memory, for callers with edges: their loops over rows need no unrolling, so the code stays small.
 inline void transpose16(float* tile) {
   float16 r[LANES];
 #pragma unroll

@@ -2,19 +2,19 @@
 //
 //   padded  [N][rows][cols][C]   packed  [group][block][kernel_h * kernel_w][depth][COLS]   y  row-major [N][C][H][W]
 //
-// PIXELS x COLS sums stay in registers while taps and input channels stream through; PIXELS is a box of
-// TILE_IMAGES x TILE_ROWS x TILE_COLS output pixels. The input gradient is the same kernel, on dy with other taps
+// PIXELS x COLS sums stay in registers while taps and input channels stream through; the PIXELS are a box of
+// TILE_IMAGES x TILE_ROWS x TILE_COLS output pixels. The same kernel computes the input gradient, from dy with other taps
 // (see ops/convolution.py).
 
 #define PIXELS (TILE_IMAGES * TILE_ROWS * TILE_COLS)
 #define COLS 32
-// Where pixel p of the box is.
+// Image, row and column of pixel p in the box.
 #define IMAGE(p) ((p) / (TILE_ROWS * TILE_COLS))
 #define ROW(p) ((p) / TILE_COLS % TILE_ROWS)
 #define COL(p) ((p) % TILE_COLS)
 #define PLACE(p, image, row, col) (IMAGE(p) * (image) + ROW(p) * (row) + COL(p) * (col))
 
-// 16 channels of the box, tile[pixel][channel] -> y. (skip_*: leading part of the box that another work-item owns.)
+// Stores 16 channels of the box, tile[pixel][channel] -> y. (skip_*: leading part of the box that another work-item owns.)
 inline void store_tile(float* tile, __global float* y, const int channels, const int y_image, const int y_channel,
                        const int y_row, const int y_col, const int skip_image, const int skip_row,
                        const int skip_col) {
@@ -39,9 +39,10 @@ inline void store_tile(float* tile, __global float* y, const int channels, const
 
 // y = bias + sum over taps and d of padded * packed. Offsets into `padded` are in floats: x_image per image,
 // x_row and x_col per output row and column, tap_row and tap_col per tap; `packed` likewise by w_row and w_col per tap.
-// Output row 0 meets input row first_row at tap 0, and row_step and tap_step lead on: taps on the border are skipped.
-// global size: tiles in an image, tiles of images, groups * blocks; these first if `blocks_first`: they share the pixels of a
-// tile, and follow each other
+// Output row 0 reads input row first_row at tap 0; row_step and tap_step are the steps per output row and per tap. Taps in
+// the border are skipped.
+// global size: tiles in an image, tiles of images, groups * blocks. With `blocks_first` the last dimension comes first, since
+// its neighbours share the pixels of a tile
 WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global const float* restrict packed,
                                  __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                  const int images, const int rows, const int cols, const int depth,

@@ -1,18 +1,17 @@
-// Convolutions of few input channels on CPUs: vectors of neighbouring pixels, so that images are neither transposed nor read
-// by channels.
+// Convolutions of few input channels on CPUs, by vectors of neighbouring pixels: they need no transposed copy of the images.
 //
 //   x       row-major [N][groups * depth][height][width]
 //   padded  [N][groups * depth][rows][stride_w][cols]: column c of a row with its border is at (c % stride_w, c / stride_w)
 //   left    [groups][ceil(lanes / ROWS)][depth * kernel_h * kernel_w][ROWS]: weights, packed by matmul.cl
 //   y       row-major [N][groups * lanes][out_height][out_width]
 //
-// What neighbouring pixels read for a tap are neighbours in `padded`. ROWS x COLS sums stay in registers.
-// Follows common.cl.
+// For each tap, neighbouring pixels read neighbours in `padded`. ROWS x COLS sums stay in registers.
+// Include common.cl before this file.
 
 #define ROWS 12
 #define COLS 32
 
-// Rows of the copy; the image begins at (top, left).
+// Copies rows of images; an image begins at (top, left) of its copy.
 // global size: rows, N * channels
 WORK_ITEM __kernel void pad_rows(__global const float* restrict x, __global float* restrict padded, const int height,
                                  const int width, const int top, const int left, const int stride_w, const int cols) {
@@ -21,7 +20,7 @@ WORK_ITEM __kernel void pad_rows(__global const float* restrict x, __global floa
   x += (plane * height + row) * width;
   padded += (plane * (int)get_global_size(0) + (int)get_global_id(0)) * stride_w * cols;
   for (int phase = 0; phase < stride_w; phase++) {
-    // The columns `first` to `last` of the phase lie in the image.
+    // Columns `first` to `last` of the phase are inside the image.
     const int first = inside ? min(max(left - phase + stride_w - 1, 0) / stride_w, cols) : cols;
     const int last = inside ? max(min((width + left - phase + stride_w - 1) / stride_w, cols), first) : cols;
     __global const float* from = x + phase - left;
@@ -35,8 +34,8 @@ WORK_ITEM __kernel void pad_rows(__global const float* restrict x, __global floa
   }
 }
 
-// COUNT channels of `VECTORS` vectors of pixels. A function each, as a loop is unrolled into registers only where its bound is
-// literal.
+// Sums COUNT channels of `VECTORS` vectors of pixels. Each COUNT has a function, since compilers unroll a loop into registers
+// only if its bound is literal.
 #define SUM_TAPS(name, COUNT, VECTORS)                                                                          \
   inline void name(__global const float* restrict x, __global const float* restrict w, float16 sums[ROWS][2],   \
                    const int row0, const int vector0, const int depth, const int kernel_h, const int kernel_w,  \
@@ -82,7 +81,7 @@ SUM_TAPS(sum_4_half, 4, 1)
 SUM_TAPS(sum_6_half, 6, 1)
 #endif
 
-// Bands of `band` rows of a panel of channels.
+// Computes bands of `band` rows for a panel of channels.
 // global size: panels of channels in a group, bands, N * groups
 WORK_ITEM __kernel void convolve_rows(__global const float* restrict padded, __global const float* restrict left,
                                       __global const float* restrict bias, const int has_bias, __global float* restrict y,

@@ -1,4 +1,4 @@
-// Copies that convolutions work on.
+// Copies of images and weights in the layouts that convolutions read.
 //
 //   x        row-major [N][C][H][W]
 //   padded   [N][rows][cols][C]: channels last, inside a border of zeros
@@ -12,7 +12,7 @@
     row++;                 \
   }
 
-// `band` rows of one image, 16 channels, of the images from `first_image` on. (top, left) is where the image starts in the copy.
+// Copies `band` rows and 16 channels of an image; images begin with `first_image`. An image begins at (top, left) of its copy.
 // global size: blocks of 16 channels, bands of rows, N
 WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __global float* restrict padded,
                                           const int channels, const int height, const int width, const int rows,
@@ -52,7 +52,7 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
   }
 }
 
-// Weights w[group][lane * lane_stride + d * depth_stride + tap], `size` in all, into `packed`.
+// Copies weights w[group][lane * lane_stride + d * depth_stride + tap], `size` floats in all, into `packed`.
 // global size: groups * blocks of COLS lanes, chunks of 16 d
 WORK_ITEM __kernel void pack_weights(__global const float* restrict w, __global float* restrict packed,
                                      const int size, const int group_stride, const int lane_stride,
@@ -73,7 +73,7 @@ WORK_ITEM __kernel void pack_weights(__global const float* restrict w, __global 
         if (run == 1) {
           vstore16(load_strided(w + from, lane_stride, lanes - lane0 - base), 0, tile);
         } else {
-          // Beyond the run lie other weights: reading them is harmless and quicker than not to.
+          // Other weights follow the run: reading them is harmless, and faster than a check.
           for (int i = 0; i < LANES; i++) {
             const int at = from + i * lane_stride;
             vstore16(lane0 + base + i < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, tile);

@@ -2,12 +2,12 @@
 //
 //   x, y, dy, dx    [outer][D][inner]; softmax is over D
 //   target          int64 [outer][inner], classes; weight [D]
-// `*_rows` serve inner = 1, one work-item per row or for some in turn; `*_columns` serve 16 neighbours of inner at a time.
-// PAST_CACHES, option: y of `softmax_rows` is too large for the caches, and its rows are whole lines, MOST_CLASSES at most.
+// `*_rows` are for inner = 1: a work-item takes one row or several in turn. `*_columns` take 16 neighbours of inner at a time.
+// Option PAST_CACHES: y of `softmax_rows` is too large for the caches; its rows are whole lines of at most MOST_CLASSES floats.
 
 #define MOST_CLASSES 4096
 
-// As load_upto, with `fill` where there is nothing.
+// Like load_upto, but with `fill` instead of zeros.
 inline float16 load_or(__global const float* p, const int count, const float fill) {
   if (count >= LANES) return vload16(0, p);
   float lane[LANES];
@@ -15,10 +15,10 @@ inline float16 load_or(__global const float* p, const int count, const float fil
   return vload16(0, lane);
 }
 
-// exp(x) of x <= 0 to 3 ULP, in half the instructions of exact_exp; 0 below -87.7.
+// exp(x) for x <= 0 with an error of at most 3 ULP, in half the instructions of exact_exp; 0 below -87.7.
 inline float16 exp_below_zero(const float16 x) {
   const float16 y = select(x, (float16)(-88.0f), x < (float16)(-88.0f));
-  // 1.5 * 2^23 and the exponent's bias: the low bits of the sum are those of 2^n, and of 0 for n = -127.
+  // The constant is 1.5 * 2^23 plus the exponent's bias: the sum's low bits are the exponent of 2^n, or of 0 for n = -127.
   const float16 shifted = fma(y, (float16)(1.44269502f), (float16)(12583039.0f));
   const float16 r = fma(shifted - (float16)(12583039.0f), (float16)(-0.693147182f), y);
   float16 p = fma((float16)(8.29027221e-3f), r, (float16)(4.18981612e-2f));
@@ -29,10 +29,10 @@ inline float16 exp_below_zero(const float16 x) {
   return p * as_float16(as_uint16(shifted) << 23);
 }
 
-// The larger of a and b, or a: fmax asks for NaN too, which takes longer.
+// The larger of a and b, or a if one is NaN. fmax takes longer, since it checks for NaN.
 #define LARGER(a, b) select(a, b, a < b)
 
-// The largest element of a row: four maxima at once, since each takes longer than a load. -infinity if there is none.
+// The largest element of a row, or -infinity of an empty one. Four maxima at once, since a maximum takes longer than a load.
 inline float peak_of(__global const float* x, const int count) {
   float16 a = (float16)(-INFINITY), b = a, c = a, d = a;
   int i = 0;
@@ -56,7 +56,7 @@ inline void log_softmax_row(__global const float* x, const int classes, __global
     store_upto(load_upto(x + i, classes - i) - peak - log_sum, y + i, classes - i);
 }
 
-// Returns the largest element of the row at `next`, which comes from memory while exponentials are computed.
+// Softmax of one row. Returns the largest element of the row at `next`, loaded from memory during the exponentials.
 inline float softmax_row(__global const float* x, const int classes, const float peak, __global const float* next,
                          __global float* y) {
 #ifdef PAST_CACHES
@@ -129,7 +129,7 @@ WORK_ITEM __kernel void softmax_columns(__global const float* restrict x, __glob
   }
 }
 
-// log: dx = dy - exp(y) sum(dy); else dx = y (dy - sum(dy y)). dx may be dy or y. Global size: outer
+// With `logarithm`, dx = dy - exp(y) sum(dy); else dx = y (dy - sum(dy y)). dx may be dy or y. Global size: outer
 WORK_ITEM __kernel void softmax_backward_rows(__global const float* dy, __global const float* y,
                                               __global float* dx, const int classes, const int logarithm) {
   const int at = (int)get_global_id(0) * classes;
@@ -169,8 +169,8 @@ inline float class_weight(__global const float* weight, const int has_weight, co
   return has_weight ? weight[class_] : 1.0f;
 }
 
-// The loss, or one per sample if reduction is NONE; a class that does not exist gives NaN. Sums go by blocks, which
-// keeps their rounding small. Global size: 1
+// The loss, or a loss per sample if reduction is NONE; a class that does not exist gives NaN. Sums are added by blocks,
+// for small rounding errors. Global size: 1
 WORK_ITEM __kernel void nll_forward(__global const float* restrict x, __global const long* restrict target,
                                     __global const float* weight, const int has_weight, __global float* loss,
                                     __global float* total_weight, const int outer, const int classes,

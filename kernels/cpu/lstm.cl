@@ -1,23 +1,23 @@
-// A layer of an LSTM on CPUs, all its steps in one launch; gates in the order i, f, g, o.
+// A layer of an LSTM on CPUs, all steps in one launch; gates are in the order i, f, g, o.
 //
 //   gates_x, gates, grad_gates     [T][N][4H]
 //   y, c, grad_y                   [T][N][H];  h0, c0, grad_h0, grad_c0, grad_last_c  [N][H]
 //   weight    packed by matmul.cl's `pack_right`, zero-padded: for each gate panels [ceil(H / COLS)][H][COLS] of its part
 //             of w_hh^T (forward), or panels [ceil(H / COLS)][4H][COLS] of w_hh (backward)
-//   panel     scratch, twice, for this step and for the next: [work-items][2][groups][gates][ceil(H / LANES)][ROWS][LANES],
-//             the left operand of a step's product, of one gate (h) or of four (their gradients)
+//   panel     scratch for this step and the next: [work-items][2][groups][gates][ceil(H / LANES)][ROWS][LANES], the left
+//             operand of a step's product: h (`gates` is 1), or the gradients of four gates (`gates` is 4)
 //
-// Rows of a batch depend on no other, so a work-item takes `groups` groups of ROWS rows through time without a barrier.
-// A step is done by COLS units at a time: a product of ROWS rows whose sums stay in registers, and what follows from them.
+// Rows of a batch are independent, so a work-item takes `groups` groups of ROWS rows through time without a barrier.
+// A step computes COLS units at a time: a product of ROWS rows with sums in registers, then the units' states from the sums.
 
 #define COLS 32
 #define GATES 4
 
-// Lines of memory of the next step, asked for one by one while a product runs: many at once would stop it, and none are left
-// in a cache, as a step's weights pass through it. Two tensors of 4H columns, and two of H, read or written.
+// Cache lines that the next step reads or writes, of two tensors with 4H columns and of two with H. A product prefetches them
+// one by one: many at once would stop it. None are still in a cache, since a step's weights have passed through it.
 typedef struct {
   __global const float *wide, *other_wide, *narrow, *other_narrow;
-  int stride;  // floats of the wide ones for each LANES of a product's depth
+  int stride;  // floats of the wide tensors to prefetch for each LANES of a product's depth
 } Ahead;
 
 inline void ask(const Ahead ahead, const int block) {
@@ -28,7 +28,7 @@ inline void ask(const Ahead ahead, const int block) {
   PREFETCH_WRITE(ahead.other_narrow + at / GATES);
 }
 
-// tanh of Cephes: a polynomial near zero, where 1 - 2 / (exp(2 x) + 1) would cancel. At most 2 ULP
+// tanh from Cephes: a polynomial near zero, where 1 - 2 / (exp(2 x) + 1) would lose digits. The error is at most 2 ULP
 inline float16 squash(const float16 x) {
   const float16 z = x * x, size = fabs(x);
   float16 p = fma(z, (float16)(-5.70498872745e-3f), (float16)(2.06390887954e-2f));
@@ -42,7 +42,7 @@ inline float16 squash(const float16 x) {
 
 inline float16 sigmoid(const float16 x) { return 1.0f / (1.0f + exact_exp(-x)); }
 
-// Sums of a tile: rows of a panel times COLS columns, over `gates` parts of `depth` each. Asks for lines from `block` on.
+// Sums of a tile: rows of a panel times COLS columns, over `gates` parts of `depth` each. Prefetches lines from `block` on.
 inline void multiply(__global const float* a, __global const float* w, const int gates, const int depth, const Ahead ahead,
                      int block, float16 sums[ROWS][2]) {
   float16 lo[ROWS], hi[ROWS];
@@ -127,8 +127,8 @@ WORK_ITEM __kernel void lstm(__global const float* restrict gates_x, __global co
   }
 }
 
-// Puts the gradients of four gates, before they were squashed, in their place; returns that of the cell of the step before,
-// from those of h and of this step's cell.
+// Replaces the four gates by the gradients of their inputs. Returns the gradient of the previous step's cell; `dh` and
+// `dc_after` are the gradients of h and of this step's cell.
 inline float16 gate_gradients(float16 v[GATES], const float16 cell, const float16 before, const float16 dh,
                               const float16 dc_after) {
   const float16 i = v[0], f = v[1], g = v[2], o = v[3], s = squash(cell);
@@ -140,8 +140,8 @@ inline float16 gate_gradients(float16 v[GATES], const float16 cell, const float1
   return dc * f;
 }
 
-// A step starts with the gradient of its h by later steps, a product; the last one is grad_h0. grad_c0 carries the gradient of
-// the cells from step to step. Global size: work-items
+// A step begins with a product, the gradient of its h from later steps; the last such product is grad_h0. grad_c0 carries the
+// gradient of the cells from step to step. Global size: work-items
 WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __global const float* restrict grad_last_c,
                                       const int has_grad_last_c, __global const float* restrict gates,
                                       __global const float* restrict c, __global const float* restrict c0,

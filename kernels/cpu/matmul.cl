@@ -1,18 +1,18 @@
 // Matrix products on CPUs: C = alpha * A B + beta * bias, batched, any strides.
 //
-//   left   A, M x K; element (row, k) at row * left_row + k * left_k. Matrices of the batch are in the order [outer][inner];
-//          left_outer and left_batch lead from one to the next. Or panels of A that were packed before:
+//   left   A, M x K; element (row, k) at row * left_row + k * left_k. Matrices of the batch are in the order [outer][inner],
+//          with the strides left_outer and left_batch. Or panels of A that were packed before:
 //          [batch][ceil(M / ROWS)][K][ROWS], zero-padded, where left_row is K and left_k is ROWS
 //   right  B, K x N, in the same way. Or panels [batch][ceil(N / COLS)][K][COLS]
 //   room   [work-items][room_size]: a group of panels of B, and all panels of A, that a work-item packs for itself
 //   C      [batch][M][N]
 //
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
-// (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item has a part of C.
-// It packs a panel of B just before its use, where it stays in a second-level cache while panels of A pass by, and each
-// panel of A when it first passes, or reads that in place. Panels that are neighbours in memory are packed as a group.
-// Kernels with an epilogue are generated: they do more with their tile than store it.
-// `matmul_thin` is for products with too few rows or operations to pay for packing.
+// (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item computes a part of C.
+// It packs a panel of B just before its use; the panel stays in a second-level cache while panels of A pass by. It packs a
+// panel of A at its first use, or reads A in place. Panels that are neighbours in memory are packed as a group.
+// Kernels with an epilogue are generated: they compute more from a tile before they store it.
+// `matmul_thin` is for products with too few rows or operations for packing to pay.
 
 #define ROWS 12
 #define COLS 32
@@ -20,8 +20,8 @@
 #define LEFT_GROUP 4
 #define DEPTH_CHUNK 128
 
-// Asks early for the line at `p`, for an epilogue or for packing: into the second-level cache, because rows of several
-// tensors that lie a power of two apart would drive each other out of the first, into which `PREFETCH_NEAR` asks for it.
+// Prefetches the line at `p`, for an epilogue or for packing, into the second-level cache: in the first, rows of several
+// tensors that are a power of two apart would evict each other. `PREFETCH_NEAR` prefetches into the first.
 #ifdef NO_PREFETCH
 #define PREFETCH(p)
 #define PREFETCH_NEAR(p)
@@ -30,10 +30,10 @@
 #define PREFETCH_NEAR(p) __builtin_prefetch((const void*)(size_t)(p), 0, 3)
 #endif
 
-// `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
-// for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
-// `strided`, or one of A that is read `in_place`, contiguous along k; and `FINISH`, which makes the sums of a tile ready for
-// C. `c` carries those of earlier blocks of depth where k0 > 0, and is not read elsewhere.
+// For `matmul` and generated kernels: PRODUCT, their parameters; PART, the work-item's part of C, from (`first_row`,
+// `first_col`) on; the panels for the tile at (row0, col0); and FINISH, which turns the sums of a tile into elements of C.
+// A panel is `packed` before, `contiguous` along its rows, `transposed` (contiguous along k) or `strided`; or rows of A,
+// contiguous along k, are read `in_place`. `c` carries the sums of earlier blocks of depth; it is read only if k0 > 0.
 #define PRODUCT(C)                                                                                           \
   const int inner, __global const float *restrict left, const int left_offset, const int left_outer,         \
       const int left_batch, const int left_row, const int left_k, __global const float *restrict right,      \
@@ -61,7 +61,7 @@
 #define LEFT_PANEL(form)                                                                                    \
   PANEL(form)(left + left_at + row0 * left_row + k0 * left_k, left_row, left_k, last_row - row0, ROWS, k1 - k0, \
               col0 == first_col, (row0 - first_row) / ROWS, left_room + (row0 - first_row) * (k1 - k0))
-// How far elements of a panel of A are from row to row, and from k to k.
+// Strides of a panel of A, from row to row and from k to k.
 #define STEPS_OF(form) STEPS_##form
 #define STEPS(form) STEPS_OF(form)
 #define STEPS_packed 1, ROWS
@@ -69,7 +69,7 @@
 #define STEPS_transposed STEPS_packed
 #define STEPS_strided STEPS_packed
 #define STEPS_in_place left_row, 1
-// Asks for a part of the next panel of B, before this one's tile at row0 is computed.
+// Prefetches a part of the next panel of B, before this panel's tile at row0 is computed.
 #define FETCH_OF(form) fetch_##form
 #define FETCH(form) FETCH_OF(form)
 #define FETCH_NEXT(form)                                                                                          \
@@ -79,7 +79,7 @@
   finish(sums, row_count, cols - col0, k0 > 0, c + (batch * rows + row0) * cols + col0, cols, k1 == depth, \
          alpha, beta, bias + bias_offset + batch * bias_batch + row0 * bias_row + col0 * bias_col, bias_row, bias_col)
 
-// The first COUNT rows of a tile; a function each, as a loop is unrolled into registers only where its bound is literal.
+// The first COUNT rows of a tile. Each COUNT has a function: compilers unroll loops into registers only for literal bounds.
 #define MULTIPLY_ROWS(name, COUNT)                                                                            \
   inline void name(__global const float* restrict a, const int a_row, const int a_k,                          \
                    __global const float* restrict b, const int depth, float16 sums[ROWS][2]) {                \
@@ -105,7 +105,7 @@ MULTIPLY_ROWS(multiply_4, 4)
 MULTIPLY_ROWS(multiply_8, 8)
 MULTIPLY_ROWS(multiply_12, ROWS)
 #else
-// 16 registers of 8 floats hold 6 rows x 16 columns of sums, with what they are made of: a tile is four of these.
+// 16 registers of 8 floats hold the sums of 6 rows x 16 columns, and their operands: a tile has four of these parts.
 #define MULTIPLY_PART(name, COUNT)                                                                             \
   inline void name(__global const float* restrict a, const int a_row, const int a_k,                          \
                    __global const float* restrict b, const int depth, float16 sums[ROWS][2], const int row,   \
@@ -142,7 +142,7 @@ inline void multiply_12(__global const float* a, const int a_row, const int a_k,
 }
 #endif
 
-// A tile of the first `rows` rows, up to 12, in fours; elements of A are at row * a_row + k * a_k.
+// The sums of a tile's first `rows` rows, up to 12, in steps of four rows; elements of A are at row * a_row + k * a_k.
 inline void multiply_rows(__global const float* restrict a, const int a_row, const int a_k,
                           __global const float* restrict b, const int rows, const int depth,
                           float16 sums[ROWS][2]) {
@@ -154,9 +154,9 @@ inline void multiply_rows(__global const float* restrict a, const int a_row, con
     multiply_12(a, a_row, a_k, b, depth, sums);
 }
 
-// A tile of the first `rows` rows, of whose columns `count` exist: adds the sums of earlier blocks of depth, and after the
-// last block scales and adds the bias. Most products need none of it, so it stays a function of its own: inside a kernel it
-// would keep registers from the kernel's own stores (3 % of some).
+// Finishes the first `rows` rows of a tile with `count` columns: adds the sums of earlier blocks of depth; after the last
+// block, also scales and adds the bias. Most products need none of this, so it is not inlined: in a kernel it would take
+// registers from the kernel's stores (3 % of the time in some kernels).
 __attribute__((noinline)) void finish(float16 sums[ROWS][2], const int rows, const int count, const bool resume,
                    __global const float* carried, const int carried_row, const bool last, const float alpha,
                    const float beta, __global const float* bias, const int bias_row, const int bias_col) {
@@ -171,7 +171,7 @@ __attribute__((noinline)) void finish(float16 sums[ROWS][2], const int rows, con
     float16 added[2];
     for (int m = 0; m < rows; m++) {
       for (int n = 0; n < 2; n++) {
-        if (m == 0 || bias_row != 0)  // else it is the same for all rows
+        if (m == 0 || bias_row != 0)  // else the bias is the same for all rows
           added[n] = beta * load_strided(bias + m * bias_row + n * LANES * bias_col, bias_col, count - n * LANES);
         sums[m][n] += added[n];
       }
@@ -179,7 +179,7 @@ __attribute__((noinline)) void finish(float16 sums[ROWS][2], const int rows, con
   }
 }
 
-// `width` neighbours, 12 or 32.
+// Copies `width` neighbours, 12 or 32.
 inline void copy_floats(__global const float* from, __global float* to, const int width) {
   if (width % LANES == 0) {
 #pragma unroll
@@ -190,7 +190,7 @@ inline void copy_floats(__global const float* from, __global float* to, const in
   }
 }
 
-// Every k of a panel: `count` of its `width` rows exist.
+// Packs every k of a panel; `count` of its `width` rows exist.
 inline void pack_contiguous(__global const float* src, const int stride_k, const int count, const int width,
                             const int k0, const int k1, __global float* dst) {
   for (int k = k0; k < k1; k++) {
@@ -201,7 +201,7 @@ inline void pack_contiguous(__global const float* src, const int stride_k, const
   }
 }
 
-// A group of panels of B: at every k they are neighbours in memory.
+// Packs a group of panels of B, which are neighbours in memory at every k.
 inline void pack_columns(__global const float* src, const int stride_k, const int depth, __global float* dst) {
   for (int k = 0; k < depth; k++) {
 #pragma unroll
@@ -210,7 +210,7 @@ inline void pack_columns(__global const float* src, const int stride_k, const in
   }
 }
 
-// A group of panels of A, in whole vectors.
+// Packs a group of panels of A, in whole vectors.
 inline void pack_rows(__global const float* src, const int stride_k, const int depth, __global float* dst) {
   const int panel = depth * ROWS;
   for (int k = 0; k < depth; k++, src += stride_k, dst += ROWS) {
@@ -226,7 +226,7 @@ inline void pack_rows(__global const float* src, const int stride_k, const int d
   }
 }
 
-// A group of panels, or as many as exist.
+// Packs a group of panels, or the panels that exist if these are fewer.
 inline void pack_group(__global const float* src, const int stride_k, const int count, const int width,
                        const int depth, __global float* dst) {
   if (width == COLS && count >= GROUP * COLS) {
@@ -240,7 +240,7 @@ inline void pack_group(__global const float* src, const int stride_k, const int 
   }
 }
 
-// 16 k of 16 rows, or of the 12 that are left of a panel, from registers to registers.
+// Packs 16 k of 16 rows, or of the 12 remaining rows of a panel, by a transpose in registers.
 inline void pack_tile(__global const float* src, const int stride_row, const int width, const int rows,
                       __global float* dst) {
   float16 r[LANES];
@@ -258,7 +258,7 @@ inline void pack_tile(__global const float* src, const int stride_row, const int
   }
 }
 
-// The same at the edges of the matrix: `count` rows exist, `depth` k.
+// The same at the edges of the matrix: `count` rows and `depth` k exist.
 inline void pack_edge(__global const float* src, const int stride_row, const int width, const int rows,
                       const int count, const int depth, __global float* dst) {
   float tile[LANES * LANES];
@@ -269,7 +269,7 @@ inline void pack_edge(__global const float* src, const int stride_row, const int
     for (int row = 0; row < rows; row++) dst[i * width + row] = tile[i * LANES + row];
 }
 
-// Rows are contiguous along k.
+// Packs rows that are contiguous along k.
 inline void pack_transposed(__global const float* src, const int stride_row, const int count, const int width,
                             const int k0, const int k1, __global float* dst) {
   for (int k = k0; k < k1; k += LANES) {
@@ -292,14 +292,14 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
       dst[k * width + i] = i < count ? src[i * stride_row + k * stride_k] : 0.0f;
 }
 
-// A panel of `width` rows, `row` floats apart, `k` floats from one k to the next, where `count` are left: where it lies if
-// it is packed, else in `room`, to which it is copied if it is not yet there. Its `number` tells the first of a group.
+// Returns a panel of `width` rows, where `count` rows exist; `row` and `k` are its strides in `src`. Panels that are packed, or
+// read in place, stay in `src`. Others are in `room`, and copied there if `is_new`; the first `number` of a group copies all.
 #define PANEL_ARGUMENTS                                                                                        \
   __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
       const bool is_new, const int number, __global float *room
 inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
 inline __global const float* panel_in_place(PANEL_ARGUMENTS) {
-  // Asks for the begins of the next rows: a processor guesses how they go on, but not where they begin.
+  // Prefetches the begin of each next row: a processor predicts the rest of a row, but not where it begins.
   for (int m = ROWS; m < min(count, 2 * ROWS); m++) {
     PREFETCH_NEAR(src + m * row);
     PREFETCH_NEAR(src + m * row + LANES);
@@ -319,8 +319,8 @@ inline __global const float* panel_strided(PANEL_ARGUMENTS) {
   return room;
 }
 
-// Only columns that lie along k are far apart. The last quarter of the `tiles` asks for all lines, which are still there
-// when the panel is packed. `src` is the panel, whose columns are `col` apart; `count` are left.
+// Only columns that are contiguous along k are far apart. The last quarter of the `tiles` prefetches all lines, which are then
+// still in the cache when the panel is packed. `src` is the panel; its columns are `col` apart, and `count` of them exist.
 #define FETCH_ARGUMENTS                                                                                           \
   __global const float *src, const int col, const int count, const int depth, const int tile, const int tiles
 inline void fetch_packed(FETCH_ARGUMENTS) {}
@@ -335,8 +335,8 @@ inline void fetch_transposed(FETCH_ARGUMENTS) {
 
 #ifdef LEFT
 
-// LEFT and RIGHT, options: how the operands' panels are found.
-// C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
+// Options LEFT and RIGHT: forms of the operands' panels.
+// C gets alpha * sum + beta * bias when `k1` reaches `depth`; before, it carries the sums of earlier blocks.
 // global size: parts of rows, parts of columns, batch
 WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
   PART;
@@ -355,7 +355,7 @@ WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
       float16 sums[ROWS][2];  // in memory: the loop over it stays small
       multiply_rows(a, STEPS(LEFT), b, row_count, k1 - k0, sums);
       FINISH(sums);
-      if (col_count >= COLS) {  // no vector is asked how much of it exists: 3 % of a product of 512
+      if (col_count >= COLS) {  // without a check per vector, which takes 3 % of a product of size 512
         for (int m = 0; m < row_count; m++) {
           vstore16(sums[m][0], 0, out + m * cols);
           vstore16(sums[m][1], 1, out + m * cols);
@@ -370,7 +370,7 @@ WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
 }
 
 #endif
-#ifndef EPILOGUE  // an option for programs that only need the above, to compile sooner
+#ifndef EPILOGUE  // an option for programs that need only the code above: they compile faster
 
 inline void pack(__global const float* src, const int batch_stride, const int stride_row, const int stride_k,
                  const int rows, const int depth, const int width, __global float* dst) {
@@ -400,7 +400,7 @@ WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, co
   pack(b + offset, batch_stride, stride_col, stride_k, cols, depth, COLS, right);
 }
 
-// Sums of 16 columns of b for one row a; whichever way b is contiguous is the way it is read.
+// Sums of 16 columns of b for one row a; reads b along the dimension that is contiguous.
 inline float16 row_times_columns(__global const float* a, const int a_k, __global const float* b, const int b_k,
                                  const int b_col, const int depth, const int count) {
   float16 sum = (float16)(0.0f);

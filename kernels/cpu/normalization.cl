@@ -3,7 +3,7 @@
 // Batch: x, y, dy, dx are [N][C][P] (P pixels, any trailing dimensions); one work-item owns one channel.
 // Layer: x, y, dy, dx are [rows][D]; mean and rstd are [rows]; weight and bias are [D].
 // Sums are kept in 16 lanes; variances are taken about the mean in a second pass.
-// PAST_CACHES, option: y is too large for the caches, and its rows are whole lines.
+// Option PAST_CACHES: y is too large for the caches, and its rows are whole lines.
 
 inline float16 valid_lanes(const float16 value, const int count) {
   const float16 index = (float16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -140,7 +140,7 @@ inline void store_normalized(const float16 x, const float mean, const float rstd
 #endif
 }
 
-// While a row is written, the next is on its way from memory for its sum, which is that of `sum_of` bit for bit.
+// While a row is written, the next row is read for its sum, which equals the result of `sum_of` bit for bit.
 // Global size: parts of `each` rows
 WORK_ITEM __kernel void layer_norm(__global const float* restrict x, __global const float* weight,
                                    const int has_weight, __global const float* bias, const int has_bias,

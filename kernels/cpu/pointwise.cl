@@ -4,14 +4,14 @@
 //   left  [groups][ceil(rows / ROWS)][depth][ROWS]: packed by matmul.cl
 //   room  [work-items][panels][depth][COLS]
 //
-// Pixels of all images of y follow each other as columns. A work-item copies the pixels of x for a block of columns into
-// panels, in its own part of `room`, which stays in a second-level cache while all rows are multiplied with it: x is read from
-// memory once. Follows common.cl and matmul.cl with EPILOGUE.
+// The columns are the pixels of all images of y. A work-item copies the pixels of x for a block of columns into panels, in its
+// part of `room`. The panels stay in a second-level cache while all rows are multiplied with them: x is read from memory once.
+// Include common.cl, and matmul.cl with EPILOGUE, before this file.
 
 #define MOST_COLS 512
 
-// The place of each column of a block in the first plane of its image, in floats from the first image on; and whether the 16
-// columns from a multiple of 16 on are equally far from each other.
+// The place of each column of a block in the first plane of its image, in floats from the first image on; and for each 16
+// columns whether they are equally far apart.
 typedef struct {
   int at[MOST_COLS];
   int run[MOST_COLS / LANES];
@@ -38,7 +38,7 @@ inline void find_places(Places* places, const int first, const int count, const 
   }
 }
 
-// 16 floats, every `stride`th.
+// Loads 16 floats, every `stride`th.
 inline float16 load_every(__global const float* p, const int stride) {
   if (stride == 2)  // nothing is read behind the last
     return __builtin_shufflevector(vload16(0, p), vload16(0, p + LANES - 1), 0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23,
@@ -63,7 +63,7 @@ inline void pack_block(__global const float* x, const Places* places, const int 
   }
 }
 
-// 16 columns of a row of y, of which `count` exist, from column c of the block on.
+// Stores 16 columns of a row of y, from column c of the block on; `count` of them exist.
 inline void store_columns(const float16 values, __global float* y, const Places* places, const int c,
                           const int count) {
   if (places->run[c / LANES]) {
@@ -75,7 +75,7 @@ inline void store_columns(const float16 values, __global float* y, const Places*
   }
 }
 
-// global size: work-items with a part of `room` each; they take blocks of `panels` panels in turn
+// global size: work-items, each with a part of `room`; they take blocks of `panels` panels in turn
 WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global const float* restrict x,
                                   __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                   __global float* restrict room, const int images, const int groups, const int rows,
@@ -88,7 +88,7 @@ WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global 
   Places from, to;
   for (int unit = get_global_id(0); unit < groups * blocks; unit += get_global_size(0)) {
     const int group = unit / blocks, first = unit % blocks * block_cols, count = min(columns - first, block_cols);
-    // Rows without gaps are one.
+    // Rows without gaps count as one row.
     if (stride_h == 1 && stride_w == 1)
       find_places(&from, first, count, 1, pixels, pixels, groups * depth * plane, 1, 1);
     else
@@ -126,8 +126,8 @@ inline void add_row(__global const float* x, __global float* y, const int count,
   for (; i < count; i++) y[i * step] += x[i];
 }
 
-// The planes of x, [N][channels][kernel_h * kernel_w][rows][cols], one for each tap, added to the bias where the tap of an
-// output pixel lies in y, [N][channels][height][width].
+// y [N][channels][height][width] is the bias plus the planes of x [N][channels][kernel_h * kernel_w][rows][cols], one plane per
+// tap: each element of a plane is added at the pixel of y that the tap reads, if this pixel exists.
 // global size: N, channels
 WORK_ITEM __kernel void fold(__global const float* restrict x, __global const float* restrict bias, const int has_bias,
                              __global float* restrict y, const int rows, const int cols, const int height,
@@ -141,7 +141,7 @@ WORK_ITEM __kernel void fold(__global const float* restrict x, __global const fl
   for (int i = 0; i < height * width; i += LANES) store_upto(start, y + i, height * width - i);
   for (int tap = 0; tap < kernel_h * kernel_w; tap++) {
     const int top = tap / kernel_w * dilation_h - padding_h, left = tap % kernel_w * dilation_w - padding_w;
-    const int first = left < 0 ? (stride_w - 1 - left) / stride_w : 0;  // the first column inside of y
+    const int first = left < 0 ? (stride_w - 1 - left) / stride_w : 0;  // the first column inside y
     const int last = min(cols, left < width ? (width - 1 - left) / stride_w + 1 : 0);
     for (int row = 0; row < rows; row++, x += cols) {
       const int to = row * stride_h + top;

@@ -1,9 +1,9 @@
 // Pooling over two-dimensional windows on CPUs.
 //
 //   x, dx   [planes][height][width]   y, dy, index   [planes][out_h][out_w]
-// One work-item owns one plane, so that the backward can add into it in a fixed order. Global size: planes
+// One work-item owns one plane, so that the backward adds into it in a fixed order. Global size: planes
 
-// 16 elements of a row from column `first` on, every `stride`th; what is outside of the row is below all others.
+// 16 elements of a row from column `first` on, every `stride`th; -infinity outside of the row.
 inline float16 row_lanes(__global const float* row, const int first, const int stride, const int width) {
   if (first >= 0 && first + (LANES - 1) * stride < width) {
     if (stride == 1) return vload16(0, row + first);
@@ -19,7 +19,7 @@ inline float16 row_lanes(__global const float* row, const int first, const int s
   return vload16(0, lane);
 }
 
-// Highest value of each window, the first of equals, NaN above all; `index` is h * width + w. 16 windows at a time.
+// The highest value of each window: the first of equals; NaN exceeds all. `index` is h * width + w. 16 windows at a time.
 WORK_ITEM __kernel void max_pool(__global const float* restrict x, __global float* restrict y,
                                  __global long* restrict index, const int height, const int width, const int out_h,
                                  const int out_w, const int kernel_h, const int kernel_w, const int stride_h,
@@ -72,12 +72,12 @@ WORK_ITEM __kernel void max_pool_backward(__global const float* restrict dy, __g
   }
 }
 
-// Bounds of a window; `padded` is its size with the padding that it covers.
+// Bounds of a window; `padded` is its size including padding.
 typedef struct {
   int first, last, padded;
 } Window;
 
-// A plain window of `kernel_` every `stride`, or, if stride is 0, one of `outputs` bins that cover `size`.
+// A window of size `kernel_` every `stride`; or, if stride is 0, one of `outputs` bins that cover `size`.
 inline Window window(const int o, const int size, const int outputs, const int kernel_, const int stride,
                      const int pad) {
   Window w;
@@ -94,7 +94,7 @@ inline Window window(const int o, const int size, const int outputs, const int k
   return w;
 }
 
-// What a window's sum is divided by: `divisor` if given, else its elements, with or without padding.
+// The divisor of a window's sum: `divisor` if it is given, else the number of elements, with or without padding.
 inline float window_count(const Window h, const Window w, const int include_pad, const int divisor) {
   if (divisor != 0) return (float)divisor;
   return include_pad ? (float)(h.padded * w.padded) : (float)((h.last - h.first) * (w.last - w.first));

@@ -1,19 +1,19 @@
-// Convolutions with more output channels than pixels, and their gradients, on CPUs: products of the weights, where they are,
-// with patches of the images. Most of the time goes to reading weights, or to writing their gradient: no copy of them is made.
+// Convolutions with more output channels than pixels, and their gradients, on CPUs: products of weights and patches of images.
+// Reading the weights, or writing their gradient, takes most of the time, so the products use them without a copy.
 //
 //   forward          y[co][pixel]    = w[co][tap]     x[tap][pixel]      sums over ci and taps
 //   input gradient   taps[pixel][tap] = dy[pixel][co]  w[co][tap]         sums over co; `fold_patches` adds the taps
 //   weight gradient  dw[co][tap]     = dy[co][pixel]  x[pixel][tap]      sums over pixels
 //
-// A tap is a channel with a place in the kernel, as the weights have them: [Ci][kernel_h][kernel_w]. Pixels of all images follow
-// each other. Tensors are [N][C][H][W]. Follows common.cl and unpacked.cl.
+// A tap is a channel and a place in the kernel, in the order of the weights: [Ci][kernel_h][kernel_w]. Pixels are counted
+// through all images. Tensors are [N][C][H][W]. Include common.cl and unpacked.cl before this file.
 
 #define WINDOW                                                                                                  \
   const int depth, const int height, const int width, const int out_height, const int out_width, const int kernel_h, \
       const int kernel_w, const int stride_h, const int stride_w, const int padding_h, const int padding_w,     \
       const int dilation_h, const int dilation_w
 
-// Where pixel `at` of y meets the first plane of its image in tap `tap`, or -1 in the border.
+// The place in an image's first plane that pixel `at` of y reads for tap `tap`, or -1 in the border.
 #define MEETS(at, tap) \
   meets(at, tap, depth, height, width, out_height, out_width, kernel_w, stride_h, stride_w, padding_h, padding_w, \
         dilation_h, dilation_w)
@@ -28,7 +28,7 @@ inline int meets(const int at, const int tap, const int depth, const int height,
   return inside ? (image * depth * height + row) * width + col : -1;
 }
 
-// patches [panels of COLS pixels][depth * taps][COLS], the last pixels zero.
+// Copies patches as [panels of COLS pixels][depth * taps][COLS]; pixels that do not exist are zero.
 // global size: panels, taps
 WORK_ITEM __kernel void patches_of_rows(__global const float* restrict x, __global float* restrict patches,
                                         const int images, WINDOW) {
@@ -43,7 +43,7 @@ WORK_ITEM __kernel void patches_of_rows(__global const float* restrict x, __glob
   }
 }
 
-// patches [pixels][depth * taps].
+// Copies patches as [pixels][depth * taps].
 // global size: pixels
 WORK_ITEM __kernel void patches_of_pixels(__global const float* restrict x, __global float* restrict patches, WINDOW) {
   const int pixel = get_global_id(0), taps = kernel_h * kernel_w, plane = height * width;
@@ -54,7 +54,7 @@ WORK_ITEM __kernel void patches_of_pixels(__global const float* restrict x, __gl
   }
 }
 
-// dx from patches [pixels][depth * taps], the products of dy and weights.
+// Adds up dx from patches [pixels][depth * taps], the products of dy and weights.
 // global size: N, chunks of 16 channels
 WORK_ITEM __kernel void fold_patches(__global const float* restrict patches, __global float* restrict dx, WINDOW) {
   const int image = get_global_id(0), d0 = get_global_id(1) * LANES, count = min(depth - d0, LANES);
@@ -69,9 +69,10 @@ WORK_ITEM __kernel void fold_patches(__global const float* restrict patches, __g
     }
 }
 
-// out [rows][cols] = a [rows][depth] b, at least FEW rows and COLS columns: the last overlap those before. COLS neighbours of
-// b begin at b[col * b_col], and those of the next k come b_row floats later: b is row-major, or in panels of COLS columns.
-// global size: whole panels of columns, chunks of `chunk` rows: the last of them have the rest as well
+// out [rows][cols] = a [rows][depth] b, at least FEW rows and COLS columns; the last rows or columns may overlap the previous
+// ones. For k = 0, COLS neighbours of b begin at b[col * b_col]; for each next k, b_row floats later. So b is row-major, or in
+// panels of COLS columns.
+// global size: whole panels of columns, chunks of `chunk` rows; the last item in each dimension also has the remainder
 WORK_ITEM __kernel void multiply(__global const float* restrict a, __global const float* restrict b,
                                  __global float* restrict out, const int rows, const int depth, const int cols,
                                  const int chunk, const int b_row, const int b_col) {

@@ -1,9 +1,9 @@
-// Products of matrices that are not packed: rows of the left one may lie anywhere, those of the right one too.
+// Products of matrices that are not packed: their rows may have any strides.
 //
 //   out (COUNT x COLS)  =  a (COUNT x depth)  b (depth x COLS)
 //
-// The sums stay in registers. A function each, as a loop is unrolled into registers only where its bound is literal.
-// Follows common.cl.
+// The sums stay in registers. Each COUNT has a function, since compilers unroll loops into registers only for literal bounds.
+// Include common.cl before this file.
 
 #define COLS 32
 #define ROWS 12
@@ -67,8 +67,8 @@ inline void multiply_rows(__global const float* a, const int a_stride, __global 
 }
 #endif
 
-// COLS columns of `rows` rows, at least FEW of them; the last overlap those before, unless they `resume` sums: these are added to
-// `out`, and `rows` are a multiple of FEW.
+// Computes COLS columns of `rows` rows, at least FEW rows; the last rows may overlap the previous ones. With `resume`, the sums
+// are added to `out`, and `rows` is a multiple of FEW.
 inline void multiply_panel(__global const float* a, const int a_stride, __global const float* b, const int b_stride,
                            const int rows, const int depth, __global float* out, const int out_stride, const bool resume) {
   int row = 0;

@@ -4,10 +4,10 @@
 //   sums  [part][group][blocks of COLS lanes][kernel_h][tiles of DEPTH_TILE d][tiles of SUMS][SUMS][COLS]
 //   dw    row-major [groups * lanes][depth][kernel_h][kernel_w]
 //
-// The pixels of a block of rows, or of images, are copied into panels that stay in a second-level cache while all tiles of
-// the result are summed over them; SUMS x COLS sums stay in registers meanwhile. A pixel of x has DEPTH_TILE channels side
-// by side, and so the same channels of the tap to the right follow: SUMS of these share the loads of dy.
-// Pixels are summed in order, and parts of them are added in order: deterministic.
+// The pixels of a block of rows, or of images, are copied into panels. These stay in a second-level cache while all tiles of
+// the result are summed over them, with SUMS x COLS sums in registers. A pixel of x has DEPTH_TILE channels side by side,
+// followed by the same channels of the tap to the right: SUMS of these floats share the loads of dy.
+// Pixels are summed in order, and parts of the pixels are added in order: deterministic.
 
 #define COLS 32
 #ifdef NARROW  // 16 registers of 8 floats
@@ -22,7 +22,7 @@
 #else
 #define WIDE DEPTH_TILE
 #endif
-#define SLACK (LANES * LANES)  // floats behind a panel that packing may overwrite
+#define SLACK (LANES * LANES)  // floats after a panel that packing may overwrite
 
 // Parts of `room`, in floats: a panel of dy for each block of lanes, a panel of x for each tile of d, and 16 x 16 to spare.
 #define DY_PANEL (image_block * row_block * cols * COLS + LANES * COLS)
@@ -30,8 +30,8 @@
 #define X_COLS ((cols - 1) * stride_w + (kernel_w - 1) * dilation_w + 1)
 #define X_PANEL (image_block * X_ROWS * X_COLS * DEPTH_TILE + SLACK)
 
-// Where 16 pixels of `rows` channels, `plane` floats apart, can be read: in the tensor, even if these are other channels or
-// pixels than the caller needs, or, where it has only `size` floats more, in a copy with zeros.
+// A pointer to 16 pixels of `rows` channels, `plane` floats apart: into the tensor if its `size` remaining floats suffice, even
+// if these include unused pixels; else to a copy padded with zeros.
 inline __global const float* readable(__global const float* src, int* plane, const int rows, const int size,
                                       __global float* spare) {
   if (size - (rows - 1) * *plane >= LANES) return src;
@@ -41,7 +41,7 @@ inline __global const float* readable(__global const float* src, int* plane, con
   return spare;
 }
 
-// Pixels of 16 channels side by side: `stride` floats per pixel. Up to 15 pixels more are written.
+// Packs pixels of 16 channels side by side, `stride` floats per pixel. Writes up to 15 pixels more.
 inline void pack_lanes(__global const float* src, const int plane, const int pixels, const int size,
                        __global float* spare, const int stride, __global float* dst) {
   for (int p = 0; p < pixels; p += LANES) {
@@ -70,7 +70,7 @@ inline void pack_channels(__global const float* src, const int plane, const int 
 #pragma unroll
     for (int i = 0; i < WIDE; i++) r[i] = vload16(0, from + i * step);
 #pragma unroll
-    for (int round = 1; round < WIDE; round *= 2) {  // of a perfect shuffle, as in `transpose_rows`
+    for (int round = 1; round < WIDE; round *= 2) {  // rounds of a perfect shuffle, as in `transpose_rows`
       float16 t[WIDE];
 #pragma unroll
       for (int i = 0; i < WIDE / 2; i++) {
@@ -99,7 +99,7 @@ inline void clear(__global float* p, const int count) {
   for (int i = 0; i < count; i += LANES) store_upto((float16)(0.0f), p + i, count - i);
 }
 
-// `rows` rows of the input from `top` on, which may lie on the border, as are `left` columns: zeros.
+// Packs `rows` rows of the input from row `top` on, after `left` columns of border. The border is zero, also above and below.
 inline void pack_image(__global const float* x, const int plane, const int size, __global float* spare, const int height,
                        const int width, const int top, const int left, const int rows, const int cols,
                        __global float* dst) {
@@ -153,9 +153,9 @@ inline void add_tile(__global const float* x, __global const float* dy, __global
   }
 }
 
-// A unit is a part of the pixels for a chunk of the lanes and of d. Output pixel (r, c) meets input pixel
+// A unit is a part of the pixels for a chunk of the lanes and of d. Output pixel (r, c) reads input pixel
 // (r * stride_h - top, c * stride_w - left) at tap 0.
-// global size: work-items with a part of `room` each; they take units in turn
+// global size: work-items, each with a part of `room`; they take units in turn
 WORK_ITEM __kernel void weight_sums(
     __global const float* restrict x, __global const float* restrict dy, __global float* restrict sums,
     __global float* restrict room, const int room_size, const int images, const int groups, const int lanes,
@@ -198,7 +198,7 @@ WORK_ITEM __kernel void weight_sums(
       }
       for (int block = block0; block < block1; block++) {
         for (int tap = 0; tap < kernel_h; tap++) {
-          int row_begin = 0, row_end = row_count;  // rows that meet the image at this tap; on the border all is zero
+          int row_begin = 0, row_end = row_count;  // rows that read the image at this tap; the border is zero
           const int first = row0 * stride_h - top + tap * dilation_h;
           while (row_begin < row_end && first + row_begin * stride_h < 0) row_begin++;
           while (row_begin < row_end && first + (row_end - 1) * stride_h >= height) row_end--;
@@ -221,7 +221,7 @@ WORK_ITEM __kernel void weight_sums(
   }
 }
 
-// dw from the sums.
+// Adds the parts of the sums to dw.
 // global size: chunks of 16 weights of an output channel, blocks of 16 lanes, groups
 WORK_ITEM __kernel void weight_result(__global const float* restrict sums, __global float* restrict dw,
                                       const int groups, const int lanes, const int depth, const int kernel_h,

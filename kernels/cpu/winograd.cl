@@ -1,32 +1,32 @@
-// 3x3 convolution of stride 1 by minimal filtering, F(4x4, 3x3), on CPUs: 36 products for 16 outputs in place of 144.
+// 3x3 convolution of stride 1 by minimal filtering, F(4x4, 3x3), on CPUs: 36 products for 16 outputs instead of 144.
 // Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (CVPR 2016).
 //
 //   x        row-major [N][depth][height][width]; tiles of 6x6 pixels, every 4
 //   w        3x3 weights, row-major
 //   weights  [36][block][depth][COLS]         transformed, by blocks of output channels
-//   inputs   [36][tiles][depth_stride]        transformed, of the tile rows that are in work
+//   inputs   [36][tiles][depth_stride]        transformed, for the tile rows of this turn
 //   products [tiles][36][lane_stride]         inputs times weights
 //   y        row-major [N][lanes][height][width]
 //
-// A tile row is the tiles side by side in one image; tile rows are counted through all images.
+// A tile row is a row of tiles in one image; tile rows are counted through all images.
 //
-// The points of interpolation are 0, +-R, +-2R and infinity, with R = sqrt(1/2): pairs of opposites share half of their
-// sums, and 2R = 1/R balances the powers. The largest error is a quarter to a fifth of that with the usual 0, +-1, +-2.
-// Measured against float64 on random inputs, over the convolutions of VGG-16 and ResNet-50, it is 1.7e-6 to 4.8e-6 of
-// the largest output, where the direct kernel has 0.9e-6 to 3.3e-6, and 16 sqrt(9 depth) eps, the bound of a sum, is
-// 46e-6 to 130e-6. A tile shares its errors: small outputs beside large ones have them too, and a pixel that is not
-// finite may make NaN of all 16 outputs of a tile that reads it.
+// The points of interpolation are 0, +-R, +-2R and infinity, with R = sqrt(1/2): pairs of opposite points share half of
+// their sums, and 2R = 1/R balances the powers. The usual points 0, +-1, +-2 have 4 to 5 times the largest error.
+// Measured against float64 on random inputs, for the convolutions of VGG-16 and ResNet-50, the largest error is 1.7e-6 to
+// 4.8e-6 of the largest output. The direct kernel has 0.9e-6 to 3.3e-6; the bound of a sum, 16 sqrt(9 depth) eps, is 46e-6
+// to 130e-6. The outputs of a tile share errors: small outputs have the errors of large ones in their tile, and a pixel that
+// is not finite may turn all 16 outputs of a tile that reads it into NaN.
 
 #define POINTS 36
 #define CHUNK 32  // input channels whose weights are transformed at once for few tiles
 #define SIDE 4
-#define SPAN 7  // tiles side by side that are read together: 7 * SIDE + 2 pixels, of STRIP
+#define SPAN 7  // tiles side by side that are read together: 7 * SIDE + 2 pixels of the STRIP
 #define STRIP (2 * LANES)
-#define GROUP 4  // tiles side by side that are stored together: GROUP * SIDE pixels, LANES
+#define GROUP 4  // tiles side by side that are stored together: GROUP * SIDE = LANES pixels
 #define R 0.70710678118654752f
 #define ALIGNED __attribute__((aligned(64)))
 
-// Asks early for the line at `p`.
+// Prefetches the line at `p`.
 #ifdef NO_PREFETCH
 #define PREFETCH(p)
 #else
@@ -67,14 +67,14 @@ inline void transform_output(const float16 m[6], float16 out[4]) {
   out[3] = 0.5f * R * difference_1 + (4 * R * difference_2 + m[5]);
 }
 
-// 3x3 weights at w[lane * lane_stride + d * depth_stride], `size` floats in all, for the lanes from lane0 on and d0 <= d < d1;
-// their taps in reverse if `flipped`. Those of a point are `point` floats after those of the one before.
+// Transforms 3x3 weights at w[lane * lane_stride + d * depth_stride], `size` floats in all, for the lanes from lane0 on and
+// d0 <= d < d1; with `flipped`, their taps are reversed. The weights of successive points are `point` floats apart.
 inline void transform_block(__global const float* w, __global float* weights, const int point, const int size,
                             const int lane_stride, const int depth_stride, const int lane0, const int lanes,
                             const int d0, const int d1, const int flipped) {
   for (int d = d0; d < d1; d++) {
     for (int base = 0; base < COLS; base += LANES) {
-      float taps[LANES * LANES] ALIGNED;  // 9 in use: other weights lie behind them, which are harmless to read
+      float taps[LANES * LANES] ALIGNED;  // 9 per lane in use: it is harmless to read the weights after them
       for (int i = 0; i < LANES; i++) {
         const int lane = lane0 + base + i, at = lane * lane_stride + d * depth_stride;
         vstore16(lane < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, taps);
@@ -110,11 +110,11 @@ WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __glo
                   depth_stride, (first_block + block) * COLS, lanes, d0, min(d0 + LANES, depth), flipped);
 }
 
-// 16 pixels of 16 channels, channels last; the pixels before `first` and from `last` on are zero.
+// Loads 16 pixels of 16 channels, channels last; the pixels before `first` and from `last` on are zero.
 inline void load_pixels(__global const float* x, const int at, const int plane, const int size, const int first,
                         const int last, const int ahead, float* pixels) {
   const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  if (at >= 0 && at + (LANES - 1) * plane + LANES <= size) {  // other pixels lie around them: reading these is harmless
+  if (at >= 0 && at + (LANES - 1) * plane + LANES <= size) {  // it is harmless to read pixels around them
     const int16 mask = lane >= first && lane < last;
     float16 r[LANES];
     if (ahead > 0)
@@ -130,8 +130,8 @@ inline void load_pixels(__global const float* x, const int at, const int plane, 
   }
 }
 
-// Tiles side by side of 16 channels; the first input pixel of the first tile is (top, left).
-// global size: tile rows in work, chunks of 16 channels
+// Transforms tiles side by side, of 16 channels; the first input pixel of the first tile is (top, left).
+// global size: tile rows of the turn, chunks of 16 channels
 WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __global float* restrict inputs,
                                        const int images, const int depth, const int height, const int width,
                                        const int top, const int left, const int first_row, const int tile_rows,
@@ -178,8 +178,8 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
   }
 }
 
-// `tiles` are at least FEW; the last of them overlap those before. global size: blocks from `first_block` on, whose weights
-// these are, POINTS
+// `tiles` is at least FEW; the last tiles may overlap the previous ones.
+// global size: blocks from `first_block` on (`weights` has only these), POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
                                           const int depth_stride, const int lane_stride, const int first_block) {
@@ -190,8 +190,8 @@ WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs,
   multiply_panel(inputs, depth_stride, weights, COLS, tiles, depth, products, out_stride, false);
 }
 
-// Both for few tiles, a multiple of FEW: transformed weights stay in a second-level cache.
-// global size: work-items with POINTS * CHUNK * COLS floats of `room` each; they take blocks in turn
+// Transforms weights and multiplies, for few tiles, a multiple of FEW: transformed weights stay in a second-level cache.
+// global size: work-items, each with POINTS * CHUNK * COLS floats of `room`; they take blocks in turn
 WORK_ITEM __kernel void winograd_multiply_few(__global const float* restrict inputs, __global const float* restrict w,
                                               __global float* restrict products, __global float* restrict room,
                                               const int size, const int w_lane_stride, const int w_depth_stride,
@@ -209,7 +209,7 @@ WORK_ITEM __kernel void winograd_multiply_few(__global const float* restrict inp
   }
 }
 
-// The first `count` lanes, in fours.
+// Stores the first `count` lanes, four at a time.
 inline void store_quads(const float16 value, __global float* p, const int count) {
   if (count >= LANES) {
     vstore16(value, 0, p);
@@ -222,7 +222,7 @@ inline void store_quads(const float16 value, __global float* p, const int count)
   }
 }
 
-// global size: tile rows in work, chunks of 16 lanes
+// global size: tile rows of the turn, chunks of 16 lanes
 WORK_ITEM __kernel void winograd_output(__global const float* restrict products, __global const float* restrict bias,
                                         const int has_bias, __global float* restrict y, const int first_row,
                                         const int tile_rows, const int tile_cols, const int lanes,

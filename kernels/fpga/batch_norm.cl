@@ -1,8 +1,8 @@
 // Batch norm of the channels of a convolution, in training: see rows.cl. A row is a channel, with the pixels of all images.
 //
-// It writes what it receives to row_y, [N][row_channels][row_pixels], and adds it up: a sum for each lane and vector of a tile,
-// so that the next addition to one is TILE_ROWS * INTERLEAVE_COLS cycles later. When a tile's rows are whole, it reads them back
-// for the variance about the mean, and once more to normalise them. Rows have any length.
+// It writes received vectors to row_y, [N][row_channels][row_pixels], and sums them. Each lane and vector of a tile has a sum,
+// so additions to one sum are TILE_ROWS * INTERLEAVE_COLS cycles apart. When a tile's rows are complete, it reads them again,
+// first for the variance about the mean, then to normalise them. Rows have any length.
 
 #define ROW_ARGUMENTS                                                                                                    \
   __global const float* restrict row_weight, const int row_has_weight, __global const float* restrict row_bias,          \

@@ -5,25 +5,25 @@
 //   C (TILE_ROWS x TILE_COLS)  +=  A (TILE_ROWS x depth)  B (depth x TILE_COLS)
 //
 // load   reads BLOCK steps of k into block RAM, LOAD_WIDTH floats a cycle, and sends them step by step.
-// array  is a chain of ARRAY_ROWS processing elements. Each multiplies a number of A with ARRAY_COLS numbers of B in a cycle;
-//        those of B pass from element to element through registers. An element keeps TURNS vectors of sums and adds to them in
-//        turn, so an addition has TURNS cycles until the next to the same sum, and a turn begins in every cycle.
-// store  receives the sums by rows and does the epilogue. With ROWS it sends what that gives to another kernel (rows.cl).
+// array  is a chain of ARRAY_ROWS processing elements. In a cycle, each multiplies a number of A with ARRAY_COLS numbers of B;
+//        numbers of B pass from element to element through registers. An element adds to TURNS vectors of sums in turn. So
+//        additions to one sum are TURNS cycles apart, and a turn begins in every cycle.
+// store  receives the sums by rows and computes the epilogue. With ROWS it sends the results to another kernel (rows.cl).
 //
-// With CHANNELS each of them is a kernel and they run at once. Without, one kernel does their work in turn, and the streams are
-// small arrays on the chip. Both add the same numbers in the same order: the results are the same, bit for bit.
+// With CHANNELS each of the three is a kernel, and they run concurrently. Otherwise one kernel does their work in turn, and the
+// streams are small arrays on the chip. Both add the same numbers in the same order: the results are equal, bit for bit.
 //
 //   stream     vectors in a tile                   floats      sent by  received by
 //   a_stream   depth * INTERLEAVE_ROWS             ARRAY_ROWS  load     array
 //   b_stream   depth * INTERLEAVE_COLS             ARRAY_COLS  load     array
 //   c_stream   TILE_ROWS * INTERLEAVE_COLS         ARRAY_COLS  array    store
 //
-// A channel holds CAPACITY vectors. No capacity leads to a deadlock, not even 1: the kernels form no circle; both ends walk the
-// same tiles and steps by the same loops, so as many vectors are received as are sent; and where two streams join the same two
-// kernels, both ends take them in the same order. So some kernel always finds its vector or its room.
+// A channel holds CAPACITY vectors. No capacity leads to a deadlock, not even 1. The kernels form no circle. Both ends of a
+// stream run the same loops over tiles and steps, so they send and receive equally many vectors. If two streams join the same
+// two kernels, both ends take them in the same order. So some kernel can always receive its vector or send one.
 //
 // Parameters (options of the build): ARRAY_ROWS 8, ARRAY_COLS 16, INTERLEAVE_ROWS 8, INTERLEAVE_COLS 8, BLOCK 32,
-// CAPACITY 2048, LOAD_WIDTH 16. What that takes, by backends/opencl/fpga/sheet.py:
+// CAPACITY 2048, LOAD_WIDTH 16. The hardware they need, by backends/opencl/fpga/sheet.py:
 //
 //   kernel         multiply-adds    block RAM, bytes    interval, cycles    bytes read in a cycle
 //   matmul_load    0                27136               1                   64
@@ -67,7 +67,7 @@ channel b_vector c_stream __attribute__((depth(CAPACITY)));
   int stream##_sent = 0, stream##_received = 0
 #endif
 
-// The loops of all kernels. `batch`, `row0`, `col0` are a tile, `k0` and `steps` a block of k, `k` a step in it; `at` is one of
+// The loops of all kernels. `batch`, `row0`, `col0` give a tile, `k0` and `steps` a block of k, `k` a step in it; `at` counts
 // the vectors of sums in a tile, in the order of its rows.
 #define PROBLEM const int batches, const int rows, const int cols, const int depth
 #define EACH_TILE                                      \
@@ -81,8 +81,8 @@ channel b_vector c_stream __attribute__((depth(CAPACITY)));
 #define EACH_VECTOR for (int at = 0; at < TILE_ROWS * INTERLEAVE_COLS; at++) {
 #define END }
 
-// load: an operation says where it reads. COL_PLACE(col) and K_PLACE(k) are int4 that it computes once for a tile or block;
-// A(row, place of k) and B(place of k, place of col) are elements. Neighbours in memory follow k where A_ALONG_K or B_ALONG_K say.
+// load: an operation defines its reads. COL_PLACE(col) and K_PLACE(k) are int4 that it computes once for a tile or block;
+// A(row, place of k) and B(place of k, place of col) are elements. With A_ALONG_K or B_ALONG_K, k is contiguous in memory.
 #define LOADER                                                           \
   __local float a_block[BLOCK][TILE_ROWS], b_block[BLOCK][TILE_COLS];    \
   int4 k_place[BLOCK], col_place[TILE_COLS]
@@ -129,7 +129,7 @@ channel b_vector c_stream __attribute__((depth(CAPACITY)));
   RESTART(c_stream);   \
   SEND(c_stream, sums[ROW_AT / ARRAY_ROWS * INTERLEAVE_COLS + at % INTERLEAVE_COLS][ROW_AT % ARRAY_ROWS]);
 
-// store: FINISH(row, col, sum) is done for every element of C; it ends with KEEP(element, value).
+// store: runs FINISH(row, col, sum) for every element of C; FINISH ends with KEEP(element, value).
 #ifndef ROWS
 #define KEEP(element, value) STORE(element, value)
 #define STRIP
@@ -147,7 +147,7 @@ channel b_vector c_stream __attribute__((depth(CAPACITY)));
   }                                                                      \
   SEND_ROWS
 
-// The bodies of the kernels of an operation.
+// The bodies of an operation's kernels.
 #ifdef CHANNELS
 #define LOADS LOADER; EACH_TILE LOAD_TILE EACH_BLOCK LOAD_BLOCK EACH_STEP SEND_STEP END END END
 #define STORES EACH_TILE EACH_VECTOR STORE_VECTOR END END

@@ -1,4 +1,4 @@
-// Layer norm of the rows of a product: see rows.cl. mean and rstd have a number for each row.
+// Layer norm of the rows of a product: see rows.cl. mean and rstd have one number per row.
 
 #define ROW_ARGUMENTS                                                                                     \
   __global const float* restrict row_weight, const int row_has_weight, __global const float* restrict row_bias, \

@@ -1,6 +1,6 @@
-// Places of convolutions, kernels/patches.cl: where the elements of a row, a column or a k lie, but for a sum.
+// Places of elements in convolutions, for kernels/patches.cl: the place of a row or column plus the place of a k.
 
-// (first plane of the image and group, row, column), where the window of pixel `at` of y begins; `planes` are those of an image.
+// (first plane of the image and group, row, column) where the window of pixel `at` of y begins; an image has `planes` planes.
 inline int4 window_place(const int at, const int pixels, const int width, const int planes, const int first,
                          const int2 stride, const int2 pad) {
   const int pixel = at % pixels;

@@ -1,8 +1,8 @@
 // A kernel over whole rows of a product, joined to its dataflow:  store  --row_stream-->  normalise
 //
-// It keeps a strip of TILE_ROWS rows in block RAM until all their columns are there, then does NORMALISE of the file before this
-// one. Loops over rows are the inner ones: a sum along a row is added to every TILE_ROWS cycles. Rows have up to ROW_COLS columns.
-// A file that keeps something else defines STRIP, what it declares, and TAKE(vector), what it does with vector `at` of a tile.
+// It keeps a strip of TILE_ROWS rows in block RAM until all their columns have arrived, then runs NORMALISE of the file before
+// this one. Loops over rows are innermost: additions to a row's sum are TILE_ROWS cycles apart. Rows have at most ROW_COLS
+// columns. A file that keeps other data defines STRIP (its declarations) and TAKE(vector) (its use of vector `at` of a tile).
 //
 //   stream       vectors in a tile               floats      sent by  received by
 //   row_stream   TILE_ROWS * INTERLEAVE_COLS     ARRAY_COLS  store    normalise

@@ -8,7 +8,7 @@
        ((at) % OUT_PIXELS) / out_width * stride_h - pad_h + (tap) / kernel_w * dilation_h,                  \
        ((at) % out_width) * stride_w - pad_w + (tap) % kernel_w * dilation_w, height, width)
 
-// The element of dy that pixel `at` of x is multiplied with in tap `tap`; 0 where there is none.
+// The element of dy whose tap `tap` reads pixel `at` of x; 0 if there is none.
 #define DY_AT(at, of, tap)                                                                             \
   dy_at(dy, ((at) / PIXELS) * out_channels + (of),                                                     \
         ((at) % PIXELS) / width + pad_h - (tap) / kernel_w * dilation_h,                                        \
@@ -51,7 +51,7 @@ WORK_GROUP __kernel void input_gradient(__global const float* dy, __global const
   ((row) < LANES ? dy[((k) / OUT_PIXELS * out_channels + group * LANES + (row)) * OUT_PIXELS + (k) % OUT_PIXELS] : 0.0f)
 #define X_WEIGHT(k, col) ((col) < CHANNELS_IN * TAPS ? X_AT(k, group * CHANNELS_IN + (col) / TAPS, (col) % TAPS) : 0.0f)
 
-// dw [splits][Co][Ci / groups][kh][kw]: parts of the sums, to be added
+// dw [splits][Co][Ci / groups][kh][kw] has parts of the sums, which the caller adds
 WORK_GROUP __kernel void weight_gradient(__global const float* dy, __global const float* x, SHAPE, const int each,
                                          RESULTS) {
   TILES;

@@ -1,6 +1,6 @@
 // Matrix products on GPUs: C = alpha * A B + beta * bias, batched, any strides.
 //
-//   C  [splits][batches][rows][cols]   parts of the sum over k, to be added; usually 1
+//   C  [splits][batches][rows][cols]   `splits` parts of the sum over k (usually 1), which the caller adds
 //
 // global size: column tiles, row tiles (each times GROUP), splits * batches
 

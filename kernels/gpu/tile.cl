@@ -1,20 +1,20 @@
-// Sums of products by tiles in local memory, for devices whose work-items run side by side. Prepended to the GPU kernels.
+// Sums of products by tiles in local memory, for devices whose work-items run in parallel. Prepended to the GPU kernels.
 //
 //   C (TILE x TILE)  +=  A (TILE x DEPTH)  B (DEPTH x TILE),  a work-group of GROUP x GROUP work-items
 //
-// Each work-item sums ITEM x ITEM elements that lie GROUP apart, so that neighbours read and write neighbours. No
-// subgroups, no vector types: a compiler for GPUs finds its own. GROUP, ITEM and DEPTH are options.
+// Each work-item sums ITEM x ITEM elements, GROUP apart, so that neighbouring work-items read and write neighbours. The code
+// has no subgroups and no vector types: compilers for GPUs vectorise it. GROUP, ITEM and DEPTH are options.
 
 #define TILE (GROUP * ITEM)
 #define WORK_GROUP __attribute__((reqd_work_group_size(GROUP, GROUP, 1)))
 #define ROW0 ((int)get_group_id(1) * TILE)
 #define COL0 ((int)get_group_id(0) * TILE)
 
-// A kernel has one of each tile; a column more than needed puts neighbours into different banks.
+// A kernel declares one of each; an additional column puts neighbours into different banks.
 #define TILES __local float a_tile[DEPTH][TILE + 1], b_tile[DEPTH][TILE + 1]; float sums[ITEM][ITEM]
 
-// Sums over first <= k < last. A(row, k) and B(k, col) read an element, or give 0 outside: macros of the caller. Neighbours
-// read along k where A_ALONG_K or B_ALONG_K say that it is contiguous there.
+// Sums over first <= k < last. The caller's macros A(row, k) and B(k, col) read an element, or give 0 outside. With A_ALONG_K
+// or B_ALONG_K, k is contiguous in memory, and neighbouring work-items read along k.
 #define MULTIPLY(A, A_ALONG_K, B, B_ALONG_K, first, last)                                                      \
   {                                                                                                            \
     const int across = get_local_id(0), down = get_local_id(1), item = down * GROUP + across;                  \
