@@ -20,10 +20,10 @@ MOVED = frozenset(
 def order(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the operators that the results need, in the order of lowering.
 
-    Elementwise operators that only results depend on directly follow their operands. A traced graph
-    has them at its end, where their operands have left the cache and no other kernel with the same
-    operands can compute them. A traced graph begins with all recomputed masks and copies of inputs:
-    each of them moves directly before its first reader, so that it takes no memory until then.
+    If only results depend on an elementwise operator, it directly follows its operands. Traced
+    graphs have such operators at the end, where their operands have left the cache and no other
+    kernel with the same operands can compute them. Traced graphs begin with all recomputed masks
+    and copies of inputs: these move directly before their first reader, and take no memory before.
     """
     needed = _needed(graph)
     calls = [node for node in graph_calls(graph) if node in needed]

@@ -1,4 +1,4 @@
-"""Checks of indices: a pass computes the least index out of range, its end event reports it.
+"""Checks of indices: a pass computes the least one out of range, and its end event reports it.
 
 Kernels never access memory outside a tensor: a read at an index out of range gives NaN (0 for
 integers), and a write there does nothing.

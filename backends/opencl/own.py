@@ -180,7 +180,7 @@ def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[tuple[int, ...], tuple
 
 
 def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] = ()) -> Call:
-    """Return the call of a node; without given tensors, they have only shapes and dtypes."""
+    """Return a node's call; before lowering, its tensors have only a shape and a dtype."""
     if not inputs and not outputs:
         forms = [form for each in _tensors_of(node) for form in _forms(each.meta["val"])]
         inputs = [Value(-1, *form) for form in forms]

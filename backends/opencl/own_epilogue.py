@@ -1,4 +1,4 @@
-"""Elementwise operators that a user kernel applies to each element before it writes it.
+"""Elementwise operators that a user kernel applies to its result before writing an element.
 
 The kernel's source ends its parameters with `RESULTS` and writes every element once, by
 `STORE(element, value)`. The program defines both macros before the source.

@@ -134,7 +134,7 @@ class _Packing:
         taken: Mapping[int, tuple[Life, Span]] = MappingProxyType({}),
         most: int | None = None,
     ) -> int:
-        """Place the tensors that have no spot yet, in at most `most` bytes of one memory.
+        """Place tensors without a spot in one memory, if they fit into its `most` bytes.
 
         They avoid the tensors already there and the spans in `taken`. Returns the size in bytes.
         """

@@ -32,7 +32,7 @@ class Operand:
 class Product:
     """The product C = alpha * left @ right + beta * bias; left: rows x depth, right: depth x cols.
 
-    The `batch` matrices of an operand form groups of `inner` matrices, or one group if it is 0.
+    The `batch` matrices of an operand form groups of `inner` matrices; 0 means one group.
     """
 
     batch: int

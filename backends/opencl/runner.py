@@ -1,7 +1,7 @@
 """Single kernels on an OpenCL device: built from a text, launched once and checked.
 
 Each array is in the middle of a larger buffer: a write beyond the array changes the guard before or
-behind it, and a read there gives NaN. Oclgrind reports both, so there each array has its buffer.
+behind it, and a read there gives NaN. Under Oclgrind, which reports both, buffers have no guards.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def target_arch() -> str:
 def _private_cache() -> list[Finding]:
     """Give PoCL a kernel cache for this process alone: processes corrupt a shared cache.
 
-    A lock reserves the cache until the process ends; then it stays on disk for a later process.
+    A lock reserves the cache until the process ends. The cache stays on disk for later processes.
     """
     if _user_set("POCL_CACHE_DIR"):
         own = Path(os.environ["POCL_CACHE_DIR"])

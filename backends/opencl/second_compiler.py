@@ -1,4 +1,4 @@
-"""A second process that compiles kernels, for runtimes that compile one kernel at a time.
+"""Compilation in two processes, for runtimes that compile one kernel at a time.
 
     compute thread                   thread `second compiler`       process `specialise.py`
 
@@ -142,7 +142,7 @@ def _rest(queue: SimpleQueue[Job]) -> Iterator[Job]:
 
 
 def _other_cores() -> frozenset[int] | None:
-    """Return cores for the other process, or None if this worker has the only core.
+    """Return cores for the other process, or None if no second core is known.
 
     A pinned worker was started by a process with more cores: return the cores that only this parent
     has. An unpinned worker shares its cores.

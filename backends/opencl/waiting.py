@@ -14,7 +14,7 @@ Job = tuple[Any, threading.Lock]
 
 
 class Waiters:
-    """A growing pool of threads: starting a thread takes longer than a small pass.
+    """A pool of threads, which are kept: starting a thread takes longer than a small pass.
 
     A new thread starts if all others wait. A command that hangs keeps its thread until the process
     ends.

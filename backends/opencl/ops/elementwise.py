@@ -146,7 +146,7 @@ def signbit(builder: Builder, node: fx.Node) -> None:
 
 
 def _truth(builder: Builder, expr: Expr) -> Expr:
-    """Return `expr`, with bools as 0 or 1 after arithmetic."""
+    """Return `expr`; if it is an arithmetic result of bools, as a bool again."""
     if expr.dtype != "bool":
         return expr
     return truth(builder, expr)
