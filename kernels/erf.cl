@@ -1,7 +1,7 @@
 // The error function, for one element and for 16 at once: PoCL's function takes one at a time.
 //
 // Two polynomials, one near zero and one beyond: erf(x) = x + x * P(x^2) and 1 - exp(Q(x)). The error
-// is at most 2 ULP in float; doubles use the built-in function. Include exp.cl before this file.
+// is at most 2 ULP in float; doubles use the built-in function. Needs exp.cl before it.
 //
 // Except for factors, the normal distribution function is erf(x) + 1, and its density is exp(-x^2).
 // One exponential gives both: erf_plus_one is exp(-x^2) P(-x) for x < 0, else 2 - exp(-x^2) P(x).

@@ -6,8 +6,8 @@
 
 #define LARGE 10000.0f
 
-// Each macro pastes `exact_##NAME` itself. As an argument of another macro NAME would be expanded:
-// PoCL's headers define `pow` as a macro. A missing function for doubles would call that for floats.
+// Each macro pastes `exact_##NAME` itself. As an argument of another macro NAME would be expanded, since
+// PoCL's headers define `pow` as a macro; calls for doubles would then reach the function for floats.
 
 #define OF_ONE(NAME, T)                                                                           \
     static inline T __attribute__((overloadable)) exact_##NAME(const T x) { return NAME(x); }

@@ -27,7 +27,7 @@ inline float x_at(__global const float* x, const int plane, const int row, const
   return row >= 0 && row < height && col >= 0 && col < width ? x[(plane * height + row) * width + col] : 0.0f;
 }
 
-// An element of dy. `row` and `col` are multiplied by the stride; 0 if they are no multiples of it, or outside of dy.
+// An element of dy; `row` and `col` are its place times the stride. 0 if there is no such element.
 inline float dy_at(__global const float* dy, const int plane, const int row, const int col, const int stride_h,
                    const int stride_w, const int out_height, const int out_width) {
   const int r = row / stride_h, c = col / stride_w;

@@ -1,8 +1,8 @@
-// Attention on CPUs, forward and backward, with memory linear in the length. Include common.cl before this file.
+// Attention on CPUs, forward and backward, with memory linear in the length. Needs common.cl before it.
 //
-//   query, out    L rows of depth, of width      a head is one of `outer` x `inner` matrices
-//   key, value    S rows of depth, of width      L = queries, S = keys
-//   lse           [heads][L]                     logarithm of each row's sum of exponentials
+//   query   [heads][L][depth]     out     [heads][L][width]      heads: `outer` x `inner` matrices
+//   key     [heads][S][depth]     value   [heads][S][width]      L = queries, S = keys
+//   lse     [heads][L]            logarithm of each row's sum of exponentials
 //
 // `out` and the gradients are [outer][rows][inner][columns]: the heads of one row side by side.
 //

@@ -6,7 +6,7 @@
 //   y       row-major [N][groups * lanes][out_height][out_width]
 //
 // For each tap, neighbouring pixels read neighbours in `padded`. ROWS x COLS sums stay in registers.
-// Include common.cl before this file.
+// Needs common.cl before it.
 
 #define ROWS 12
 #define COLS 32

@@ -6,7 +6,7 @@
 //
 // The columns are the pixels of all images of y. A work-item copies the pixels of x for a block of columns into panels, in its
 // part of `room`. The panels stay in a second-level cache while all rows are multiplied with them: x is read from memory once.
-// Include common.cl, and matmul.cl with EPILOGUE, before this file.
+// Needs common.cl, and matmul.cl with EPILOGUE, before it.
 
 #define MOST_COLS 512
 

@@ -6,7 +6,7 @@
 //   weight gradient  dw[co][tap]     = dy[co][pixel]  x[pixel][tap]      sums over pixels
 //
 // A tap is a channel and a place in the kernel, in the order of the weights: [Ci][kernel_h][kernel_w]. Pixels are counted
-// through all images. Tensors are [N][C][H][W]. Include common.cl and unpacked.cl before this file.
+// through all images. Tensors are [N][C][H][W]. Needs common.cl and unpacked.cl before it.
 
 #define WINDOW                                                                                                  \
   const int depth, const int height, const int width, const int out_height, const int out_width, const int kernel_h, \

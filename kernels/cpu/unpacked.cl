@@ -3,7 +3,7 @@
 //   out (COUNT x COLS)  =  a (COUNT x depth)  b (depth x COLS)
 //
 // The sums stay in registers. Each COUNT has a function, since compilers unroll loops into registers only for literal bounds.
-// Include common.cl before this file.
+// Needs common.cl before it.
 
 #define COLS 32
 #define ROWS 12
