@@ -1,1 +1,1 @@
-"""Judges numbers: float64 references, tolerances, rounding noise, differences, faulty operators."""
+"""Numerical checks: float64 references, tolerances, rounding noise, search for faulty operators."""

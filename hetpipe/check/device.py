@@ -1,7 +1,7 @@
 """Reference devices: torch's operators in float64, and in the dtypes that graphs declare.
 
-Buffers of the float64 device have the declared shapes and dtypes, and hold more digits. A download
-rounds once.
+Buffers of the float64 device report the declared shapes and dtypes, but floating ones hold float64.
+A download rounds once to the declared dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExactDevice(BlockingDevice):
     """Torch on this processor, in float64."""
 
     _as_computed = staticmethod(to_float64)
-    """Convert tensors and dtypes to those of the device."""
+    """Function that converts tensors and dtypes for the computation."""
     info = DeviceInfo(
         "exact:torch:0", "exact", "cpu", "torch in float64", "", torch.__version__, 0, HOST_MEMORY,
         tuple(DTYPE_NBYTES),
@@ -73,7 +73,7 @@ class RoundingDevice(ExactDevice):
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph, and drops each value after its last use."""
+    """Interpreter of a graph that drops each value after its last use."""
 
     def __init__(self, program: fx.GraphModule, as_computed: Callable[[Any], Any]) -> None:
         super().__init__(program)

@@ -1,4 +1,4 @@
-"""The difference of an array from its reference, and the error that rounding explains."""
+"""Differences of arrays from their references, and the errors that rounding explains."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ UNITS = 16.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst error of an array, and the allowed error there.
+    """The worst error of an array, and the allowed error of the same element.
 
-    `wrong` counts the elements beyond the allowed error, `text` shows the worst of them. The error
-    is infinite for a wrong shape, or if a value is infinite or NaN and should not be.
+    `wrong` counts the elements beyond the allowed error; `text` describes the worst one. The error
+    is infinite for a wrong shape, or if only one of value and reference is infinite or NaN.
     """
 
     error: float
@@ -54,7 +54,7 @@ def difference(
 ) -> Difference:
     """Compare an array with its reference; integers and bools must be equal.
 
-    `allowed` is a number, or one for each element; `words` replace it in the text.
+    `allowed` is one number or an array of them; `words` replace the number in the text.
     """
     if actual.shape != expected.shape:
         return Difference(math.inf, 0.0, 1, f"the shape is {actual.shape}, not {expected.shape}")
@@ -82,10 +82,10 @@ def _number(value: Any) -> str:
 def tensor_difference(
     actual: torch.Tensor, expected: torch.Tensor, terms: int, eps: float = 0.0
 ) -> Difference:
-    """Compare a tensor with its reference, where the reference is finite.
+    """Compare the elements whose reference is finite.
 
-    The allowed error is that of sums of `terms` terms, with the larger of `eps` and the dtype's
-    own epsilon. For integers the error is the number of unequal elements.
+    The allowed error is the tolerance for sums of `terms` terms, with the larger of `eps` and the
+    dtype's epsilon. For integers and bools the error is the number of unequal elements.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return Difference(math.inf, 0.0)
@@ -106,22 +106,22 @@ def largest_magnitude(tensor: torch.Tensor) -> float:
 
 
 def tolerance(largest: float, eps: float, terms: int = 1, units: float = UNITS) -> float:
-    """Return the allowed error of sums of `terms` terms, whose largest magnitude is `largest`."""
+    """Return the allowed error of sums of `terms` terms; `largest` is their largest magnitude."""
     return units * math.sqrt(max(terms, 1)) * eps * largest
 
 
 def case_tolerance(expected: Array, eps: float, terms: int = 1, units: float = UNITS) -> float:
-    """Return the allowed error of a result whose inputs are about 1.
+    """Return the allowed error of a result; its inputs have magnitudes of about 1.
 
-    The result may be smaller than its terms, which cancel: the largest magnitude counts as 1 then.
+    The largest magnitude counts as at least 1, because terms that cancel exceed their sum.
     """
     return tolerance(max(1.0, largest_of(expected)), eps, terms, units)
 
 
 def half_digits(*dtypes: str | None) -> float:
-    """Return the relative error of a value that has lost half the digits of its dtype.
+    """Return the relative error of a value that has lost half of its digits.
 
-    The coarsest of `dtypes` and float32 counts.
+    The coarsest dtype among `dtypes` and float32 decides.
     """
     return math.sqrt(eps_of("float32", *(dtype for dtype in dtypes if dtype is not None)))
 

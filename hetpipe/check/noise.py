@@ -1,4 +1,4 @@
-"""Rounding noise: random errors as large as rounding may make them, and their effect."""
+"""Rounding noise: random errors of the size that rounding may cause, and their effects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hetpipe.check.reference import Value, exact_value, narrow_value, tensors_of
 
 
 def with_rounding_errors(value: Any, generator: torch.Generator, units: float = UNITS) -> Any:
-    """Return a floating tensor with a relative error of up to `units` eps in each element.
+    """Return a floating tensor with a random relative error of up to `units` eps per element.
 
-    Other values are returned as they are.
+    Return other values unchanged.
     """
     if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
         return value
@@ -39,8 +39,8 @@ def disturb_node(generator: torch.Generator, node: fx.Node, value: Value) -> Val
 def rounding_effects(node: fx.Node, arguments: Any, expected: Value) -> list[float]:
     """Return the error that a device may have beyond the tolerance, for each tensor of a value.
 
-    It covers the error of torch in the graph's own dtypes, and the effect of inputs with rounding
-    errors: sums that cancel make these larger.
+    It covers torch's error in the graph's dtypes, and the effect of rounding errors in the inputs,
+    which sums with cancelling terms amplify.
     """
     generator = torch.Generator().manual_seed(0)
     units = tolerance(1.0, 1.0, terms_of(node))

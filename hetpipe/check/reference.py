@@ -1,8 +1,8 @@
 """The float64 reference: torch's eager operators on this processor.
 
-A node's value is the exact result of its operator for the given inputs, rounded once to the dtype
-that the graph declares; it overflows where that dtype does. No backend takes part, so it serves to
-judge any device.
+A node's value is the float64 result of its operator for the given inputs, rounded once to the dtype
+that the graph declares. It overflows where that dtype overflows. The reference uses no backend, so
+it can judge any device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONG_SUMS = ("conv", "lstm", "attention", "scatter", "put", "norm", "embedding"
 
 
 def float64_results(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Array]:
-    """Return the results of a function that computes in float64 from floating inputs."""
+    """Return the results of a function, with floating inputs and new tensors in float64."""
     with default_dtype(torch.float64):
         results = tensors_of(function(*to_float64(list(inputs))))
     return [tensor.detach().numpy() for tensor in results]
@@ -61,7 +61,7 @@ def exact_value(node: fx.Node, arguments: Any) -> Value:
         return arguments[0][0][arguments[0][1]]
     try:
         value = _call(node, to_float64(arguments))
-    except (RuntimeError, TypeError):  # an operator without float64
+    except (RuntimeError, TypeError):  # the operator lacks float64
         try:
             return _call(node, arguments)
         except (RuntimeError, TypeError) as error:
@@ -90,7 +90,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def to_float64(values: Any) -> Any:
-    """Return nested values with float64 for every floating dtype, and tensors converted to it."""
+    """Convert the floating tensors and floating dtypes of nested values to float64."""
 
     def wide(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -104,7 +104,7 @@ def to_float64(values: Any) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let torch create tensors in a dtype, where a function does not choose one."""
+    """Set the default dtype of new torch tensors within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -114,7 +114,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_comparable(node: fx.Node) -> bool:
-    """Return whether a node's value is determined: initialised, and not a backend's workspace."""
+    """Return whether a node's value is defined: not uninitialised memory, nor a workspace."""
     return "empty" not in operator_name(node) and not is_workspace(node)
 
 
@@ -138,7 +138,7 @@ def terms_of(node: fx.Node) -> int:
 
 
 def layer_of(node: fx.Node) -> str:
-    """Return the model's layer that a node came from; `?` for an update, which has none."""
+    """Return the model layer of a node; `?` for nodes without one, such as an update's."""
     return str(node.meta.get("layer", "?"))
 
 
@@ -148,7 +148,7 @@ def operator_and_layer(node: fx.Node) -> str:
 
 
 def call_of(node: fx.Node) -> fx.Node:
-    """Return the operator's call: the source of an item, or the node itself."""
+    """Return the call that produced an item (`getitem`), or else the node itself."""
     return node.all_input_nodes[0] if operator_name(node) == "getitem" else node
 
 
@@ -160,7 +160,7 @@ def _call(node: fx.Node, arguments: Any) -> Value:
 
 
 def _as_declared(result: Any, meta: Any) -> Value:
-    """Return a result in the dtype of the graph, row-major."""
+    """Return a result in the graph's dtype and in row-major order."""
     if isinstance(meta, (tuple, list)):
         return tuple(_as_declared(*pair) for pair in zip(result, meta, strict=True))
     if not isinstance(result, torch.Tensor):
@@ -170,7 +170,7 @@ def _as_declared(result: Any, meta: Any) -> Value:
 
 
 def _may_overflow(arguments: Any) -> bool:
-    """Return whether products of inputs, or their sums, may overflow before the result does."""
+    """Return whether intermediate products or sums may overflow although the result does not."""
     return any(
         float(tensor.abs().nan_to_num(nan=0.0).max()) > torch.finfo(tensor.dtype).max ** 0.375
         for tensor in _floats(arguments)
@@ -184,10 +184,10 @@ def _floats(arguments: Any) -> list[torch.Tensor]:
 
 
 def _with_overflow(exact: Value, narrow: Value, is_sum: bool) -> Value:
-    """Return the exact value with the infinities of torch in the graph's dtypes.
+    """Return the exact value with the infinities that torch yields in the graph's dtypes.
 
-    An overflowing sum becomes NaN, and so undetermined: each device orders its terms differently,
-    and the order decides whether infinities of both signs meet.
+    An overflowing sum becomes NaN, which no comparison judges: devices add terms in different
+    orders, and the order decides whether infinities of both signs meet.
     """
     if isinstance(exact, tuple):
         return tuple(_with_overflow(*pair, is_sum) for pair in zip(exact, narrow, strict=True))

@@ -1,6 +1,6 @@
-"""The search for the operators at which a device fails, or computes something else.
+"""Search for the operators at which a device fails or computes wrong values.
 
-A probe runs units of a graph, and returns their fault, or None if there is none.
+A probe runs units of a graph and returns their fault, or None.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ OTHERS = 4
 
 
 def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:
-    """Return the fault of the first unit or part that has one by itself."""
+    """Return the fault of the first unit or part that fails alone."""
     return next((fault for item in items if (fault := probe(item)) is not None), None)
 
 
 def shortest_fault(
     units: Sequence[Unit], probe: Callable[[Sequence[Unit]], Fault | None]
 ) -> Fault | None:
-    """Return the fault of the shortest run of units, found by bisecting its end, then its start."""
+    """Return the fault of the shortest faulty run of units: bisect its end, then its start."""
     if (fault := probe(units)) is None:
         return None
     end, fault = _bisect(len(units), lambda count: probe(units[:count]), fault)
@@ -34,7 +34,7 @@ def shortest_fault(
 
 
 def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> tuple[int, Fault]:
-    """Return the smallest count with a fault, and the fault; `fault` is that of `count`."""
+    """Return the smallest faulty count and its fault; `fault` belongs to `count`."""
     right, wrong = 0, count
     while wrong - right > 1:
         middle = (right + wrong) // 2
@@ -48,7 +48,7 @@ def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> t
 def others_fail(
     units: Sequence[Unit], failed: Collection[str], fails: Callable[[Unit], bool]
 ) -> bool:
-    """Return whether other kinds of operators fail too: the device may be lost.
+    """Return whether other kinds of operators also fail, as on a lost device.
 
     `failed` names the operators with a known fault.
     """

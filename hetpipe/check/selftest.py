@@ -21,7 +21,7 @@ from hetpipe.sdk.registry import decompositions_of
 
 _EVENT_S = 10.0  # longest wait for one event
 _MEASURE_S = 0.2  # time for each of the two rates
-_SIZES = (64, 256, 1024)  # of the matrices: the largest that the device reaches in time counts
+_SIZES = (64, 256, 1024)  # matrix sizes, tried in order until a product takes too long
 _COPY_NBYTES = 4 << 20
 TERMS = 16
 """The terms of the longest sums in the training step."""
@@ -29,19 +29,19 @@ TERMS = 16
 
 @dataclass(frozen=True)
 class SelfTest:
-    """`message` describes the failure, or else the checks."""
+    """The result of a self-test; `message` describes the failure, or else the checks."""
 
     ok: bool
     message: str
     seconds: float
-    gflops_matmul: float  # float32, one product after the other; 0 where the test failed
-    copy_Bps: float  # host to device and back, bytes each way counted
+    gflops_matmul: float  # float32 products, one after the other; 0 if the test failed
+    copy_Bps: float  # host to device and back; counts the bytes of both directions
 
 
 def selftest(device: Device) -> SelfTest:
     """Compare a device with torch in float64 and measure two rates, in a few seconds.
 
-    Never raises `HetpipeError`: a failure is the result.
+    Return failures in the result instead of raising `HetpipeError`.
     """
     start_s = time.perf_counter()
     gflops, copy_Bps = 0.0, 0.0
@@ -94,12 +94,15 @@ def _graph(
 
 
 def trace_step(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """Return the graph of the training step; a process's first trace takes a second."""
+    """Return the graph of the training step; the first trace in a process takes a second."""
     return _graph(_step, _step_inputs(), table)
 
 
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
-    """Train a two-layer perceptron for one step of mean squared error, written out by hand."""
+    """Train a two-layer perceptron for one step; the gradients of the mean square are by hand.
+
+    Return the loss and the new parameters.
+    """
     hidden = (x @ w1 + b1).relu()
     error = hidden @ w2 - y
     slope = error * (2.0 / error.numel())
@@ -163,7 +166,7 @@ def _copy_rate(device: Device) -> float:
 
 
 def _matmul_rate(device: Device) -> float:
-    """Return the best GFLOP/s of float32 products; sizes grow while a product is short."""
+    """Return the best GFLOP/s of float32 products; stop before a size that takes too long."""
     rate = 0.0
     for size in _SIZES if not device.info.capabilities.reference else (16,):
         matrices = [np.ones((size, size), np.float32)] * 2

@@ -30,20 +30,23 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 LIMIT = "HETPIPE_SELFTEST_LIMIT_S"
-"""Variable with the time limit of a device's test; 60 s by default, most tests take two."""
+"""Environment variable: time limit of a device's test in seconds; 60 by default."""
 
 GRACE_S = 5.0
-"""Seconds for a late test to say where it hangs, before it is killed."""
+"""Seconds in which a late test may report where it hangs, before it is killed."""
 
 _PASSED = Entries("selftests", "json", 200)
 
 
 def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (device id, result) as tests end: the fields of `SelfTest`, or ok and message."""
-    seconds(LIMIT, 60.0)  # what is wrong with it is no fault of a device
+    """Yield (device id, result) as tests end.
+
+    A result has the fields of `SelfTest`, or `ok` and `message` alone.
+    """
+    seconds(LIMIT, 60.0)  # raises for a wrong value here, before a device could get the blame
     pairs = [(backend_reference(info.backend), info.id) for info in infos]
     for device_id in [device_id for reference, device_id in pairs if reference is None]:
-        yield device_id, _test(device_id)  # no other process can load its class
+        yield device_id, _test(device_id)  # another process could not load the backend's class
     arguments = [f"{reference}={device_id}" for reference, device_id in pairs if reference]
     if not arguments:
         return
@@ -55,7 +58,7 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that a kill reaches its children
+        start_new_session=True,  # so that a kill also reaches the forked children
     )
     os.close(writing)
     waiting = [argument.rpartition("=")[2] for argument in arguments]
@@ -75,10 +78,10 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
 
 
 def trusted(info: DeviceInfo) -> str:
-    """Return why a device must not join a cluster unasked; empty if it may.
+    """Return the reason why a device must not join a cluster by default; empty if it may.
 
-    A device of hetpipe's backends may, unless they do not know its runtime. Other devices are
-    tested once, and again after a change of their backend, driver or description.
+    A device of hetpipe's backends may join, unless its capabilities say `untried`. Other devices
+    are tested once, and again after a change of their backend, driver or description.
     """
     provider = provider_of(info.backend)
     if provider.ours and not info.capabilities.untried:
@@ -106,7 +109,7 @@ def main(writing: int, arguments: Sequence[str]) -> None:
 
 
 def _prepare() -> None:
-    """Import and warm up, once for all children, everything that starts no thread."""
+    """Import torch and trace the step once for all children, without starting threads."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,1 +1,1 @@
-"""The conformance suite: by it the author of a backend proves it."""
+"""Conformance suite: checks with which backend authors test their backends."""

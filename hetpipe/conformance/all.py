@@ -1,4 +1,4 @@
-"""Importing the modules of checks fills `CHECKS`, but for those of torch's own database."""
+"""All modules of checks: importing this module fills `CHECKS`, except for torch's database."""
 
 from hetpipe.conformance import (
     buffers,

@@ -1,4 +1,4 @@
-"""Memory of buffers: who may use whose when, and how long results and inputs last."""
+"""Checks of buffer memory: lifetime of results and inputs, aliasing, donation, reuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _(rig: Rig) -> None:
 
 
 def _folded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Updates of several parameters: each reads two inputs, and the last reads all."""
+    """Return updates of several parameters, which read two inputs each, and the sum of all."""
     sums = [a + b * 0.5 for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
     return *sums, reduce(torch.add, tensors)
 
@@ -80,7 +80,7 @@ def _(rig: Rig) -> None:
     source = rig.put(a)
     results = rig.run(executable, [source])
     expected = [each.contiguous().numpy() for each in views(a)]
-    rig.run(overwriting, [source], [0])  # may write into the memory of the input
+    rig.run(overwriting, [source], [0])  # may overwrite the memory of the donated input
     for index, (result, array) in enumerate(zip(results, expected, strict=True)):
         same(rig.get(result), array, f"result {index}, after its input was donated elsewhere")
     rig.run(flat, [results[0]], [0])
@@ -176,7 +176,7 @@ def _(rig: Rig) -> None:
         ):
             where = f"result {index} of run {turn}, with the rate {float(rate):.4g} and step {t:g}"
             compare(rig.get(result), expected.numpy(), 1e-5, where)
-    with suppress(NotAsked):  # a device may compute with floating scalars alone
+    with suppress(NotAsked):  # a device may lack integer scalars
         counting = rig.compile(lambda t: (t + 1, t * 3), torch.tensor(1))
         for number in (1, 2, 70_000):
             results = rig.run(counting, [rig.put(torch.tensor(number))])

@@ -1,4 +1,4 @@
-"""A check: one rule of the contract, and a function that breaks a device that breaks the rule."""
+"""A check: one rule of the contract, and a function that tests whether a device keeps it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Level(IntEnum):
-    """How much is checked; each level includes those before it."""
+    """Extent of a run; each level includes the checks of the lower levels."""
 
     CORE = 0
     TRAINING = 1
@@ -22,7 +22,7 @@ class Level(IntEnum):
 
     @classmethod
     def named(cls, name: str) -> Level:
-        """The level of that name, in small letters. Raises `BackendError` for another name."""
+        """Return the level with a lower-case name. Raises `BackendError` for an unknown name."""
         levels = {level.name.lower(): level for level in cls}
         if name not in levels:
             raise BackendError(f"no level {name!r}; the levels are {', '.join(levels)}")
@@ -30,16 +30,16 @@ class Level(IntEnum):
 
 
 class BrokenRule(Exception):
-    """What a check has seen that no device may do."""
+    """The device has broken the rule of a check; the message describes the observation."""
 
 
 class NotAsked(Exception):
-    """Why a check does not concern this device: nothing that it declares is tested by it."""
+    """The check does not apply to this device; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`rule` is a sentence of the contract; `suspect` names the fault behind most failures."""
+    """A check. `rule` is a sentence of the contract; `suspect` names the most likely fault."""
 
     name: str
     level: Level
@@ -47,7 +47,7 @@ class Check:
     suspect: str
     function: Callable[[Rig], None]
     family: str = ""
-    """Of an operator: the row of the coverage matrix."""
+    """Row of the coverage matrix, for checks of operators."""
 
     @property
     def group(self) -> str:
@@ -61,7 +61,7 @@ CHECKS: list[Check] = []
 def check(
     name: str, rule: str, suspect: str, level: Level = Level.CORE
 ) -> Callable[[Callable[[Rig], None]], Callable[[Rig], None]]:
-    """Decorates the function of a check."""
+    """Add the decorated function to `CHECKS`."""
 
     def add(function: Callable[[Rig], None]) -> Callable[[Rig], None]:
         CHECKS.append(Check(name, level, rule, suspect, function))

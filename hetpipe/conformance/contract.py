@@ -1,4 +1,4 @@
-"""What the device says about itself, what it refuses, and how it refuses."""
+"""Checks of a device's description, its capabilities, and its refusals."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _ALIKE: dict[str, tuple[Callable[..., Any], ...]] = {
         lambda x: (x * 3.0).to(torch.bool),
     ),
 }  # fmt: skip
-"""Functions whose graphs are equal but for one thing."""
+"""Groups of functions; the graphs of a group differ in a single respect."""
 _DTYPES = (torch.float32, torch.int64, torch.int32, torch.float64, torch.int16, torch.uint8)
 
 

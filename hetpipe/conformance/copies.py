@@ -1,4 +1,4 @@
-"""Copies to the device and back: every dtype, shape and size."""
+"""Checks of copies to the device and back, for every dtype, shape and size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hetpipe.conformance.rig import WAIT_S, Rig, compare, host_dtype
 
 SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))
 LARGE = ((1 << 21) + 5, (1 << 22) + 3, (10 << 20) + 1)
-"""Elements of copies of 8, 16 and 40 MiB."""
-MANY = 40  # results that are kept at once
+"""Elements of float32 copies of 8, 16 and 40 MiB."""
+MANY = 40  # buffers alive at the same time
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Random bits of a dtype: every byte of a copy matters."""
+    """Return random values; integers use the whole range of the dtype, so every byte varies."""
     generator = np.random.default_rng(seed)
     kind = host_dtype(dtype)
     if kind == np.bool_:
@@ -29,7 +29,7 @@ def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def same(actual: Array, expected: Array, where: str) -> None:
-    """Raise `BrokenRule` unless both are equal bit for bit."""
+    """Raise `BrokenRule` unless both arrays are equal bit for bit."""
     if actual.tobytes() != expected.tobytes():
         compare(actual, expected, 0.0, where)
         raise BrokenRule(f"{where} came back with other bits")
@@ -42,7 +42,7 @@ def same(actual: Array, expected: Array, where: str) -> None:
 )
 def _(rig: Rig) -> None:
     for dtype in rig.info.dtypes:
-        if dtype == "bfloat16":  # is never uploaded
+        if dtype == "bfloat16":  # bfloat16 arrays are never uploaded
             continue
         for shape in SHAPES:
             sent = random_array(dtype, shape)
@@ -99,7 +99,7 @@ def _(rig: Rig) -> None:
         sent = np.arange(elements, dtype=np.float32)
         source = sent.copy()
         buffer, event = rig.device.upload(source)
-        while not event.done():  # no wait, which may hide what done() says
+        while not event.done():  # polls, because wait() could hide a wrong answer of done()
             time.sleep(0)
         source[...] = -1
         where = f"a copy of {elements * 4 / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The coverage matrix of a device, and the operators that are worth a kernel next."""
+"""Coverage matrix of a device, and the refused operators most worth a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Family:
 
 
 def matrix(results: Sequence[Result]) -> list[Family]:
-    """The rows of all families, in the order of their checks."""
+    """Return the rows of all families, in the order of their checks."""
     rows = []
     for name in dict.fromkeys(result.family for result in results if result.family):
         own = Counter(r.outcome for r in results if r.family == name)
@@ -32,9 +32,9 @@ def matrix(results: Sequence[Result]) -> list[Family]:
 
 
 def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
-    """The operators that were refused, with the number of checks that they kept from running.
+    """Return the refused operators, each with the number of checks that it prevented.
 
-    Those of the three models come first, then those of most cases.
+    Operators of the three models come first, then operators that prevented the most checks.
     """
     counts = Counter[str]()
     models = Counter[str]()
@@ -48,7 +48,7 @@ def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
 
 
 def next_steps(results: Sequence[Result], level: str) -> list[str]:
-    """What the author should do now, in sentences."""
+    """Return advice for the backend's author, as sentences."""
     failed = [result for result in results if result.failed]
     if failed:
         first = failed[0]

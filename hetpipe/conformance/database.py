@@ -1,4 +1,4 @@
-"""torch's own database of operators: their samples, forward and backward, against float64."""
+"""Checks with torch's operator database: its samples, forward and backward, against float64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hetpipe.conformance.rig import Rig, compare
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
 
 SAMPLES = 3
-"""Samples of an entry that a device is asked to run: the first ones that torch can trace."""
+"""Samples that a device runs per entry: the first ones that torch can trace."""
 PATIENCE = 4
-"""Samples that torch itself cannot trace, one after the other, before an entry is given up."""
+"""Number of untraceable samples after which an entry without a traced sample is abandoned."""
 ILL_CONDITIONED = 8
-"""The allowed error in units of torch's own, where that is larger than rounding."""
+"""Allowed error as a multiple of torch's float32 error, if larger than the usual tolerance."""
 
 
 def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
-    """Run the first `samples` of an entry that can be traced, forward and gradients.
+    """Run the first `samples` traceable samples of an entry, forward and with gradients.
 
-    Raises `BrokenRule` for a wrong result, `NotAsked` if the device refuses any of them: an entry
-    counts as refused if the first one is.
+    Raises `BrokenRule` for a wrong result, and `NotAsked` if the device refuses a sample. An entry
+    counts as refused if its first sample is refused.
     """
     asked, refused, unasked = 0, dict[int, str](), list[str]()
     for question in questions(name):
@@ -57,7 +57,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
     results = zip(actual, question.wide, question.near, strict=True)
     for index, (array, wide, near) in enumerate(results):
         limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
-        if near.dtype.kind == "f":  # some functions are ill-conditioned, for torch as well
+        if near.dtype.kind == "f":  # torch's error is also large for ill-conditioned functions
             limit = max(limit, ILL_CONDITIONED * _worst(near, wide))
         place = index - question.values
         what = f"result {index}" if place < 0 else f"gradient {place}"
@@ -72,7 +72,7 @@ def _worst(near: Array, wide: Array) -> float:
 
 @cache
 def add_checks() -> None:
-    """A check for each operator of the database, where torch's test suite can be imported."""
+    """Add a check per entry of the database, or one skipped check if torch's tests are missing."""
     try:
         names = list(entries())
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Events: when work begins, when it has ended, and how it fails."""
+"""Checks of events: start of work, end of work, and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _(rig: Rig) -> None:
     for turn in range(4):
         outputs, event = rig.begin(heavy, [buffer])
         end_s = time.monotonic() + WAIT_S
-        while not event.done():  # as a scheduler would look at it
+        while not event.done():  # polls, as a scheduler does
             expect(time.monotonic() < end_s, f"the event has not happened after {WAIT_S:.0f} s")
         compare(rig.get(outputs[0]), expected, 1e-4, f"the result at the moment of done, {turn}")
         outputs, event = rig.begin(heavy, [buffer])
@@ -73,7 +73,7 @@ def _(rig: Rig) -> None:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=start, daemon=True)  # a device may block until it may begin
+    thread = threading.Thread(target=start, daemon=True)  # run() may block until `after` happened
     thread.start()
     thread.join(0.05)
     if begun:

@@ -1,4 +1,4 @@
-"""Memory and other things that a device holds: leaks, counters, trims, and more than there is."""
+"""Checks of held resources: leaks, memory counters, trims, and too large requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hetpipe.conformance.rig import WAIT_S, Rig
 from hetpipe.sdk.backend import Buffer, Event, Executable
 
 CYCLES = 60  # of upload, compile, run and drop, in the search for leaks
-LEAK_NBYTES = 1 << 20  # what a cycle holds
+LEAK_NBYTES = 1 << 20  # size of the buffers in a cycle
 PATIENCE_S = 3.0
-"""The longest wait for things that a device gives back later."""
-RUNS = 64  # small runs, in the search for descriptors, threads and events
-HELD = 16  # buffers of LEAK_NBYTES that are held while a counter is read
+"""Longest wait for resources that a device releases late."""
+RUNS = 64  # small runs, in the search for leaked descriptors, threads and events
+HELD = 16  # buffers of LEAK_NBYTES that are alive while the counter is read
 SLACK_NBYTES = 64 << 20
-"""Bytes that a pool may take beyond four times what is asked for."""
+"""Bytes that a pool may take beyond four times the requested bytes."""
 
 
 def _resident_nbytes() -> int:
@@ -35,8 +35,10 @@ def _resident_nbytes() -> int:
 
 
 def _settled(growth: Callable[[], int], limit: int) -> int:
-    """The growth once it is below the limit, or at the end of the patience: memory may go later
-    than the object that stood for it."""
+    """Return the growth once it is below the limit, or after `PATIENCE_S`.
+
+    A device may free memory later than Python frees the object.
+    """
     end_s = time.monotonic() + PATIENCE_S
     while (grown := growth()) >= limit and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -90,8 +92,11 @@ def _(rig: Rig) -> None:
 
 
 def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
-    """Run cycles with Python's collector off. Raises `BrokenRule` if buffers are left that only the
-    collector finds, with the types in their reference cycle."""
+    """Run cycles with Python's collector off.
+
+    Raises `BrokenRule` if only the collector frees the buffers; it names the types in their
+    reference cycle.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -103,7 +108,7 @@ def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
         if _settled(lambda: _alive(Buffer) - before, limit) < limit:
             return
         left = _alive(Buffer) - before
-        gc.set_debug(gc.DEBUG_SAVEALL)  # what is found is kept in gc.garbage, to name it
+        gc.set_debug(gc.DEBUG_SAVEALL)  # keeps the found objects in gc.garbage, to name them
         gc.collect()
         types = Counter(type(each).__name__ for each in gc.garbage)
         found = any(issubclass(type(each), Buffer) for each in gc.garbage)
@@ -121,8 +126,9 @@ def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
 
 
 def _alive(kind: type) -> int:
-    """The number of objects of a class that Python still has."""
-    return sum(issubclass(type(each), kind) for each in gc.get_objects())  # some lie in __class__
+    """Return the number of living objects of a class."""
+    # type(), because __class__ of some objects names another class.
+    return sum(issubclass(type(each), kind) for each in gc.get_objects())
 
 
 def _descriptors() -> int:

@@ -1,4 +1,4 @@
-"""Results as JUnit XML, which build servers read."""
+"""Results as JUnit XML, for build servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_XML = {code: "?" for code in range(32) if code not in (9, 10, 13)}
 
 
 def write_junit(path: Path, device: str, results: Sequence[Result]) -> None:
-    """Write a test suite with a test case per check. Raises `HetpipeError`."""
+    """Write a test suite with one test case per check. Raises `HetpipeError` if it cannot."""
     suite = ET.Element(
         "testsuite",
         {

@@ -1,4 +1,4 @@
-"""Reductions and products of all lengths, and tensors of many elements."""
+"""Checks of reductions and products of all lengths, and of tensors with many elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.conformance.operators import aten, judge, normal
 from hetpipe.conformance.rig import Rig
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)
-"""Lengths of reductions: on, below and above the blocks that kernels usually have."""
+"""Lengths of reductions: at, below and above the usual block sizes of kernels."""
 PRODUCTS = ((1, 1, 1), (1, 7, 1), (3, 1, 5), (5, 17, 3), (8, 16, 8), (33, 65, 17), (129, 31, 66))
 
 
@@ -54,18 +54,18 @@ def _(rig: Rig) -> None:
 
 
 LONG_SUMS = ((3, 1101, 5), (5, 1537, 7), (2, 4099, 3), (17, 9001, 2), (1, 70_001, 1))
-"""Products (m, k, n) whose sums go beyond the blocks of K that kernels usually have."""
+"""Products (m, k, n) with more terms than the usual K blocks of kernels."""
 WIDE = ((256, 256, 256), (257, 300, 272), (130, 1024, 64))
-"""Products large enough for the fast units of a device, which may round operands."""
+"""Products large enough for a device's matrix units, which may round operands."""
 WIDE_CONVOLUTIONS = (
     ((2, 256, 12, 12), (256, 256, 1, 1), 0),
     ((2, 64, 12, 12), (256, 64, 3, 3), 1),
     ((2, 256, 144), (256, 256, 1), 0),
 )
-"""Shapes of input and weight, and the padding. As products they are as large as `WIDE`; their sums
-are short, so that rounded operands show."""
+"""Input shapes, weight shapes and padding. As products they are as large as `WIDE`; their sums are
+short, so that rounded operands show."""
 MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
-"""Beyond the counts at which kernels take another way: 16-bit indices, limits of a launch."""
+"""Element counts beyond 16-bit indices and beyond the usual limits of a launch."""
 
 
 Question = tuple[Callable[..., Any], list[torch.Tensor], int]
@@ -73,7 +73,7 @@ Question = tuple[Callable[..., Any], list[torch.Tensor], int]
 
 
 def _judge_all(rig: Rig, questions: Sequence[Question]) -> None:
-    """Judge all functions that the device accepts. Raises `NotAsked` if it refuses all."""
+    """Judge each function that the device accepts. Raises `NotAsked` if it refuses all of them."""
     refused: list[NotAsked] = []
     for fn, inputs, terms in questions:
         try:

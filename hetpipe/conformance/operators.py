@@ -1,4 +1,4 @@
-"""Operators against torch in float64: every case of ours, and the inputs that kernels get wrong."""
+"""Checks of operators against torch in float64: all cases, and inputs that kernels often miss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random float32."""
+    """Return random float32 numbers with normal distribution."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -184,7 +184,7 @@ def _(rig: Rig) -> None:
     judge(rig, lambda x: x.to(torch.float32), [torch.tensor([0, 5, -3, 2**24 + 1])])
 
 
-# --- values and shapes at the ends ---------------------------------------------------------------
+# --- extreme values and shapes -------------------------------------------------------------------
 
 
 @check(
@@ -207,7 +207,7 @@ def _(rig: Rig) -> None:
 
 
 SMALLEST = 2.0**-126
-"""The smallest normal float32; below it numbers are denormal."""
+"""The smallest normal float32; smaller numbers are denormal."""
 
 
 @check(

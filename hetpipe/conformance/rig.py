@@ -1,4 +1,4 @@
-"""The device under test, with the few moves that all checks are made of."""
+"""The device under test, with the basic operations of all checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 class Rig:
-    """A device; nothing is ever run elsewhere in its place."""
+    """The device under test; all work runs on it, without fallback to another device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -34,20 +34,20 @@ class Rig:
 
     @property
     def is_interpreter(self) -> bool:
-        """Whether the device interprets kernels: large cases would take minutes."""
+        """Whether the device interprets kernels, so that large cases take minutes."""
         return self.info.capabilities.reference and self.info.capabilities.emulated
 
     def graph(self, fn: Function, *inputs: torch.Tensor) -> fx.GraphModule:
-        """The canonical graph of a function, in the operators that the backend asks for.
+        """Return the canonical graph of a function, with the backend's decompositions.
 
-        Raises `NotAsked` if the device refuses one of them.
+        Raises `NotAsked` if the device refuses an operator or a dtype.
         """
         graph = trace(fn, inputs, self.table)
         self.require(graph)
         return graph
 
     def require(self, graph: fx.GraphModule) -> None:
-        """Raise `NotAsked` if the device refuses a node of the graph, or a dtype of it."""
+        """Raise `NotAsked` if the device refuses a node or a dtype of the graph."""
         refused = refusals(self.device, graph)
         if refused:
             raise NotAsked("refused: " + "; ".join(dict.fromkeys(refused)))
@@ -58,19 +58,19 @@ class Rig:
                 raise NotAsked(f"{name} is not among its dtypes")
 
     def compile(self, fn: Function, *inputs: torch.Tensor) -> Executable:
-        """The executable of a function; see `graph`."""
+        """Compile a function; see `graph`."""
         return self.device.compile(self.graph(fn, *inputs))
 
     def put(self, value: Array | torch.Tensor) -> Buffer:
-        """A buffer with a copy of a host array."""
+        """Return a buffer with a copy of a host array."""
         array = value.numpy() if isinstance(value, torch.Tensor) else value
         buffer, event = self.device.upload(array)
         event.wait(WAIT_S)
         return buffer
 
     def get(self, buffer: Buffer) -> Array:
-        """The host array of a buffer."""
-        # Never zeros: a copy that has not happened must show.
+        """Return a buffer's values in a host array."""
+        # Not zeros: a missing copy must show.
         array = np.full(buffer.shape, 77, host_dtype(buffer.dtype))
         self.device.download(buffer, array).wait(WAIT_S)
         return array
@@ -82,27 +82,28 @@ class Rig:
         donate: Sequence[int] = (),
         queue: int = 0,
     ) -> list[Buffer]:
-        """The outputs of a run that has ended."""
+        """Run to the end and return the outputs."""
         outputs, event, _ = executable.run(inputs, frozenset(donate), (), queue)
         event.wait(WAIT_S)
         return outputs
 
     def results(self, executable: Executable, *inputs: torch.Tensor) -> list[Array]:
-        """The outputs of a run on these inputs, on the host."""
+        """Run on host inputs and return the outputs as host arrays."""
         outputs = self.run(executable, [self.put(tensor) for tensor in inputs])
         return [self.get(buffer) for buffer in outputs]
 
     def begin(
         self, executable: Executable, inputs: Sequence[Buffer], after: Sequence[Event] = ()
     ) -> tuple[list[Buffer], Event]:
-        """The outputs and the event of a run that may still go on."""
+        """Start a run and return its outputs and its event, without a wait."""
         outputs, event, _ = executable.run(inputs, frozenset(), after)
         return outputs, event
 
     def heavy(self, rows: int = 192, depth: int = 12) -> tuple[Executable, Array, Array]:
-        """A pass that takes some milliseconds, an input and its result: a chain of products.
+        """Return a chain of products that takes milliseconds, an input, and its result.
 
-        Each product is divided by its size, so values stay below one. It is short on a reference.
+        Each product is scaled by its size, so values stay below one. An interpreter gets a short
+        chain.
         """
         if self.is_interpreter:
             rows, depth = 16, 3
@@ -118,25 +119,25 @@ class Rig:
 
 
 def host_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a buffer's: bfloat16 comes to the host as 16-bit integers."""
+    """Return numpy's dtype for a buffer's dtype; bfloat16 comes as 16-bit integers."""
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
 def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphModule:
-    """The canonical graph of a function that returns a tensor or a tuple of them.
+    """Return the canonical graph of a function that returns tensors.
 
-    Raises `NotAsked` if it reads constants, which no graph of a training has.
+    Raises `NotAsked` if the graph reads constants, which training graphs never do.
     """
 
     def flat(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tensors_of(fn(*args)))
 
-    own = [tensor.clone() for tensor in inputs]  # one tensor twice would be one input
-    # As captured graphs: nothing is changed in place.
+    own = [tensor.clone() for tensor in inputs]  # a repeated tensor would become one input
+    # Without changes in place, as in captured graphs.
     functional = functionalize(make_fx(flat)(*own), remove="mutations")
     try:
         graph = make_fx(functional, decomposition_table=dict(table))(*own)
-    except RuntimeError:  # strides that only a trace without changes in place meets
+    except RuntimeError:  # functionalisation can yield strides that an operator rejects
         graph = make_fx(flat, decomposition_table=dict(table))(*own)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise NotAsked("traced, it reads a constant")
@@ -146,7 +147,7 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
 
 
 def _drop_unread_writes(graph: fx.Graph) -> None:
-    """Drop the changes in place of decompositions whose tensor nobody reads afterwards."""
+    """Drop in-place writes of decompositions to tensors that nothing reads afterwards."""
     place = {node: at for at, node in enumerate(graph.nodes)}
     for node in reversed(graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
@@ -159,9 +160,9 @@ def _drop_unread_writes(graph: fx.Graph) -> None:
 
 
 def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
-    """The operators of a graph that the device refuses, with its reasons.
+    """Return the operators that the device refuses, each with the reason.
 
-    Raises `BrokenRule` if `supports` answers with anything but a text or None.
+    Raises `BrokenRule` if `supports` returns anything but a text or None.
     """
     answers = []
     for node in graph_calls(graph):
@@ -174,9 +175,9 @@ def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
 
 
 def compare(actual: Array, expected: Array, limit: float, where: str) -> None:
-    """Raise `BrokenRule` with the worst element unless all differ by `limit` at most.
+    """Raise `BrokenRule` with the worst element if an element differs by more than `limit`.
 
-    Infinities and NaN must be the same, and integers and bools equal.
+    Infinities, NaN, integers and bools must be equal.
     """
     found = difference(actual, expected, limit)
     if found.is_wrong:

@@ -1,10 +1,10 @@
-"""Runs checks in a process of its own, which streams results; a crash or a hang costs one check.
+"""Run of the checks in a separate process, so that a crash or a hang costs only one check.
 
-    this process  <--a line "begin NAME" and a line with the result per check--  the process
-        |                                                                         that runs them
-        `--where it has died, or is silent for too long: a new one, from the next check on
+    this process  <--one line of JSON per check--  the process that runs the checks
+        |
+        `--if it dies or is silent for too long: a new process runs the checks after that one
 
-`python -m hetpipe.conformance.run FD LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` is that process.
+`python -m hetpipe.conformance.run FD LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` runs the checks.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ GROUPS = (
     "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
     "database",
 )  # fmt: skip
-"""The order of checks: a fault in an earlier group is likely to show in the later ones too."""
+"""The order of checks: a fault in an earlier group often shows in later groups, too."""
 LIMIT_S = 300.0
-"""The longest that one check may take."""
+"""Longest time of one check."""
 GRACE_S = 60.0
-"""Seconds for a process to start, and for a late one to say where it hangs."""
+"""Seconds for a process to start, and for a late process to report where it hangs."""
 HANG_S = 60.0
-"""A check that fails after such a time has most likely waited for the device in vain."""
+"""A failure after this time counts as a hang."""
 MOST_HANGS = 5
-"""After so many of these checks the others are not run: they might take hours to say the same."""
+"""Number of hangs after which the remaining checks are skipped, to save hours."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The failure in sentences."""
+        """The failure with its rule and the suspected fault."""
         return f"{self.message}\n  the rule: {self.rule}\n  suspect: {self.suspect}"
 
 
 def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
-    """The checks of a level and of those below, in order; of some groups alone, if they are named.
+    """Return the checks of a level and of lower levels, in order; `groups` restricts them.
 
     Raises `BackendError` for a group that is not in `GROUPS`.
     """
@@ -84,16 +84,16 @@ def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
     if level is Level.FULL:
         from hetpipe.conformance.database import add_checks
 
-        add_checks()  # its import takes seconds
+        add_checks()  # imports torch's database, which takes seconds
     asked = groups or GROUPS
     chosen = (each for each in CHECKS if each.level <= level and each.group in asked)
     return sorted(chosen, key=lambda each: (each.level, GROUPS.index(each.group)))
 
 
 def rig_of(device_id: str) -> Rig:
-    """The opened device under test: alone, without a companion that runs operators for it.
+    """Open the device under test alone, without a companion that runs operators for it.
 
-    Raises `BackendError` if it is not there or does not open.
+    Raises `BackendError` if the device is missing or does not open.
     """
     from hetpipe.conformance.rig import Rig
 
@@ -101,7 +101,7 @@ def rig_of(device_id: str) -> Rig:
 
 
 def run_check(each: Check, rig: Rig) -> Result:
-    """The result of a check. Only Ctrl-C passes."""
+    """Run a check and return its result; every exception but Ctrl-C becomes a failure."""
     start_s = time.perf_counter()
     outcome, message = "passed", ""
     try:
@@ -119,10 +119,9 @@ def run_check(each: Check, rig: Rig) -> Result:
 def run_suite(
     info: DeviceInfo, level: Level, limit_s: float = LIMIT_S, groups: Collection[str] = ()
 ) -> Iterator[Result]:
-    """The results of all checks of a level, or of some groups of it, on a device, as they come.
+    """Yield the results of the checks of a level, or of some of its groups, as checks end.
 
-    Raises `BackendError` if the backend cannot be loaded by another process, or for an unknown
-    group.
+    Raises `BackendError` for an unknown group, or if another process cannot load the backend.
     """
     reference = backend_reference(info.backend)
     if reference is None:
@@ -148,7 +147,7 @@ def run_suite(
 def _results(
     arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
-    """The results of one process, which ends with the last check or with one that it dies of."""
+    """Yield the results of one process: up to the last check, or to the check that ends it."""
     with tempfile.TemporaryFile() as log:
         reading, writing = os.pipe()
         child = subprocess.Popen(
@@ -185,7 +184,7 @@ def _results(
 
 
 def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
-    """The next line, empty at the end; and whether the time was over before it came."""
+    """Return the next line, empty at the end of the stream; and whether the time ran out."""
     text, end_s = b"", time.monotonic() + limit_s
     while not text.endswith(b"\n"):
         left_s = end_s - time.monotonic()
@@ -199,7 +198,7 @@ def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
 
 
 def _end_of(child: subprocess.Popen[bytes], log: BinaryIO) -> tuple[str, str | None]:
-    """How a process ended, in words; and where it hung, if that has ended it."""
+    """Return a description of a process's end, and the place where it hung, if it did."""
     code = child.wait()
     log.seek(0)
     text = log.read().decode(errors="replace")
@@ -217,8 +216,10 @@ def main(
     groups: Collection[str],
     first: int,
 ) -> None:
-    """Run the checks from number `first` on, and write a line of JSON for each. Ends in the middle
-    of a check that takes longer than `limit_s`."""
+    """Run the checks from number `first` on, and write a line of JSON for each result.
+
+    The process exits during a check that takes longer than `limit_s`.
+    """
     load_reference(reference)
     rig = rig_of(device_id)
     with os.fdopen(writing, "w") as lines:
@@ -226,7 +227,7 @@ def main(
             hangs.watch(limit_s, sys.stderr)
             lines.write(json.dumps(asdict(run_check(each, rig))) + "\n")
             lines.flush()
-    os._exit(0)  # nothing of a driver's end can fail any more
+    os._exit(0)  # skips the driver's exit handlers, which may crash
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""torch's own database of operators: its entries, and their samples as functions of tensors."""
+"""torch's operator database: its entries, and their samples as functions of tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hetpipe.conformance.rig import trace
 from hetpipe.sdk.graph import graph_calls
 
 LOOKED_AT = 24
-"""The most samples of an entry that are looked at: the largest of them comes first."""
+"""Number of samples per entry, from the start; the largest of them comes first."""
 SEED = 0
-"""Samples are random: with a seed they are the same ones every time."""
+"""Random seed, so that every run gets the same samples."""
 
 
 class Unasked(Exception):
-    """Why no device can be asked to run a sample: it is torch's affair."""
+    """No device can run the sample, for a reason in torch; the message gives the reason."""
 
 
 @cache
 def entries() -> dict[str, Any]:
-    """The entries that have float32, by name. Raises `ImportError` without torch's test suite."""
+    """Return the entries with float32, by name. Raises `ImportError` without torch's tests."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {entry.formatted_name: entry for entry in op_db if torch.float32 in entry.dtypes}
@@ -37,9 +37,9 @@ def entries() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """A function of tensors, its results in float64, and those of torch in the tensors' dtypes.
+    """A function of tensors with its results in float64 (`wide`) and in torch's dtypes (`near`).
 
-    The first `values` results are the operator's, the others its gradients by floating inputs.
+    The first `values` results are the operator's; the others are gradients by floating inputs.
     """
 
     fn: Callable[..., Any]
@@ -48,14 +48,13 @@ class Question:
     near: list[Array]
     values: int
     forward: Question | None = None
-    """The same without gradients."""
+    """The same question without gradients."""
 
     def traced(self, table: Any) -> tuple[Question, fx.GraphModule]:
-        """The question that is asked, and its graph by a backend's decompositions: without
-        gradients where torch cannot trace those.
+        """Return this question, or `forward` if torch cannot trace gradients; and its graph.
 
-        Raises `Unasked` where torch itself cannot trace it, `NotAsked` where the decompositions
-        stand in the way.
+        Raises `Unasked` if torch cannot trace either question, and `NotAsked` if only the trace
+        with the backend's decompositions fails.
         """
         try:
             graph = trace(self.fn, self.tensors, table)
@@ -74,8 +73,10 @@ class Question:
 
 
 def questions(name: str) -> Iterator[Question | Unasked]:
-    """The samples of an entry as questions, with gradients where torch can trace them; for a sample
-    that is none the reason."""
+    """Yield a question for each sample of an entry, or the reason why a sample is none.
+
+    A question has gradients if torch can compute them.
+    """
     entry = entries()[name]
     torch.manual_seed(SEED)
     every = entry.sample_inputs("cpu", torch.float32, requires_grad=False)
@@ -113,7 +114,7 @@ def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
 
 
 def _with_gradients(alone: Question) -> Question | None:
-    """The question with the gradients of the sum of squares; None where torch has none."""
+    """Return the question with gradients of the sum of squares; None if torch cannot run it."""
     fn, tensors = alone.fn, alone.tensors
     places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
@@ -138,19 +139,19 @@ def _with_gradients(alone: Question) -> Question | None:
 
 
 def name_is_uninitialised(name: str) -> bool:
-    """Whether an operator gives memory that nobody has written."""
+    """Return whether an operator returns uninitialised memory."""
     return name.startswith(("empty", "new_empty"))
 
 
 def _function(entry: Any, sample: Any) -> Callable[..., Any]:
-    """The operator as a function of all tensors of a sample, in order."""
+    """Return the operator as a function of a sample's tensors, in their order."""
 
     def fn(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
 
         def filled(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return next(given).clone()  # some change it in place
+                return next(given).clone()  # some operators change it in place
             if isinstance(value, (list, tuple)):
                 return type(value)([filled(each) for each in value])
             return value
@@ -163,7 +164,7 @@ def _function(entry: Any, sample: Any) -> Callable[..., Any]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether an operator draws numbers, of which a device has its own."""
+    """Return whether an operator draws random numbers: each device has its own generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

@@ -1,4 +1,4 @@
-"""The suite for pytest: `class TestMine(BackendSuite)` has a test per check and device."""
+"""The suite for pytest: `class TestMine(BackendSuite)` gets one test per check and device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _opened = cache(rig_of)
 
 
 class BackendSuite:
-    """Inherit it, in a class whose name begins with Test, and say which backend it is for."""
+    """Base class of a backend's tests: inherit it in a class Test... and set `backend`."""
 
     backend: ClassVar[str]
     """The name of a backend that is installed or registered."""
     device: ClassVar[str | None] = None
-    """The id of one device; all that the backend finds without it."""
+    """The id of a device; None tests all devices of the backend."""
     level: ClassVar[str] = "training"
-    """core, training or full."""
+    """The level of checks: core, training or full."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """A test per device and check."""
+        """Generate one test per device and check."""
         if "check" not in metafunc.fixturenames:
             return
         try:
             ids = [info.id for info in devices_of(self.backend)]
         except BackendError:
-            ids = []  # the test of the devices says why
+            ids = []  # test_devices reports the error
         chosen = [each for each in ids if self.device in (None, each)]
         pairs = [(each, check) for each in chosen for check in checks_of(Level.named(self.level))]
         metafunc.parametrize(
@@ -43,13 +43,13 @@ class BackendSuite:
         )
 
     def test_devices(self) -> None:
-        """The backend loads and finds devices, the one that is asked for among them."""
+        """Test that the backend loads and finds devices, including `device`."""
         ids = [info.id for info in devices_of(self.backend)]
         assert ids, f"backend {self.backend!r} finds no device"
         assert self.device in (None, *ids), f"no device {self.device!r}; found: {', '.join(ids)}"
 
     def test_conformance(self, device_id: str, check: Check) -> None:
-        """The device keeps the rule of the check."""
+        """Test that the device keeps the rule of the check."""
         rig: Rig = _opened(device_id)
         result = run_check(check, rig)
         if result.outcome == "skipped":

@@ -1,9 +1,10 @@
-"""Which operators of torch's database each backend runs: a list of the others, and a page.
+"""Survey of torch's operator database: the entries that each backend refuses, as a list and a page.
 
     hetpipe conform opencl --device opencl:pocl:0 --level full --group database --json found.json
     python -m hetpipe.conformance.survey tests/backend/database.toml docs/operators.md found.json
 
-put what a run has found into the list, and write the page. Without a last file only the page.
+The commands put the results of a run into the list and write the page. Without the last argument
+the second command only writes the page.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
 
 UNASKED, REFUSED = "not asked: ", "refused: "
-"""How the reasons of checks begin."""
+"""Beginnings of the messages of skipped checks."""
 _LACKING = re.compile(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)+) \((.*?)\)(?:; |$)")
 FAMILIES = {
     "activations, losses, layers": "nn_functional_",
@@ -44,20 +45,22 @@ FAMILIES = {
     "sorting and searching": "sort argsort msort topk kthvalue median nanmedian mode unique"
     " searchsorted bucketize isin hist quantile nanquantile cummax cummin",
 }
-"""Families by how the names of entries begin; the classes of torch's database tell the others."""
+"""Beginnings of entry names by family; the class of the entry decides for other names."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The entries that nobody can be asked to run, and those that each backend refuses, by name
-    with the reason; of one version of torch, such as 2.13."""
+    """The entries that no backend can run, and the entries that each backend refuses.
+
+    Both map names to reasons. `torch` is the version of the database, such as 2.13.
+    """
 
     torch: str
     unasked: Mapping[str, str]
     refused: Mapping[str, Mapping[str, str]]
 
     def status(self, backend: str, name: str) -> str:
-        """The reason why an entry does not run, as a check gives it; empty if it runs."""
+        """Return a check's reason for not running an entry; empty if the entry runs."""
         if name in self.unasked:
             return UNASKED + self.unasked[name]
         reason = self.refused.get(backend, {}).get(name)
@@ -65,18 +68,18 @@ class Survey:
 
 
 def version() -> str:
-    """The part of torch's version on which its database depends."""
+    """Return the major and minor version of torch, on which its database depends."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
 def read(path: Path) -> Survey:
-    """The list in a file. Raises `HetpipeError` if it is none."""
+    """Read the list from a file. Raises `HetpipeError` if the file cannot be read or parsed."""
     table = parse_toml(read_text(path, HetpipeError), path, HetpipeError)
     return Survey(table.pop("torch"), table.pop("unasked"), table)
 
 
 def cause(reason: str) -> str:
-    """A reason in short: the operators that are lacking, or what else stands in the way."""
+    """Shorten a reason to the missing dtypes or operators; return other reasons unchanged."""
     lacking = _LACKING.findall(reason)
     if not lacking:
         return reason
@@ -86,7 +89,7 @@ def cause(reason: str) -> str:
 
 
 def found(survey: Survey, backend: str, results: Iterable[Mapping[str, Any]]) -> Survey:
-    """The list with what a run of the database's checks has found on a device of a backend."""
+    """Return the list updated with the results of the database's checks on one device."""
     unasked, refused = dict(survey.unasked), {}
     for result in results:
         name, message = result["name"].partition("/")[2], result["message"]
@@ -98,7 +101,7 @@ def found(survey: Survey, backend: str, results: Iterable[Mapping[str, Any]]) ->
 
 
 def text(survey: Survey) -> str:
-    """The list as TOML."""
+    """Return the list as TOML."""
     lines = [f"torch = {json.dumps(survey.torch)}"]
     for title, table in {"unasked": survey.unasked, **survey.refused}.items():
         rows = (f"{name} = {json.dumps(reason)}" for name, reason in sorted(table.items()))
@@ -107,7 +110,7 @@ def text(survey: Survey) -> str:
 
 
 def family(name: str) -> str:
-    """The row of an entry in the table: that of the longest beginning that fits."""
+    """Return an entry's family: the longest beginning that fits decides, or else its class."""
     found = [
         (len(begin), title)
         for title, begins in FAMILIES.items()
@@ -125,7 +128,7 @@ def family(name: str) -> str:
 
 
 def page(survey: Survey) -> str:
-    """docs/operators.md."""
+    """Return the text of docs/operators.md."""
     asked = [name for name in entries() if name not in survey.unasked]
     backends = sorted(survey.refused)
     families = sorted({family(name) for name in asked})
@@ -146,7 +149,7 @@ def page(survey: Survey) -> str:
 
 
 def _refusals(refused: Mapping[str, str]) -> list[str]:
-    """Entries by family and reason."""
+    """Return a table of refused entries by family and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, why in sorted(refused.items()):
         groups.setdefault((family(name), why), []).append(f"`{name}`")
@@ -176,7 +179,7 @@ entry by name when a graph is planned; nothing falls back. No entry is wrong, an
 
 
 def main(data: Path, target: Path, results: Path | None = None) -> None:
-    """Put results into the list, if there are any, and write the page."""
+    """Put the results, if given, into the list, and write the page."""
     survey = read(data) if data.is_file() else Survey(version(), {}, {})
     if results is not None:
         for device, report in json.loads(results.read_text(encoding="utf-8"))["devices"].items():

@@ -1,4 +1,4 @@
-"""Threads, queues and chunks: who may do what at once, and the same bits from run to run."""
+"""Checks of threads, queues and chunks, and of equal bits from run to run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetpipe.conformance.rig import WAIT_S, Rig, compare
 
 
 def at_once(*jobs: Callable[[], None]) -> None:
-    """Do the jobs on threads that start together; raise the first error of any."""
+    """Run the jobs on threads that start together; raise the first error."""
     barrier, errors = threading.Barrier(len(jobs)), list[BaseException]()
 
     def work(job: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ def _(rig: Rig) -> None:
         return work
 
     at_once(*map(passes, range(queues)))
-    for executable, expected in programs:  # and one executable in another queue than before
+    for executable, expected in programs:  # then each executable in every queue
         for queue in range(queues):
             (result,) = rig.run(executable, [rig.put(x)], (), queue)
             compare(rig.get(result), expected, 1e-3, f"an executable that moves to queue {queue}")

@@ -1,4 +1,4 @@
-"""Programs of models as hetpipe cuts them, and their training, alone and beside another device."""
+"""Checks of small models: their programs, and their training alone or with another device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetpipe.sdk.graph import graph_outputs
 
 ROWS, MICROBATCHES, STEPS = 12, 3, 6
 LIMIT = 2e-4
-"""The largest difference of a loss from that of torch in float64, relative."""
+"""Largest relative difference between a loss and torch's loss in float64."""
 
 
 class _Perceptron(nn.Sequential):
@@ -55,7 +55,10 @@ class _Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """A small model, the shape of a sample (of integers below `high`), and its optimizer."""
+    """A small model, the shape of a sample, and its optimizer.
+
+    Samples are integers below `high`, or floats if `high` is 0.
+    """
 
     name: str
     model: Callable[[], nn.Module]
@@ -64,7 +67,7 @@ class Model:
     high: int = 0
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A mini-batch."""
+        """Return a random mini-batch of inputs and targets."""
         generator = torch.Generator().manual_seed(seed)
         shape = (ROWS, *self.sample)
         x = (
@@ -75,14 +78,14 @@ class Model:
         return x, torch.randint(0, 5, (ROWS,), generator=generator)
 
     def ours(self) -> Any:
-        """The optimizer of hetpipe."""
+        """Return hetpipe's optimizer with the model's settings."""
         import hetpipe.optim
 
         name, settings = self.optimizer
         return getattr(hetpipe.optim, name)(**settings)
 
     def losses(self) -> list[float]:
-        """The losses of unpartitioned torch in float64."""
+        """Return the losses of training with torch in float64, without partitions."""
         torch.manual_seed(0)
         model = self.model().double()
         name, settings = self.optimizer
@@ -107,7 +110,7 @@ MODELS = (
 
 
 def _programs(rig: Rig, model: Model, cuts: Sequence[int] = ()) -> list[tuple[str, Any]]:
-    """The programs of a model as the device gets them, by name; of one stage or of several."""
+    """Return (name, program) for each program of a model; `cuts` divide it into stages."""
     from hetpipe.capture.captured import capture
 
     torch.manual_seed(0)
@@ -153,7 +156,7 @@ def _program_check(model: Model, rig: Rig) -> None:
 
 
 def _example(slot: Any, generator: np.random.Generator) -> Array:
-    """Values that every program can take: small classes, ones and zeros, positive numbers."""
+    """Return an input that every program accepts: integers 0 or 1, bools, positive floats."""
     if slot.dtype.startswith(("int", "uint")):
         return np.asarray(generator.integers(0, 2, slot.shape), slot.dtype)
     if slot.dtype == "bool":
@@ -202,7 +205,10 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
 
 
 def _reference(rig: Rig) -> str:
-    """A device of hetpipe's own that is not the one under test, for the other stage."""
+    """Return the id of another device of hetpipe's backends, preferably a reference.
+
+    Raises `NotAsked` if there is none.
+    """
     from hetpipe.sdk.registry import discover_devices, provider_of
 
     infos = [info for info in discover_devices()[0] if info.id != rig.info.id]

@@ -1,1 +1,1 @@
-"""Compares a pipeline's programs with torch, and names the operator at fault."""
+"""Diagnosis: compares a pipeline's programs with torch and names the operator at fault."""

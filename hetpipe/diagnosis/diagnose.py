@@ -1,4 +1,7 @@
-"""Diagnose: every run of a mini-batch's programs on its device, compared with the judge's."""
+"""Diagnosis of a mini-batch: runs every program on its device and compares it with the reference.
+
+The reference values ("the judge's") come from torch in float64 on this processor.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from hetpipe.worker.graph_trials import Held
 from hetpipe.worker.stage import CHECKED
 
 Outputs = list[torch.Tensor | None]
-"""None for workspaces, which only the device can read."""
+"""Outputs of a program; None for workspaces, which only the device can read."""
 
 
 class _FoundError(HetpipeError):
-    """Ends a rehearsal: the place is found."""
+    """Ends a rehearsal, because the culprit is found."""
 
     def __init__(self, verdict: Verdict, culprit: Culprit) -> None:
         super().__init__(str(culprit))
@@ -39,10 +42,10 @@ class _FoundError(HetpipeError):
 
 
 def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
-    """Run a mini-batch's programs on the members' devices and by the judge, until they part.
+    """Run a mini-batch's programs on the devices and in the reference until the results differ.
 
-    Nothing of the workers' stages is read or written. Raises `HetpipeError` for a graph that torch
-    cannot judge, `WorkerError` if a worker dies.
+    The workers' stages stay untouched. Raises `HetpipeError` for a graph that torch cannot compute,
+    and `WorkerError` if a worker dies.
     """
     rehearsal = Rehearsal(start)
     examination = _Examination(crew, rehearsal)
@@ -55,14 +58,14 @@ def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
     except _FoundError as found:
         verdict, culprit = found.verdict, found.culprit
     finally:
-        with suppress(WorkerError):  # a worker that has died is the news of whoever met it
+        with suppress(WorkerError):  # the earlier call has already raised for a dead worker
             examination.close()
     return Diagnosis(verdict, rehearsal.loss, examination.count, culprit), rehearsal
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A program on its device. `terms` of its longest sum, `eps` of its coarsest dtype."""
+    """A program on its device: `terms` in its longest sum, `eps` of its coarsest dtype."""
 
     name: str
     graph: fx.GraphModule
@@ -71,7 +74,10 @@ class _Compiled:
 
 
 class _Examination:
-    """Compares run after run. `not_finite` is the first place where torch's value is not."""
+    """Comparison of the runs, one by one; `not_finite` is torch's first value that is not finite.
+
+    `count` is the number of compared runs.
+    """
 
     def __init__(self, crew: Workers, rehearsal: Rehearsal) -> None:
         self.not_finite: Culprit | None = None
@@ -90,9 +96,9 @@ class _Examination:
             trials.forget()
 
     def outputs(self, run: Run) -> list[torch.Tensor]:
-        """A run's outputs by its device, and by the judge where only the device can read its own.
+        """Return a run's outputs from its device, or from the reference if only a device can read them.
 
-        Raises `_FoundError` where the two part.
+        Raises `_FoundError` if device and reference differ.
         """
         graph = of_one_replica(run.program.graph)
         values = reference_values(graph, run.inputs)
@@ -115,7 +121,7 @@ class _Examination:
         return run.inputs[index] if name is None else self._trials[run.stage].held(name)
 
     def _program(self, run: Run, search: Search) -> _Compiled:
-        """The run's program on the device, compiled when it is first met."""
+        """Return the run's program on the device; compile it at its first run."""
         key = id(run.program)
         if key not in self._compiled:
             name = self._trials[run.stage].compile(search.graph)
@@ -127,7 +133,7 @@ class _Examination:
         return self._compiled[key]
 
     def _run(self, run: Run, search: Search, given: Sequence[Given], keeps: bool = True) -> Outputs:
-        """The outputs by the device, where saved tensors stay as well if it `keeps` them."""
+        """Return the device's outputs; if `keeps`, the saved tensors also stay on the device."""
         nodes = graph_outputs(search.graph)
         names = [self._rehearsal.held_name(run, slot) for slot in run.program.outputs]
         kept = {index: name for index, name in enumerate(names) if keeps and name is not None}
@@ -141,7 +147,7 @@ class _Examination:
         return [declared(output, node.meta["val"].dtype) for output, node in pairs]
 
     def _compare(self, run: Run, search: Search, outputs: Outputs) -> None:
-        """Raises `_FoundError` if outputs are not the judge's."""
+        """Raise `_FoundError` if the outputs differ from the reference."""
         parted = self._parted(run, search, outputs, search.values.__getitem__)
         if not parted:
             return
@@ -150,7 +156,7 @@ class _Examination:
             self._blame(verdict, run, finding, search)
         beyond = [each for each in parted if self._is_beyond(search, each)]
         if not beyond:
-            return  # rounding on the way explains it
+            return  # accumulated rounding explains the difference
         if (finding := search.together()) is not None:
             self._blame("combination", run, finding, search)
         if (finding := search.unsteady()) is not None:
@@ -158,7 +164,7 @@ class _Examination:
         self._blame("program", run, beyond[0], search)
 
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
-        """Run on the same inputs again, after others. Raises `_FoundError` if results differ."""
+        """Run on other inputs and then on the same inputs. Raise `_FoundError` if results differ."""
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
         self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)
@@ -173,7 +179,7 @@ class _Examination:
         outputs: Outputs,
         expected: Callable[[fx.Node], torch.Tensor | None],
     ) -> list[Finding]:
-        """The outputs that are further from the expected ones than the usual bound."""
+        """Return the outputs whose difference from the expected ones exceeds the tolerance."""
         compiled, parted = self._program(run, search), []
         for node, actual in zip(graph_outputs(search.graph), outputs, strict=True):
             right = expected(node)
@@ -185,17 +191,17 @@ class _Examination:
 
     @staticmethod
     def _is_beyond(search: Search, finding: Finding) -> bool:
-        """Whether an output parts further than errors of all operators before it explain."""
+        """Return whether the errors of all earlier operators cannot explain the difference."""
         found = finding.difference
         return found.error > found.allowed + search.allowed(finding.output)
 
     def _fail(self, run: Run, search: Search, text: str) -> NoReturn:
-        """Raises `_FoundError` for a device that raises, with the operator if there is one."""
+        """Raise `_FoundError` for an error of the device, with the operator if one is found."""
         finding = search.alone() or search.together()
         if finding is None:
             whole = Difference(math.inf, 0.0)
             finding = Finding((), graph_outputs(search.graph)[0], whole, failure=text)
-        elif not finding.failure:  # it is wrong, and what reads its result raises
+        elif not finding.failure:  # the operator is wrong, and a reader of its result raises
             self._blame("operator", run, finding, search)
         elif search.fails_elsewhere(finding):
             text = f"{text}; it raises in every other operator now, so the device may be lost"
@@ -208,12 +214,12 @@ class _Examination:
         raise _FoundError(verdict, culprit_of(run, device, finding, search.values))
 
     def _watch(self, run: Run, search: Search, nodes: Sequence[fx.Node]) -> None:
-        """Keep the first place where torch's own value is not finite."""
+        """Record the first value of torch that is not finite."""
         for node, slot in zip(nodes, run.program.outputs, strict=True):
             value = search.values[node]
             if self.not_finite is not None or slot.role not in CHECKED or is_finite(value):
                 continue
             if slot.role == CUT and bool((value.isfinite() | value.isneginf()).all()):
-                continue  # a mask of an attention
+                continue  # an attention mask
             device = self._devices[run.member]
             self.not_finite = source_of(run, device, search.graph, search.values, node)

@@ -1,6 +1,6 @@
-"""Compares a rehearsal with the user's module itself, run by eager torch.
+"""Comparison of a rehearsal with the user's module in eager torch.
 
-All stages share a fault of the capture, so no comparison of their own programs can show it.
+It finds errors of the capture, which no comparison of the captured programs can show.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
 from hetpipe.sdk.graph import graph_outputs, of_one_replica
 
 ROUNDING = 8.0
-"""Allowed error, in units of the difference between eager torch in the model's dtype and wider."""
+"""Allowed error, in units of the difference between eager torch in the model's dtype and float64."""
 LARGE = 0.375
-"""Products of values beyond this power of a dtype's largest number, or their sums, may overflow."""
+"""Power of a dtype's largest number; products or sums of larger values may overflow."""
 FLOOR = 1e-3
-"""The smallest gradient that is compared by its own size, as a share of the largest one."""
+"""Smallest magnitude that sets a gradient's tolerance, as a share of the largest gradient."""
 
 
 class ModuleComparison:
-    """The captured programs of a rehearsal beside the module itself.
+    """Comparison of a rehearsal's captured programs with the user's module.
 
-    `detail` says how they differ; it is empty where they agree. `notes` says what stands in the way
-    of a comparison.
+    `detail` describes the difference; it is empty if they agree. `notes` lists the comparisons that
+    were impossible, with the reasons.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class ModuleComparison:
             return
         try:
             self._near = self._run(wide=False)
-        except Exception as error:  # the module's own
+        except Exception as error:  # a module may raise anything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.notes = (f"the module itself by eager torch, which raises {reason}",)
             return
         try:
             self._exact = self._run(wide=True)
-        except Exception:  # a module that is written for its dtype
+        except Exception:  # a module may depend on its dtype
             self._exact = self._near
             self.notes = ("the module itself in float64, in which it does not run",)
         values = [*rehearsal.start.values[PARAM].values(), *self._leaves.values()]
@@ -76,7 +76,7 @@ class ModuleComparison:
         return self._captured.itself.run(values, feeds, request.loss_tangents, wide)
 
     def _losses(self) -> str:
-        """Return the first micro-batch whose loss differs, with the first layer that does."""
+        """Describe the first micro-batch whose loss differs, and the first differing layer."""
         for number, frame in enumerate(self._rehearsal.frames):
             actual = next(float(value) for (role, _), value in frame.items() if role == LOSS)
             near, exact = self._near.losses[number], self._exact.losses[number]
@@ -89,7 +89,7 @@ class ModuleComparison:
         return ""
 
     def _gradients(self) -> str:
-        """Return the parameter nearest to the loss whose gradient differs."""
+        """Describe the differing gradient whose parameter is nearest to the loss."""
         if not math.isfinite(self._rehearsal.loss):
             return ""
         found: dict[str, torch.Tensor] = {}
@@ -113,16 +113,16 @@ class ModuleComparison:
     def _differs(
         self, actual: torch.Tensor, near: torch.Tensor, exact: torch.Tensor, floor: float = 0.0
     ) -> bool:
-        """Return whether a value is further from the exact one than rounding explains."""
+        """Return whether a value differs from the exact one by more than rounding explains."""
         if self._may_overflow and not bool(actual.isfinite().all()):
-            return False  # the order of a sum decides
+            return False  # whether it overflows depends on the order of a sum
         error = largest_magnitude(actual.double() - exact.double())
         spread = largest_magnitude(near.double() - exact.double())
         allowed = self._digits * max(largest_magnitude(exact), floor) + ROUNDING * spread
         return not (torch.equal(actual, near) or error <= allowed)
 
     def _first_layer(self) -> str:
-        """Return the first module after the last one whose output the programs compute, too."""
+        """Name the first module after the last one whose output agrees with a program's value."""
         values = _forward_values(self._rehearsal.start)
         first = ""
         for name, output in self._exact.outputs:
@@ -144,7 +144,7 @@ def _draws_numbers(start: Start) -> bool:
 
 
 def _forward_values(start: Start) -> dict[int, list[torch.Tensor]]:
-    """The values of all nodes in the forward of the first micro-batch, flat, by their size."""
+    """Return all flattened values of the first micro-batch's forwards, by number of elements."""
     rehearsal, values = Rehearsal(start), dict[int, list[Any]]()
     for run in rehearsal.runs():
         if run.name != "forward":

@@ -1,4 +1,4 @@
-"""Diagnosis: what a comparison of a pipeline's programs with torch has found."""
+"""Records of a diagnosis: the result of comparing a pipeline's programs with torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Culprit:
-    """The place where a device and torch part, or where a number stops being finite.
+    """The place where a device's results differ from torch's, or where a value is first not finite.
 
-    `program` is the forward, backward or update of a stage, `output` the tensor that parts with its
-    dtype and shape, `inputs` those of the operator. `operators` has several names if they are wrong
-    only together. `error` is the largest, `allowed` the largest that rounding explains.
+    `program` is the forward, backward or update of a stage. `output` has dtype and shape of the
+    wrong tensor, `inputs` of the operator's inputs. `operators` has several names if the operators
+    are wrong only together. `error` is the largest error, `allowed` the error that rounding
+    explains.
     """
 
     stage: int
@@ -42,9 +43,9 @@ class Culprit:
     error: float = 0.0
     allowed: float = 0.0
     not_finite: str = ""
-    """The first value that is not finite, and whether inputs were."""
+    """The first value that is not finite, and whether the operator's inputs were finite."""
     reason: str = ""
-    """The device's own error."""
+    """The error that the device raised."""
 
     @property
     def place(self) -> str:
@@ -63,12 +64,18 @@ class Culprit:
 class Diagnosis:
     """The result of `Pipeline.diagnose`.
 
-    `verdict` is `healthy`; `operator`, `combination` or `program`, for a device that is wrong by
-    its own; `unsteady`, for one whose results change; `failed`, for one that raises; `between`, if
-    all programs are right and the pipeline's own pass is not; `capture`, if the programs that all
-    stages run right are not the module itself; or `numbers`, if a value is not finite in torch as
-    well. `runs` counts the runs of programs that were compared, `notes` has what
-    was left out.
+    `verdict` is one of:
+
+    - `healthy`: all results agree with torch.
+    - `operator`, `combination`, `program`: a device computes an operator, several operators in one
+      graph, or a whole program wrong.
+    - `unsteady`: a device's results change from run to run.
+    - `failed`: a device raises an error.
+    - `between`: all programs are right, but the pipeline's pass is wrong.
+    - `capture`: all stages run their programs right, but the programs differ from the module.
+    - `numbers`: a value is not finite, in torch as well.
+
+    `runs` counts the compared runs of programs; `notes` lists the omitted comparisons.
     """
 
     verdict: Verdict
@@ -80,11 +87,11 @@ class Diagnosis:
 
     @property
     def blames_device(self) -> bool:
-        """Whether a device, and not the numbers, is at fault."""
+        """Whether a device or the transfers are at fault, not the numbers or the capture."""
         return self.verdict not in ("healthy", "numbers", "capture")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite are None."""
+        """Return plain values for JSON; numbers that are not finite become None."""
         culprit = None if self.culprit is None else _plain(asdict(self.culprit))
         return {**_plain(asdict(self)), "culprit": culprit}
 

@@ -1,7 +1,7 @@
 """Rehearsal: one mini-batch through all programs of a pipeline.
 
-Programs get the inputs that they get in training, from the devices before them, so the error of one
-stage is no other's. All values are copies.
+Programs get the same inputs as in training: the results of the earlier devices. So no stage gets
+the blame for an error of another stage. All values are copies.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
 PREDICTION = "prediction"
 LATER_UPDATE = "update at a later step"
-"""The update once more, with another learning rate and step number: a device may have kept both."""
+"""A second update with another learning rate and step number, which a device may have cached."""
 LATER_STEPS = 9
 LATER_LR = 0.25
 
 
 @dataclass(frozen=True)
 class Start:
-    """A pipeline at rest: what its programs would read, and the mini-batch.
+    """A pipeline between steps: the inputs of its programs, and the mini-batch.
 
-    `values` has by role, PARAM, BUFFER and STATE, the arrays by name; `updates` the updates so far
-    by stage.
+    `values` maps the roles PARAM, BUFFER and STATE to arrays by name; `updates` counts the updates
+    of each stage so far.
     """
 
     stages: Sequence[StageGraphs]
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a program, which is the first of its micro-batch's size if `is_first`."""
+    """A run of a program; `is_first` marks the first run for a size of micro-batches."""
 
     stage: int
     member: str
@@ -74,20 +74,22 @@ class Run:
 
 @dataclass
 class Rehearsal:
-    """The runs of a mini-batch, in an order that needs no schedule: stage by stage, forwards, then
-    backwards, then updates. `done` takes the results of each before the next is asked for."""
+    """The runs of a mini-batch: all forwards, stage by stage, then all backwards, then all updates.
+
+    Call `done` with the results of a run before you take the next run.
+    """
 
     start: Start
     shared: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Parameters, optimizer state, and the buffers as forwards have left them."""
+    """Parameters, optimizer state, and the buffers after the latest forward."""
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """By stage."""
+    """Gradients by stage and name."""
     frames: list[dict[Key, torch.Tensor]] = field(default_factory=list)
-    """By micro-batch: tensors at cuts, losses, counts and tangents."""
+    """Tensors at cuts, losses, counts and tangents, by micro-batch."""
     saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
-    """By stage, micro-batch and name: the device's values, or the judge's where only the device can
-    read its own."""
-    _squares: list[float] = field(default_factory=list)  # of the stages that have a norm
+    """Saved tensors by stage, micro-batch and name: the device's values, or the reference's if only
+    the device can read them."""
+    _squares: list[float] = field(default_factory=list)  # squared gradient norms by stage
     _grad_scale: float = 1.0
     _clip: dict[int, float] = field(default_factory=dict)  # by stage
     _is_later: bool = False
@@ -113,7 +115,7 @@ class Rehearsal:
         return sum(loss * size for loss, size in pairs) / sum(samples)
 
     def runs(self) -> Iterator[Run]:
-        """All runs. Without the backwards if a loss is not finite, nor updates if a gradient."""
+        """Yield all runs; no backwards after an infinite loss, no updates after such a gradient."""
         stages, microbatches = self.start.stages, range(len(self.start.request.samples))
         for stage in stages:
             for m in microbatches:
@@ -135,7 +137,7 @@ class Rehearsal:
         yield from self._update_runs()
 
     def done(self, run: Run, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the outputs of a run."""
+        """Store the outputs of a run."""
         frame = {} if run.microbatch is None else self.frames[run.microbatch]
         for slot, value in zip(run.program.outputs, outputs, strict=True):
             if slot.role == SAVED and run.microbatch is not None:
@@ -143,7 +145,7 @@ class Rehearsal:
             elif slot.role == NORM:
                 self._squares.append(float(value))
             elif run.microbatch is None:
-                pass  # the update's results: nothing in this mini-batch reads them
+                pass  # nothing in this mini-batch reads the results of an update
             elif slot.role == GRAD:
                 self.grads[run.stage][slot.name] = value
             elif slot.role == BUFFER:
@@ -152,7 +154,7 @@ class Rehearsal:
                 frame[slot.key] = value
 
     def held_name(self, run: Run, slot: Slot) -> str | None:
-        """The name by which a saved tensor stays on the device; None for other tensors."""
+        """Return the name of a saved tensor on the device; None for other tensors."""
         if slot.role != SAVED:
             return None
         return f"{run.microbatch} {slot.name}"
@@ -161,7 +163,7 @@ class Rehearsal:
         inputs = [self._value(stage, slot, m) for slot in program.inputs]
         replaced = {slot.key for slot in program.outputs if slot.role in (GRAD, STATE, PARAM)}
         donate = frozenset(i for i, slot in enumerate(program.inputs) if slot.key in replaced)
-        if name == PREDICTION:  # the present weights stay
+        if name == PREDICTION:  # the current weights must survive
             donate = frozenset()
         samples = self.start.request.samples
         is_first = m is None or m == 0 or samples[m] != samples[m - 1]
@@ -170,7 +172,7 @@ class Rehearsal:
         return Run(stage.stage, member, name, program, m, inputs, donate, is_first)
 
     def _value(self, stage: StageGraphs, slot: Slot, m: int | None) -> torch.Tensor:
-        """The value of an input, as the worker would choose it."""
+        """Return the value of an input, as a worker would choose it."""
         request, n = self.start.request, stage.stage
         if slot.role in (PARAM, BUFFER, STATE):
             return self.shared[slot.key]
@@ -203,14 +205,14 @@ class Rehearsal:
         }
 
     def _update_runs(self) -> Iterator[Run]:
-        """Norms, updates and predictions of all stages."""
+        """Yield the norms, predictions and updates of all stages."""
         request = self.start.request
         if self._counted:
             self._grad_scale = 1.0 / (self._count * request.loss_scale)
         elif request.grad_scale is not None:
             self._grad_scale = request.grad_scale
         clip = request.clip
-        if clip is not None and clip.takes_norms:  # a mere sum of gradients has too few true digits
+        if clip is not None and clip.takes_norms:
             with_norm = [stage for stage in self.start.stages if stage.norm is not None]
             for stage in with_norm:
                 assert stage.norm is not None
@@ -230,7 +232,7 @@ class Rehearsal:
                 yield run
 
     def _sum_tied(self) -> None:
-        """A parameter that stages share has its gradient where its owner is."""
+        """Add the gradients of shared parameters to the gradient on the owner's stage."""
         for name, owner, others in dict.fromkeys(e for s in self.start.stages for e in s.tied):
             for other in others:
                 self.grads[owner][name] = self.grads[owner][name] + self.grads[other][name]
@@ -248,6 +250,6 @@ class Rehearsal:
 
     @property
     def _count(self) -> float:
-        """The number of terms of the losses of the mini-batch."""
+        """The number of terms in the mini-batch's losses."""
         frames = (value for frame in self.frames for key, value in frame.items() if key[0] == COUNT)
         return sum(map(float, frames))

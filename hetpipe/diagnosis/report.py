@@ -1,4 +1,4 @@
-"""Report: the culprit of a finding, in words."""
+"""Reports: turn findings into culprits with readable fields."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetpipe.diagnosis.rehearsal import Run
 from hetpipe.diagnosis.search import Finding
 from hetpipe.sdk.graph import dtype_name, graph_inputs, operator_name
 
-LISTED = 6  # operators of a combination
+LISTED = 6  # most operators or layers in a message
 
 
 def culprit_of(
     run: Run, device: str, finding: Finding, values: Values, reason: str = ""
 ) -> Culprit:
-    """The culprit of a finding in a run on a device."""
+    """Return the culprit for a finding in a run on a device."""
     calls = [node for node in finding.nodes if operator_name(node) != "getitem"]
     names = [operator_name(node) for node in calls]
     if len(names) > LISTED:
@@ -47,7 +47,10 @@ def culprit_of(
 def source_of(
     run: Run, device: str, graph: fx.GraphModule, values: Values, output: fx.Node
 ) -> Culprit:
-    """The operator that makes a value which is not finite of inputs that are; `output` is not."""
+    """Return the first culprit on the way to `output`, whose value is not finite.
+
+    It is an operator with finite inputs, or an input of the program.
+    """
     node = output
     while sources := [each for each in inputs_of(node) if not is_finite(values[each])]:
         node = max(sources, key=lambda each: _has_nan(values[each]))
@@ -78,17 +81,17 @@ def source_of(
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node's operator reads."""
+    """Return the inputs of a node's operator."""
     return list(call_of(node).all_input_nodes)
 
 
 def is_finite(value: object) -> bool:
-    """Whether all of a node's value is."""
+    """Return whether all floating tensors of a value are finite."""
     return all(bool(t.isfinite().all()) for t in tensors_of(value) if t.is_floating_point())
 
 
 def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:
-    """The layers of some nodes; in an update the parameters."""
+    """Return the layers of nodes; for nodes of an update, the parameters."""
     named = dict.fromkeys(layer_of(node) for node in nodes)
     if set(named) <= {"?"}:
         named = dict.fromkeys(name for node in nodes for name in _parameters(program, node))
@@ -96,7 +99,7 @@ def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:
 
 
 def _parameters(program: Program, node: fx.Node) -> list[str]:
-    """The parameters that a node of an update has a part in: those that depend on it."""
+    """Return the names of the update's outputs, such as parameters, that depend on a node."""
     reached, stack = set[fx.Node](), [node]
     while stack:
         if (each := stack.pop()) not in reached:

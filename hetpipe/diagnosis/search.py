@@ -1,4 +1,7 @@
-"""Search: the operator of a program at which a device and the judge part."""
+"""Search for the operators of a program whose results on a device differ from the reference.
+
+"The judge's" values are the reference: torch in float64 on this processor.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ REPEATS = 6
 
 @dataclass(frozen=True)
 class Finding:
-    """Nodes that are wrong in one graph: the tensor that parts, or the device's own error."""
+    """Nodes that are wrong in one graph, with the wrong tensor or the device's error."""
 
     nodes: tuple[fx.Node, ...]
     output: fx.Node
@@ -47,9 +50,9 @@ class Finding:
 
 
 class Search:
-    """One run of a program: its graph, its inputs, and the judge's value of every node.
+    """Search in one run of a program: its graph, and the judge's value of every node.
 
-    `held` are placeholders whose values only the device can read.
+    `held` maps placeholders to values that only the device can read.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class Search:
         self._units = units_of(graph)
 
     def alone(self, outputs: Iterable[fx.Node] | None = None) -> Finding | None:
-        """The first operator that is wrong by itself, given the judge's inputs; of those that these
-        outputs depend on, if any are given."""
+        """Return the first operator that is wrong alone, with the judge's inputs.
+
+        With `outputs`, search only the operators on which these outputs depend.
+        """
         units: Iterable[Unit] = self._units
         if outputs is not None:
             needed = reachable(outputs, ())
@@ -72,7 +77,7 @@ class Search:
         return first_fault(units, lambda unit: self._probe([unit]))
 
     def is_steady(self, finding: Finding) -> bool:
-        """Whether an operator that is wrong by itself is so in the same way each time."""
+        """Return whether an operator that is wrong alone gives the same wrong result each time."""
         part = self._part([next(unit for unit in self._units if unit[0] in finding.nodes)])
         if part is None or finding.failure or finding.actual is None:
             return True
@@ -87,15 +92,15 @@ class Search:
         return True
 
     def unsteady(self) -> Finding | None:
-        """The first operator that is wrong once it has had other inputs, or now and then."""
+        """Return the first operator that is wrong after other inputs, or occasionally."""
         return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
-        """The shortest run of operators, in the graph's order, that is wrong in one graph."""
+        """Return the shortest run of operators, in the graph's order, that is wrong in one graph."""
         return shortest_fault(self._units, self._probe)
 
     def fails_elsewhere(self, finding: Finding) -> bool:
-        """Whether the device raises in all other operators, too: it may be lost."""
+        """Return whether the device also raises in other operators, as a lost device does."""
 
         def fails(unit: Unit) -> bool:
             found = self._probe([unit])
@@ -104,12 +109,12 @@ class Search:
         return others_fail(self._units, {operator_name(node) for node in finding.nodes}, fails)
 
     def allowed(self, node: fx.Node) -> float:
-        """The error of a node that rounding explains, of all nodes before it as well."""
+        """Return the error of a node that rounding in it and all earlier nodes explains."""
         return 2 * self._spreads.get(node, 0.0)
 
     @cached_property
     def _spreads(self) -> dict[fx.Node, float]:
-        """By node, the effect on it of errors that every node may have."""
+        """The effect of rounding errors in all nodes on each node, by node."""
         inputs = [self.values[node] for node in graph_inputs(self.graph)]
         worst: dict[fx.Node, float] = {}
         for seed in range(NOISY_RUNS):
@@ -122,7 +127,7 @@ class Search:
         return worst
 
     def _probe(self, units: Sequence[Unit]) -> Finding | None:
-        """Run units in one graph; return None if they are right, or cannot run in one graph."""
+        """Run units in one graph; return None if they are right, or cannot run as one graph."""
         if (part := self._part(units)) is None:
             return None
         try:
@@ -138,7 +143,7 @@ class Search:
         return None
 
     def _probe_again(self, unit: Unit) -> Finding | None:
-        """Run a unit several times, on its inputs and on half their values in turn."""
+        """Run a unit several times, alternately on its inputs and on half their values."""
         if (part := self._part([unit])) is None:
             return None
         if any(source in self._held for source in part.sources):
@@ -162,7 +167,7 @@ class Search:
         return None
 
     def _part(self, units: Sequence[Unit]) -> Part | None:
-        """Return units as a graph; None if it has no result, or unknown inputs."""
+        """Return units as a graph; None if the graph has no result, or unknown inputs."""
         part = part_of(self.graph, units, is_comparable)
         if part is None or any(is_workspace(s) and s not in self._held for s in part.sources):
             return None
@@ -177,7 +182,7 @@ class Search:
     def _compare(
         self, node: fx.Node, output: torch.Tensor | None, values: Values, single: bool
     ) -> tuple[Difference, torch.Tensor]:
-        """Compare a node's value: by itself, or after others in one graph."""
+        """Compare a node's value; `single` if its operator ran alone, not after others."""
         actual, expected = declared(output, node.meta["val"].dtype), values[node]
         assert actual is not None
         call = call_of(node)
@@ -191,13 +196,13 @@ class Search:
 
 
 def _failing(part: Part, text: str) -> Finding:
-    """The finding that the device raises."""
+    """Return a finding for an error that the device raised."""
     gone = Difference(math.inf, 0.0)
     return Finding(part.nodes, part.results[-1], gone, failure=text)
 
 
 def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:
-    """The error that a single operator may have beyond the usual bound."""
+    """Return the error that a single operator may have beyond the tolerance."""
     arguments: Any = fx.map_arg((call.args, call.kwargs), values.__getitem__)
     effects = rounding_effects(call, arguments, values[call])
     if call is node:
@@ -207,13 +212,13 @@ def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:
 
 
 def half_of(value: Value) -> Value:
-    """Return half of a floating tensor, and other values as they are."""
+    """Return half of a floating tensor, and other values unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value * 0.5 if is_float else value
 
 
 def _castable(graph: fx.GraphModule, held: Mapping[fx.Node, Held]) -> fx.GraphModule:
-    """The graph with bfloat16 inputs, which a host cannot upload, cast from float32."""
+    """Replace bfloat16 inputs, which a host cannot upload, by casts of float32 inputs."""
     names = {node.name for node in held}
     inputs = graph_inputs(graph)
     narrow = [node for node in inputs if node.meta["val"].dtype is torch.bfloat16]

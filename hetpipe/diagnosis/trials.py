@@ -1,4 +1,4 @@
-"""Trials on a member's device: graphs that are compiled and run there, on values from here."""
+"""Trials on a member's device: compile graphs there, and run them on values of this process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hetpipe.sdk.graph import dump_graph
 from hetpipe.worker.graph_trials import Array, Failed, Held
 
 Given = torch.Tensor | Held
-"""An input: a tensor, or a value that lies on the device."""
+"""An input: a tensor, or a value on the device."""
 
 _MODULE = "hetpipe.worker.graph_trials"
 
 
 class DeviceFailedError(HetpipeError):
-    """The device has raised in a trial; `refused` if it lacks an operator."""
+    """The device raised an error in a trial; `refused` if it lacks an operator."""
 
     def __init__(self, text: str, refused: bool = False) -> None:
         super().__init__(text)
@@ -28,14 +28,14 @@ class DeviceFailedError(HetpipeError):
 
 
 class Trials:
-    """Trials on one member. Names of graphs and values begin with `prefix`, its own."""
+    """Trials on one member; the names of all graphs and values begin with `prefix`."""
 
     def __init__(self, crew: Workers, member: str, prefix: str) -> None:
         self._crew, self._member, self._prefix = crew, member, prefix
         self._count = 0
 
     def compile(self, graph: fx.GraphModule) -> str:
-        """Compile a graph. Returns its name. Raises `DeviceFailedError`."""
+        """Compile a graph and return its name. Raises `DeviceFailedError` if the device raises."""
         self._count += 1
         name = f"{self._prefix}graph {self._count}"
         self._call("compile_graph", name, dump_graph(graph))
@@ -49,9 +49,10 @@ class Trials:
         kept: Mapping[int, str] | None = None,
         unread: frozenset[int] = frozenset(),
     ) -> list[torch.Tensor | None]:
-        """Run a graph; its outputs, None for those in `unread`. Raises `DeviceFailedError`.
+        """Run a graph and return its outputs; None for the indices in `unread`.
 
-        Outputs in `kept` stay on the device under these names, see `held`.
+        Outputs in `kept` also stay on the device under these names, see `held`. Raises
+        `DeviceFailedError` if the device raises.
         """
         given = [value if isinstance(value, Held) else array_of(value) for value in inputs]
         names = {index: self._prefix + own for index, own in (kept or {}).items()}
@@ -59,11 +60,11 @@ class Trials:
         return [None if array is None else tensor_of(array) for array in outputs]
 
     def held(self, name: str) -> Held:
-        """An output that was kept on the device."""
+        """Return a reference to an output that was kept on the device."""
         return Held(self._prefix + name)
 
     def forget(self, name: str | None = None) -> None:
-        """Free one graph, or everything."""
+        """Free one graph, or all graphs and values of these trials."""
         self._crew.call([self._member], f"{_MODULE}:forget", name or self._prefix)
 
     def _call(self, function: str, *args: Any) -> Any:
@@ -74,19 +75,19 @@ class Trials:
 
 
 def tensor_of(array: Array) -> torch.Tensor:
-    """A host array as a tensor that may be written."""
+    """Return a writable tensor with the values of a host array."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A tensor for the host's side of a device; bfloat16 as int16."""
+    """Return a tensor as a host array; bfloat16 becomes int16."""
     tensor = tensor.contiguous()
     array: Array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array
 
 
 def declared(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A tensor from a device in its own dtype: bfloat16 has come as int16."""
+    """Return a device's tensor in the declared dtype; bfloat16 arrives as int16."""
     if tensor is not None and dtype is torch.bfloat16 and tensor.dtype is torch.int16:
         return tensor.view(torch.bfloat16)
     return tensor

@@ -1,1 +1,1 @@
-"""The bench where kernels are tested: a user's own, on every device that runs such files."""
+"""Workbench for kernels: tests a user's kernels on every device that runs such files."""

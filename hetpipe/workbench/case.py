@@ -1,4 +1,4 @@
-"""One case of a specification: the arguments of a launch, and what it should compute."""
+"""A case of a specification: the arguments of a launch, and its expected results."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hetpipe.sdk.sizes import Size
 from hetpipe.words import short
 
 MOST_ELEMENTS = 1 << 26
-"""The largest tensor of a case."""
+"""Most elements of a tensor."""
 POISONS = (0xFF, 0x3D)
-"""The bytes of outputs before a kernel writes them: floats that are NaN, or small."""
+"""Bytes that fill outputs before a launch; as floats they are NaN, or small."""
 SCALES = {"float16": 4.0}
-"""The factors of normal values in the run with other values, by dtype; of all others `SCALE`."""
+"""Factors of normal values in the run `VALUES`, by dtype; `SCALE` for other dtypes."""
 SCALE = 100.0
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 class Run(IntEnum):
-    """The runs of a case. The first two have the same inputs, and unlike bytes in the outputs."""
+    """The runs of a case. The first two have equal inputs, but different bytes in the outputs."""
 
     LISTED = 0
     AGAIN = 1
     VALUES = 2
-    """With other values: another seed, and normal values that are multiplied by `scale`."""
+    """Other values: another seed, and normal values times `scale`."""
     SIZES = 3
-    """With other sizes: each one larger, but for `fixed` ones."""
+    """Other sizes: each size is larger by one, except `fixed` and `define` sizes."""
 
 
 def sizes_of(spec: KernelSpec, number: int, run: int) -> dict[str, int]:
-    """The named sizes of a run of case `number`."""
+    """Return the named sizes for a run of case `number`."""
     sizes = dict(spec.cases[number])
     if run == Run.SIZES:
         kept = {*spec.fixed, *spec.define}
@@ -50,9 +50,9 @@ def sizes_of(spec: KernelSpec, number: int, run: int) -> dict[str, int]:
 def call_of(
     spec: KernelSpec, number: int, path: Path, source: str, function: str, seed: int, run: int
 ) -> KernelCall:
-    """The launch of a run of case `number`, the same for the same seed.
+    """Return the launch for a run of case `number`; equal seeds give equal launches.
 
-    Raises `BackendError` for a size that it cannot have.
+    Raises `BackendError` for an invalid size.
     """
     sizes = sizes_of(spec, number, run)
     given = [seed, number] if run in (Run.LISTED, Run.AGAIN) else [seed, number, run]
@@ -80,7 +80,7 @@ def call_of(
 def _work_items(
     global_size: Sequence[Size], local_size: Sequence[Size], sizes: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The global and the local size in numbers. Raises `BackendError` if they do not fit."""
+    """Return the global and the local size as numbers. Raises `BackendError` if they do not fit."""
     items = tuple(size.value(sizes) for size in global_size)
     group = tuple(size.value(sizes) for size in local_size)
     for whole, part in zip(items, group, strict=False):
@@ -137,10 +137,10 @@ def _values(
 def expected(
     spec: KernelSpec, sizes: Mapping[str, int], call: KernelCall, folder: Path
 ) -> dict[str, Array]:
-    """The outputs in float64, from the inputs as float64 and the sizes, by name.
+    """Return the expected outputs by name, computed from float64 inputs and the sizes.
 
-    `folder` is the specification's. Raises `BackendError` where an expression or the reference
-    raises, or gives another shape.
+    `folder` is the folder of the specification. Raises `BackendError` if an expression or the
+    reference raises, or returns a wrong shape.
     """
     names: dict[str, Any] = dict(sizes)
     for name, value in call.arguments.items():
@@ -205,7 +205,7 @@ def _by_function(spec: KernelSpec, names: Mapping[str, Any], folder: Path) -> di
 
 
 def load_reference(reference: str, folder: Path) -> Any:
-    """The function `FILE.py:FUNCTION`. Raises `BackendError` if it is not there."""
+    """Load the function `FILE.py:FUNCTION`. Raises `BackendError` if it cannot be loaded."""
     file, _, name = reference.rpartition(":")
     path = folder / file
     if not file or not path.is_file():

@@ -1,8 +1,8 @@
-"""The process in which kernels run on one device: it may crash or hang, and its parent looks on.
+"""Process that runs kernels on one device; its parent watches for crashes and hangs.
 
     python -m hetpipe.workbench.child REFERENCE DEVICE SOURCE SPEC FUNCTION SEED CASE...
 
-writes a line of JSON when each run of a case begins, and one with the results of the case.
+It writes a line of JSON at the beginning of each run of a case, and one with the case's results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hetpipe.workbench.compare import OutputError, output_error
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the cases, one after the other."""
+    """Run the cases one after the other, and print their results."""
     reference, device_id, source_path, spec_path, function, seed, *numbers = argv
     load_reference(reference)
     spec, path = read_spec(Path(spec_path)), Path(source_path)
@@ -62,7 +62,7 @@ def _say(data: dict[str, Any]) -> None:
 
 
 class _Bench:
-    """A device with a specification: runs a case several times, and judges each run."""
+    """A device with a specification: runs a case several times and judges each run."""
 
     def __init__(
         self, runner: KernelRunner, device_id: str, spec: KernelSpec, folder: Path
@@ -71,9 +71,9 @@ class _Bench:
         self._spec, self._folder = spec, folder
 
     def case(self, number: int, call_for: Callable[[Run], KernelCall]) -> dict[str, Any]:
-        """The flaws of a case, its largest errors by output, and notes.
+        """Run a case; return its flaws, its largest errors by output, and notes.
 
-        The runs with other values and sizes follow only where the listed ones are right.
+        The runs with other values and sizes follow only if the first run is right.
         """
         notes: list[str] = []
         units, shares = dict[str, float](), dict[str, float]()
@@ -113,8 +113,10 @@ class _Bench:
         self, call: KernelCall, right: Mapping[str, Array], sizes: Mapping[str, int],
         again: KernelCall | None,
     ) -> tuple[list[Flaw], dict[str, OutputError]]:  # fmt: skip
-        """The flaws of a run, and the error of each output. `again` is the same with other bytes
-        in the outputs."""
+        """Return the flaws of a run, and the error of each output.
+
+        `again` is the same launch with other bytes in the outputs.
+        """
         spec = self._spec
         after, seen = self._runner.run(self._device_id, call)
         first = {name: after[name] for name in spec.outputs}
@@ -132,7 +134,7 @@ class _Bench:
         return flaws, differences
 
     def _overwritten(self, call: KernelCall, after: Mapping[str, Array]) -> Iterator[Flaw]:
-        """Inputs, if they are no outputs, with other bits than before the run."""
+        """Yield a flaw for each input that the kernel changed, unless it is also an output."""
         for name in call.inputs:
             if name in call.outputs or name not in after:
                 continue
@@ -152,7 +154,7 @@ class _Bench:
         return self._runner.line_that_writes(call.source, call.function, name)
 
     def _in_run(self, flaw: Flaw, run: Run, sizes: Mapping[str, int]) -> Flaw:
-        """The flaw, with the run in its text and the key that excludes such runs."""
+        """Add the run to a flaw's text, and the key of the specification that excludes the run."""
         if run == Run.LISTED:
             return flaw
         text = f"{_words(run, sizes)} {flaw.text}; {_CURES[run]}"
@@ -172,7 +174,7 @@ def _words(run: Run, sizes: Mapping[str, int]) -> str:
 
 
 def _constant(name: str, references: Sequence[Array]) -> str | None:
-    """A warning if an output should be one number in every element of every run."""
+    """Return a warning if the expected output is the same number in all elements of all runs."""
     values = np.concatenate([np.zeros(0), *(each.reshape(-1) for each in references)])
     if values.size < 2 or (values != values[0]).any():
         return None
@@ -183,7 +185,7 @@ def _constant(name: str, references: Sequence[Array]) -> str | None:
 
 
 def _differing(one: Array, other: Array) -> Array:
-    """Elements whose bytes differ."""
+    """Return a mask of the elements whose bytes differ."""
     if not one.size:
         return np.zeros(one.shape, np.bool_)
     halves = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other)]
@@ -194,7 +196,7 @@ def _differing(one: Array, other: Array) -> Array:
 def _unsteady(
     spec: KernelSpec, call: KernelCall, first: dict[str, Array], again: dict[str, Array]
 ) -> list[Flaw]:
-    """Outputs that differ from run to run: elements that nobody wrote, or results of chance."""
+    """Return flaws for outputs that differ between two runs: unwritten or random elements."""
     flaws = []
     for name, array in first.items():
         one, other = array.reshape(-1).view(np.uint8), again[name].reshape(-1).view(np.uint8)

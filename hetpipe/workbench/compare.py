@@ -1,4 +1,4 @@
-"""The error of a kernel's output, in units in the last place and as a share of the limit."""
+"""Errors of a kernel's outputs, in units in the last place and as shares of the limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetpipe.sdk.kernelspec import Tolerance
 class OutputError:
     """The largest errors of an output, in units in the last place and as shares of the limit.
 
-    `wrong` counts the elements beyond the limit, `text` shows the worst of them.
+    `wrong` counts the elements beyond the limit; `text` describes the worst one.
     """
 
     ulp: float
@@ -26,7 +26,7 @@ class OutputError:
 
 
 def output_error(actual: Array, reference: Array, allowed: Tolerance, terms: int) -> OutputError:
-    """Compare an output with its reference in float64."""
+    """Compare an output with its float64 reference."""
     if actual.size == 0:
         return OutputError(0.0, 0.0, 0)
     if actual.dtype.kind != "f":
@@ -45,7 +45,7 @@ def output_error(actual: Array, reference: Array, allowed: Tolerance, terms: int
         if allowed.error == "ulp":
             words = f"{allowed.units:g} ulp"
             limits = np.where(np.isfinite(unit), allowed.units * unit, 0.0)
-        elif allowed.error == "sum":  # values beyond the dtype's range do not widen the limit
+        elif allowed.error == "sum":  # values beyond the dtype's range must not widen the limit
             largest = largest_of(np.where(np.isfinite(rounded), right, np.nan))
             limits += tolerance(largest, eps_of(actual.dtype.name), terms)
         shares = np.where(errors == 0, 0.0, errors / limits)

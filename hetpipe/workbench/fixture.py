@@ -1,4 +1,4 @@
-"""The pytest fixture `check_kernel`, which pytest finds wherever hetpipe is installed."""
+"""The pytest fixture `check_kernel`, available wherever hetpipe is installed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 @pytest.fixture
 def check_kernel(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Tests a kernel as `hetpipe kernels test` does:
+    """Test a kernel as `hetpipe kernels test` does:
 
         def test_mine(check_kernel):
             check_kernel("my.cl", "my.toml", devices=["opencl:pocl:0"])
 
-    Paths are relative to the test's file; the specification is that of the same name, and the
-    devices are all that run such files, unless they are given. Fails with every flaw, its line and
-    the command that repeats it.
+    Paths are relative to the test's file. The default specification has the source's name with the
+    suffix .toml; by default all devices that run such files test the kernel. The test fails with
+    all flaws, their lines, and the commands that repeat them.
     """
     folder = request.path.parent
 

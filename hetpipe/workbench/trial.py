@@ -1,4 +1,4 @@
-"""A kernel on every device that runs it: each case in a process that may crash or hang."""
+"""Trials of a kernel on every device that runs it, in processes that may crash or hang."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hetpipe.words import words
 from hetpipe.workbench.case import Run, call_of
 
 START_LIMIT_S = 60.0
-"""The longest that a process may take until its first case begins."""
+"""Longest time from a process's start to its first case, and between cases."""
 CHECKED_ITEMS = 4096
-"""The most work-items of a case that a checker runs; of larger cases alone, the smallest."""
+"""Most work-items of a case under a checker; if all cases are larger, the smallest one runs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case on one device: its flaws, and by output its largest error in ulp."""
+    """One case on one device: its flaws, and the largest error of each output in ulp."""
 
     device_id: str
     case: int
@@ -41,16 +41,16 @@ class Outcome:
     flaws: tuple[Flaw, ...]
     ulp: Mapping[str, float]
     share: Mapping[str, float] = field(default_factory=dict)
-    """The largest errors as shares of the allowed ones, by output."""
+    """The largest error of each output as a share of the allowed error."""
     notes: tuple[str, ...] = ()
-    """Warnings: runs that could not be tried, and expectations that prove little."""
+    """Warnings about impossible runs and about expectations that prove little."""
     skipped: str = ""
     """The reason why the device cannot run the kernel, if it lacks a feature."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried: the kernel `function` of a source, by a specification."""
+    """A kernel under test: the `function` of a source, and its specification."""
 
     source: Path
     spec_path: Path
@@ -59,7 +59,7 @@ class Trial:
     seed: int = 0
 
     def again(self, device_id: str, case: int) -> str:
-        """The command that repeats a case."""
+        """Return the command that repeats a case."""
         function = f" --function {self.function}" if self.spec.function != self.function else ""
         return (
             f"hetpipe kernels test {self.source} --spec {self.spec_path}{function} "
@@ -67,7 +67,7 @@ class Trial:
         )
 
     def texts(self, outcome: Outcome) -> list[str]:
-        """A case's flaws: kind, line, kernel, device and sizes, then the text and the command."""
+        """Return a text per flaw: kind, line, kernel, device, sizes, description and command."""
         sizes = ", ".join(f"{name} = {size}" for name, size in outcome.sizes.items())
         again = self.again(outcome.device_id, outcome.case)
         return [
@@ -79,9 +79,9 @@ class Trial:
 
 
 def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -> Trial:
-    """Read a source and its specification; where neither names a kernel, the source has one.
+    """Read a source and its specification; without a name, the source's only kernel is chosen.
 
-    Raises `BackendError` if one is not there or wrong, or if the kernel is not in the source.
+    Raises `BackendError` if a file is missing or wrong, or if the source lacks the kernel.
     """
     runner = _runner_of(source)
     spec, names = read_spec(spec_path), runner.functions(read_text(source, BackendError))
@@ -104,7 +104,7 @@ def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -
 
 
 def runners() -> Iterator[tuple[str, KernelRunner]]:
-    """The backends that run kernels by themselves, by name."""
+    """Yield the name and the runner of each backend that runs single kernels."""
     for name in backend_names():
         try:
             runner = get_backend(name).kernel_runner()
@@ -115,7 +115,7 @@ def runners() -> Iterator[tuple[str, KernelRunner]]:
 
 
 def _runner_of(source: Path) -> KernelRunner:
-    """The runner of a file's language. Raises `BackendError` if no backend has one."""
+    """Return the runner for a file's suffix. Raises `BackendError` if no backend has one."""
     known = [runner for _, runner in runners() if runner.suffix == source.suffix]
     if not known:
         suffixes = ", ".join(sorted({runner.suffix for _, runner in runners()})) or "none"
@@ -124,9 +124,9 @@ def _runner_of(source: Path) -> KernelRunner:
 
 
 def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
-    """The ids of the devices that run such a file; or those `named`, if all of them do.
+    """Return the ids of all devices that run such a file, or the `named` ids.
 
-    Raises `BackendError` for others.
+    Raises `BackendError` if a named device does not run such files.
     """
     found: list[str] = []
     for name, runner in runners():
@@ -141,9 +141,9 @@ def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
 def outcomes(
     trial: Trial, device_ids: Sequence[str], cases: Sequence[int] = ()
 ) -> Iterator[Outcome]:
-    """Every case on every device, as they end; devices side by side, one on each core.
+    """Yield the outcome of every case on every device, as cases end; devices run in parallel.
 
-    Raises `BackendError` where a case's sizes or reference are wrong.
+    Raises `BackendError` if a case's sizes or reference are wrong.
     """
     results: queue.SimpleQueue[Outcome | BackendError | None] = queue.SimpleQueue()
 
@@ -191,7 +191,7 @@ def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[O
 
 
 def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) -> Outcome:
-    """A case in a checker's process of its own, so that all that the checker finds is the case's.
+    """Run a case in a separate process under a checker, so that all findings belong to the case.
 
     A checker also stops to report after some hundred findings.
     """
@@ -203,12 +203,12 @@ def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) ->
 
 
 def _ends_device(outcome: Outcome) -> bool:
-    """Whether the other cases would take as long to say the same."""
+    """Return whether the remaining cases would only repeat the flaw, after as long a time."""
     return any(flaw.kind in ("hangs", "does not build") for flaw in outcome.flaws)
 
 
 def _small(trial: Trial, numbers: Sequence[int]) -> list[int]:
-    """The cases that an interpreter ends soon; if there is none, the smallest."""
+    """Return the cases with at most `CHECKED_ITEMS` work-items, or else the smallest case."""
     items = {}
     for number in numbers:
         sizes = trial.spec.cases[number]
@@ -222,7 +222,7 @@ def _small(trial: Trial, numbers: Sequence[int]) -> list[int]:
 def _run(
     trial: Trial, device_id: str, numbers: Sequence[int], environment: Mapping[str, str]
 ) -> Iterator[Outcome]:
-    """The cases in a process of their own; after one that crashed or hung, in a new one."""
+    """Run the cases in a separate process; start a new one after a crash or a hang."""
     left = list(numbers)
     while left:
         done = 0
@@ -274,7 +274,7 @@ def _process(
 
 
 def _reader(stream: Any) -> queue.SimpleQueue[str | None]:
-    """The lines of a stream as they come, then None; a thread of its own reads and closes it."""
+    """Return a queue of a stream's lines, then None; a thread reads and closes the stream."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -303,7 +303,7 @@ def _drained(lines: queue.SimpleQueue[str | None]) -> list[str]:
 
 
 def _said(line: str) -> dict[str, Any]:
-    """What the process says; a kernel may print lines of its own."""
+    """Parse a line of the process; return an empty dict for lines that a kernel printed."""
     try:
         said = json.loads(line)
     except ValueError:
@@ -325,7 +325,7 @@ def _failed(trial: Trial, device_id: str, number: int, flaw: Flaw) -> Outcome:
 
 
 def check_sizes(trial: Trial) -> None:
-    """Raises `BackendError` for a case with sizes that a launch cannot have, before any runs."""
+    """Raise `BackendError` for a case with invalid sizes, before any case runs."""
     source = read_text(trial.source, BackendError)
     for number in range(len(trial.spec.cases)):
         call_of(trial.spec, number, trial.source, source, trial.function, trial.seed, Run.LISTED)

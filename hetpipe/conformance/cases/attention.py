@@ -1,4 +1,4 @@
-"""Attention: lengths and widths that fill no tile, causal and not, forward and backward."""
+"""Cases of attention: lengths and widths that fill no tile, causal or not, with gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ own = torch.ops.hetpipe
 
 
 def attention(is_causal: bool) -> Callable[..., Any]:
-    """Both results, and the gradients of query, key and value; the second result has none."""
+    """Return a function that computes both results and the gradients of query, key and value.
+
+    Only the first result has gradients.
+    """
 
     def run(*args: torch.Tensor) -> Any:
         out, logsumexp = own.attention(*args[:3], is_causal, 0.3)
@@ -27,7 +30,7 @@ def attention(is_causal: bool) -> Callable[..., Any]:
 
 
 def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """As in a model: heads are cut from the columns, and joined again."""
+    """Split columns into heads, run attention, and join the heads, as models do."""
     heads = [x.view(*x.shape[:2], 2, -1).transpose(1, 2) for x in (query, key, value)]
     result: torch.Tensor = own.attention(*heads, True, 0.5)[0]
     return result.transpose(1, 2).flatten(2)

@@ -1,6 +1,6 @@
-"""Operator cases: a function of torch tensors, what to feed it, and how long its sums are.
+"""Operator cases: functions of torch tensors, their inputs, and the length of their sums.
 
-Traced, each becomes a canonical graph; the expected result is the function itself in float64.
+Checks trace a function into a canonical graph and expect the function's results in float64.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Feed:
-    """A random tensor: kind is float, positive, int (0 to high), bool, or rng (a dropout state)."""
+    """A random input: float, positive, int (below `high`), bool, or rng (a dropout state)."""
 
     shape: tuple[int, ...]
     kind: str = "float"
     high: int = 0
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """The tensor, float32 where it is floating."""
+        """Return a new tensor; floating ones are float32."""
         if self.kind == "rng":
             return torch.tensor([-0x123456789ABCDEF, 3, 5])
         if self.kind == "int":
@@ -36,10 +36,10 @@ class Feed:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of tensors, to be traced.
+    """A function of tensors with its inputs.
 
-    `terms` is the number of terms of the longest sum, which sets the tolerance. `large` cases are
-    not for references, which are right and not fast.
+    `terms` is the number of terms in the longest sum, which sets the tolerance. Reference devices,
+    which are slow, skip `large` cases.
     """
 
     family: str
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether its results include gradients."""
+        """Whether the function's results include gradients."""
         return self.fn.__name__ == "gradients_too"
 
 
@@ -76,7 +76,10 @@ RNG = Feed((3,), "rng")
 
 
 def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
-    """`fn`'s value and its gradients by the first `count` arguments, times a last argument."""
+    """Return a function of `fn`'s arguments and a tangent: `fn`'s value and its gradients.
+
+    The gradients are with respect to the first `count` arguments.
+    """
 
     def gradients_too(*args: torch.Tensor) -> Any:
         *inputs, tangent = args
@@ -93,7 +96,7 @@ CASES: list[Case] = []
 
 
 def table(family: str) -> Callable[..., None]:
-    """A function that adds cases of a family: name, function, feeds, and settings of `Case`."""
+    """Return a function that adds a case of a family: name, function, feeds, `Case` fields."""
 
     def case(name: str, fn: Callable[..., Any], *feeds: Feed, **settings: Any) -> None:
         CASES.append(Case(family, name, fn, feeds, **settings))

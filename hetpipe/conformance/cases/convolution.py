@@ -1,4 +1,4 @@
-"""Convolutions and pooling, forward and backward."""
+"""Cases of convolutions and pooling, forward and backward."""
 
 from __future__ import annotations
 

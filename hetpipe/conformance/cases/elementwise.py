@@ -1,4 +1,4 @@
-"""Elementwise operators: arithmetic, comparisons, activations and their backwards."""
+"""Cases of elementwise operators: arithmetic, comparisons, activations and their gradients."""
 
 from __future__ import annotations
 

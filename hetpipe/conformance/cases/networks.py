@@ -1,4 +1,4 @@
-"""Convolutions, pooling, normalisation, losses, embeddings, dropout and an optimizer step."""
+"""Cases of softmax, losses, normalisation, embeddings, dropout and an optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An LSTM layer: batches and widths that fill no tile, forward and backward."""
+"""Cases of an LSTM layer: batches and widths that fill no tile, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def layer(
     w_hh: torch.Tensor,
     *bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and the last c, for weights as torch starts them: with larger ones rounding grows."""
+    """Return y and the last c. Scale the weights like torch's initial ones to limit rounding."""
     scale = w_hh.shape[1] ** -0.5
     y, last_c, *_ = own.lstm_layer(x, h0, c0, w_ih * scale, w_hh * scale, *bias or (None,))
     return y, last_c
 
 
 def both(*args: torch.Tensor) -> torch.Tensor:
-    """y and the last c in one tensor: both have a gradient."""
+    """Return y and the last c in one tensor, so that both have a gradient."""
     y, last_c = layer(*args)
     return torch.cat([y, last_c.unsqueeze(0)])
 
@@ -35,7 +35,7 @@ def both(*args: torch.Tensor) -> torch.Tensor:
 def transposed(
     x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor
 ) -> torch.Tensor:
-    """Nothing is row-major, nor are the gradients."""
+    """Return the same for transposed inputs, so that inputs and gradients are not row-major."""
     y, last_c = layer(x.transpose(0, 1), h0.t(), c0.t(), w_ih.t(), w_hh.t())
     return torch.cat([y, last_c.unsqueeze(0)]).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Views, indexing, factories, reductions and matrix products."""
+"""Cases of views, indexing, factories, reductions and matrix products."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ case(
     r(3, 4),
 )
 case(
-    "cat_empty_vector",  # stands for nothing beside any tensor: an empty cache of keys
+    "cat_empty_vector",  # cat ignores a tensor of shape (0,), such as an empty cache of keys
     lambda a: (torch.cat([a.new_zeros(0), a], 1), torch.cat([a, a.new_zeros(0), a], -1)),
     r(3, 2),
 )
