@@ -1,1 +1,1 @@
-"""The benchmark of unlike devices against their sum: the rows of `hetpipe bench`."""
+"""Benchmarks: the rows of `hetpipe bench`, kernels, training steps, planners and predictions."""

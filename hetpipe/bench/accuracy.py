@@ -1,11 +1,11 @@
-"""Predicted steps against measured ones: `python -m hetpipe.bench.accuracy [--json FILE]`.
+"""Predicted steps against measured steps: `python -m hetpipe.bench.accuracy [--json FILE]`.
 
-Models run on devices of this machine, over links that are emulated at 1 and 10 Gb/s. Up to four
-workers compete for no core, because their devices are slower than the machine: either at a modelled
-pace (`hetpipe.bench.paced`), whose errors are those of hetpipe alone, or held back to 0.45 of their
-speed or less, where this machine's own unrest is stretched with them. Each setting is profiled
-once; then plans that differ in partition, schedule and micro-batches take turns of some steps. A
-turn is compared with the prediction corrected for the drift of its devices.
+Models run on devices of this machine, over emulated links of 1 and 10 Gb/s. Up to four workers do
+not compete for cores, because their devices are slower than the machine. Paced devices
+(`hetpipe.bench.paced`) take modelled times, so hetpipe alone causes their errors. Held-back devices
+run at 0.45 of their speed or less, which also stretches the noise of this machine. The benchmark
+profiles each setting once. Then plans with different partitions, schedules and micro-batches take
+turns of some steps, and each turn is compared with the prediction corrected for device drift.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ CLUSTERS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
         ((TORCH, 0.25), (TORCH, 0.2), (TORCH, 0.15), (OPENCL, 0.25)),
     ),
 }
-"""Members of two to four workers: the device and its share of its own speed."""
+"""Clusters of two to four workers; each worker is a device and a share of the device's speed."""
 BANDWIDTHS_Gbps = (1, 10)
 LATENCY_S = 1e-4
 HALF_S = 2.0
-"""Of a profile's halves: devices that are held back do few rounds in a second."""
+"""Seconds of each half of a profile: held-back devices do few rounds per second."""
 SAMPLES = {"digits": 128, "gpt": 16}
-"""Of a mini-batch: passes of ten milliseconds and more, steps below two seconds."""
+"""Samples of a mini-batch, for passes of at least ten milliseconds and steps below two seconds."""
 COUNTS = (4, 8, 16)
 WARM_UP, TIMED = 1, 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan in one setting: its step as predicted, corrected for drift, and measured."""
+    """A plan in a setting: its predicted, drift-corrected and measured steps."""
 
     devices: str  # "paced" or "held-back"
     model: str
@@ -94,13 +94,13 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Of the corrected prediction, relative to the measurement: the median of all steps."""
+        """The relative error of the corrected prediction, as the median over all steps."""
         pairs = zip(self.corrected_steps_s, self.steps_s, strict=True)
         return statistics.median(corrected_s / step_s for corrected_s, step_s in pairs) - 1
 
     @property
     def corrected_s(self) -> float:
-        """The prediction for the machine as it was in the median step."""
+        """The corrected prediction of the median step."""
         return self.measured_s * (1 + self.error)
 
 
@@ -144,7 +144,7 @@ class Setting(NamedTuple):
 def settings(
     devices: Sequence[str] | None, models: Sequence[str] | None, workers: Sequence[int] | None
 ) -> Iterator[Setting]:
-    """Those that were asked for; None: all."""
+    """Yield the settings of the given devices, models and numbers of workers; None means all."""
     for setting in product(devices or CLUSTERS, models or SAMPLES, range(3), BANDWIDTHS_Gbps):
         own, model, place, bandwidth_Gbps = setting
         members = CLUSTERS[own][place]
@@ -153,7 +153,7 @@ def settings(
 
 
 def measure(setting: Setting) -> Iterator[Measured]:
-    """The plans of one setting, each measured in a turn of some steps."""
+    """Measure each plan of a setting in a turn of some steps."""
     workload, samples = load_workload(setting.model), SAMPLES[setting.model]
     cluster = cluster_of(setting.members, setting.bandwidth_Gbps)
     captured = Captured(
@@ -164,7 +164,7 @@ def measure(setting: Setting) -> Iterator[Measured]:
         sizes = [-(-samples // count) for count in COUNTS]
         tables = profile(captured, crew, optimizer_of(workload), sizes, half_s=HALF_S)
         tried = plans(tables, cluster, samples)
-        for plan in [*tried, tried[0]]:  # the last one says how well a plan repeats itself
+        for plan in [*tried, tried[0]]:  # the repeated plan shows the variation of a plan
             costs = tables[-(-samples // plan.microbatches)]
             yield Measured(
                 setting.devices, workload.name, len(cluster.ids), setting.bandwidth_Gbps,
@@ -174,7 +174,7 @@ def measure(setting: Setting) -> Iterator[Measured]:
 
 
 def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[Plan]:
-    """What auto chooses, and others with their own cuts, schedules and micro-batches."""
+    """Return auto's choice, and plans with other cuts, schedules and micro-batches."""
     options = PlannerOptions(samples, COUNTS, replicas=False)
     priced = Priced(tables, options)
     layers, stages = len(tables[min(tables)].layers), len(cluster.ids)
@@ -193,12 +193,12 @@ def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[
             proposal = Proposal(cuts, single_device_groups(members), schedule, count)
             chosen.append(priced.plan(proposal, f"{schedule} x {count}, cuts {list(cuts)}"))
         except HetpipeError:
-            continue  # the devices cannot run this one
+            continue  # the devices cannot run this plan
     return chosen
 
 
 def cluster_of(speeds: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Cluster:
-    """Workers on these devices, and emulated links between all of them."""
+    """Return a cluster of held-back workers with an emulated link between each pair."""
     names = [device for device, _ in speeds]
     members = [
         replace(member, speed=speed)
@@ -212,7 +212,7 @@ def cluster_of(speeds: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Clus
 def _steps(
     workload: Workload, captured: Captured, crew: Crew, plan: Plan, costs: CostTable
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of each step, predicted by probes around it, and measured."""
+    """Return the seconds of each step: predicted with the probes around it, and measured."""
     example = next(workload.batches(plan.mini_batch, 0))
     with Pipeline(
         workload.model, workload.loss_fn, example, cluster=crew.cluster, crew=crew,
@@ -229,7 +229,7 @@ def _steps(
 
 
 def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
-    """Print median and worst error, rank correlation, and what auto's choice costs."""
+    """Print median and worst error, rank correlation, and auto's step over the best step."""
     errors = [abs(row.error) for row in rows]
     raw = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
     repeats = [half_width_s(row.steps_s) / row.measured_s for row in rows]
@@ -258,7 +258,7 @@ def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's rank correlation of two series without ties; 1 for fewer than two."""
+    """Return Spearman's rank correlation of two series without ties; 1 for less than two values."""
     count = len(left)
     if count < 2:
         return 1.0

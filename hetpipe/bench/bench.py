@@ -1,7 +1,7 @@
-"""The heterogeneous benchmark: unlike devices as one pipeline, against each alone and their sum.
+"""The heterogeneous benchmark: a pipeline of different devices against each device and their sum.
 
-Every row trains the same mini-batches. Rows are measured in turn, round after round, the order
-reversed each time, never two at once; the figures are medians.
+Every row trains the same mini-batches. Rows take turns, one at a time, and every round reverses
+their order. The figures are medians.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 COUNTS = (8, 16)  # micro-batches that pipelines explore
 STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))
 """Schedules and weights of the asynchronous rows."""
-FEWER = (2, 4)  # more counts for rows in which each device has the whole model
-PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which does not gain from more
+FEWER = (2, 4)  # further counts for rows with the whole model on each device
+PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing from more micro-batches
 PEER_COUNTS = (8, 16, 32)
 
 
 def run(setting: Setting, progress: Progress) -> Outcome:
-    """Measure one setting. Raises `HetpipeError`; no process is left in any case."""
+    """Measure one setting. Ends all processes, also when it raises `HetpipeError`."""
     if setting.twice is not None:
         setting.cluster.member(setting.twice)
     workload = load_workload(setting.model)
@@ -68,9 +68,10 @@ def run(setting: Setting, progress: Progress) -> Outcome:
 
 
 def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
-    """The last step, measured and predicted, of the balanced pipeline and of that for the link.
+    """Return timelines of the last step, measured and predicted.
 
-    Each label names its setting.
+    They show the balanced pipeline and the pipeline planned for the slow link. Each label names the
+    setting.
     """
     rows = {"": outcome.balanced}
     if outcome.linked is not None:
@@ -83,7 +84,7 @@ def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
 
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:
-    """A table of costs for every micro-batch size that a row may have."""
+    """Return a table of costs for every micro-batch size of the rows."""
     counts = (setting.microbatches,) if setting.microbatches else (1, *FEWER, *COUNTS)
     sizes = sorted({-(-task.mini_batch // min(count, task.mini_batch)) for count in counts})
     with Crew.start(task.cluster) as crew:
@@ -91,14 +92,14 @@ def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, Cost
 
 
 def _over(link: Link, task: Task) -> Task:
-    """The same task with `link` between all devices."""
+    """Return the task with `link` between all devices."""
     pairs = map(frozenset, combinations(task.cluster.ids, 2))
     cluster = replace(task.cluster, links=dict.fromkeys(pairs, link))
     return _moved(task, cluster, {member: member for member in cluster.ids})
 
 
 def _twin(task: Task, member: str) -> Task:
-    """The same task on two workers of the member's device, at its speed."""
+    """Return the task on two workers of a member's device, at the member's speed."""
     one = task.cluster.member(member)
     pair = Cluster.local(devices=[one.device] * 2)
     members = tuple(replace(each, speed=one.speed) for each in pair.members)
@@ -106,10 +107,10 @@ def _twin(task: Task, member: str) -> Task:
 
 
 def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
-    """The task on another cluster, with costs from the task's tables and links measured anew.
+    """Return the task on another cluster, with the task's costs and newly measured links.
 
-    Costs are corrected for what probes take there: two workers of one device share what one had.
-    `like` maps each member of `cluster` to the member whose costs it gets.
+    New probes correct the costs, because two workers of one device share its speed. `like` maps
+    each member of `cluster` to the member whose costs it gets.
     """
     tables = {}
     with Crew.start(cluster) as crew:
@@ -124,7 +125,7 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
 
 
 def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Probe]:
-    """Workers of one device have one probe, so that their shares of a mini-batch are equal."""
+    """Return one probe for all workers of a device, so that they get equal shares of a batch."""
     groups: dict[str, list[Probe]] = {}
     for member, probe in probes.items():
         groups.setdefault(like[member], []).append(probe)
@@ -135,7 +136,7 @@ R = TypeVar("R", bound=Row)
 
 
 class _Rows:
-    """Opens rows, one per plan; they stay open as long as `stack`."""
+    """Opens rows, one per plan, and keeps them open as long as `stack`."""
 
     def __init__(self, stack: ExitStack, setting: Setting, progress: Progress) -> None:
         self._stack = stack
@@ -144,12 +145,12 @@ class _Rows:
         self._of_plan: dict[tuple[Any, ...], PipelineRow] = {}
 
     def open(self, name: str, row: Callable[[], R]) -> R:
-        """Make a row, and report progress: its first steps may take a while."""
+        """Create a row, and report progress because its first steps may take a while."""
         self._progress(f"{self._setting.name}: {name}, first steps", 0, 1)
         return self._stack.enter_context(closing(row()))
 
     def pipeline(self, task: Task, name: str, plan: Plan) -> PipelineRow:
-        """The row of a plan; if the plan has a row already, that row gets `name` as well."""
+        """Return the row of a plan; a plan with an existing row adds `name` to that row."""
         key = (id(task), *_identity(plan))
         if key in self._of_plan:
             self._of_plan[key].name += f" = {name}"
@@ -160,7 +161,7 @@ class _Rows:
 
 @contextmanager
 def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]:
-    """All rows with their processes, each checked against torch."""
+    """Open all rows with their processes; each row is checked against torch."""
     task.tables = _profile(task, setting, progress)
     progress(f"{setting.name}: planning", 0, 1)
     balanced = _balanced_plan(task, setting)
@@ -226,7 +227,7 @@ def _at_once(rows: _Rows, task: Task, alone: Sequence[PipelineRow]) -> AtOnceRow
 
 
 def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
-    """Asynchronous pipelines over all devices, or the reason why there is none."""
+    """Return asynchronous plans over all devices, or the reason why there are none."""
     if len(task.cluster.ids) < 2:
         return [], "there is one device"
     if setting.schedule != "auto":
@@ -242,7 +243,7 @@ def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
 
 
 def _auto_plan(task: Task, setting: Setting) -> Plan:
-    """The plan of a pipeline whose user says nothing but what the setting does."""
+    """Return the default plan of a pipeline with the setting's micro-batches and schedule."""
     captured = task.captured
     asked = PlanOptions(microbatches=setting.microbatches, schedule=setting.schedule)
     planning = Planning(
@@ -265,7 +266,7 @@ def _twice_parallel(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow | 
 
 
 def _replicated(task: Task) -> tuple[Plan | None, str]:
-    """The plan with the whole model on each device, or the reason why there is none."""
+    """Return the plan with the whole model on each device, or the reason why there is none."""
     if len(task.cluster.ids) < 2:
         return None, "there is one device"
     if task.captured.updated_buffers:
@@ -289,13 +290,13 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
 
 
 def _identity(plan: Plan) -> tuple[Any, ...]:
-    """A key of a plan: plans with equal keys run the same."""
+    """Return a key of a plan; plans with equal keys run the same."""
     where = tuple((stage.devices, stage.shares) for stage in plan.stages)
     return where, plan.cuts, plan.schedule, plan.weights, plan.microbatches, plan.in_flight
 
 
 def _balanced_plan(task: Task, setting: Setting) -> Plan:
-    """The quickest predicted plan that uses every device."""
+    """Return the plan with the shortest predicted step that uses every device."""
     return explore(
         _explored(task, setting), task.cluster.ids, mini_batch=task.mini_batch,
         schedules=_schedules(setting), use_all=True,
@@ -310,7 +311,7 @@ def _link_blind_plan(task: Task, setting: Setting) -> Plan:
 
 
 def _explored(task: Task, setting: Setting) -> dict[int, CostTable]:
-    """The tables for the micro-batch sizes that pipelines explore."""
+    """Return the cost tables for the micro-batch sizes that pipelines explore."""
     counts = (setting.microbatches,) if setting.microbatches else COUNTS
     tables = task.tables.items()
     return {size: table for size, table in tables if -(-task.mini_batch // size) in counts}
@@ -321,12 +322,12 @@ def _schedules(setting: Setting) -> tuple[str, ...]:
 
 
 def _alone_plan(task: Task, member: str) -> Plan:
-    """The whole model on one device, in the quickest predicted micro-batches, one in flight."""
+    """Return the fastest predicted plan with the whole model on one device."""
     return explore(task.tables, [member], mini_batch=task.mini_batch, schedules=("1f1b",))[0]
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:
-    """One core, as many as each member has, and all."""
+    """Return sets of cores for plain torch: one core, each member's cores, and all cores."""
     everything = available_cores()
     shares = [everything[:1], *(m.cores for m in cluster.members if m.cores), everything]
     return [min(s for s in shares if len(s) == n) for n in sorted({len(s) for s in shares})]

@@ -1,8 +1,8 @@
-"""A step in which each layer is compared on its own, so that none amplifies the others' rounding.
+"""A step that compares each layer separately, so that no layer amplifies others' rounding errors.
 
-Every layer is a stage. Their programs run first in float64, and what crosses each cut is filed.
-Then they run on the device: what leaves a layer is compared, and the next one is fed with the
-judge's tensors in its place, rounded to float32.
+Every layer is a stage. The programs first run in float64, and the tensors at each cut are saved to
+a file: these are the judge's tensors. Then the programs run on the device. The tensors that leave a
+layer are compared, and the next layer gets the judge's tensors instead, rounded to float32.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class StepByLayers:
-    """A step of which each layer is fed with the judge's tensors.
+    """A step in which each layer gets the judge's tensors as inputs.
 
-    `graphs` has a stage for every layer; `values` and `feed` are those of `StepInTurn`. `see` gets
-    the gradients of the same programs in float64.
+    `graphs` has a stage for every layer; for `values` and `feed` see `StepInTurn`. `see` gets the
+    gradients of the same programs in float64.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class StepByLayers:
         trim_memory()
 
     def run(self, device: Device, see: See) -> tuple[float, dict[str, float]]:
-        """The loss, and the relative errors of tensors that leave layers, by norms.
+        """Run the step on a device; return its loss and the errors of tensors that leave layers.
 
-        `see` gets each parameter once.
+        Errors are relative, by norms. `see` gets each parameter once.
         """
         swap = _Swap(self._filed, self._keys)
         loss = self._step(device, self._graphs, cross=swap.cross).run(self._lr, see)
@@ -66,9 +66,9 @@ class StepByLayers:
 
 
 class _Keep:
-    """Files the judge's tensors at the cuts, in the order of the passes.
+    """Saves the judge's tensors at the cuts to a file, in the order of the passes.
 
-    A tensor that only passes by is the same buffer at the next cut: it is filed once.
+    A tensor that passes through a layer is the same buffer at the next cut and is saved once.
     """
 
     def __init__(self, filed: Filed, keys: list[dict[str, str]]) -> None:
@@ -76,7 +76,7 @@ class _Keep:
         self._last: Crossing = {}
 
     def cross(self, crossing: Crossing) -> Crossing:
-        """File them."""
+        """Save the tensors of a cut, and return them unchanged."""
         last = self._keys[-1] if self._keys else {}
         self._keys.append({})
         for name, buffer in crossing.items():
@@ -90,19 +90,19 @@ class _Keep:
 
 
 class _Swap:
-    """Puts the judge's tensors in the place of a device's, which it compares with them.
+    """Compares a device's tensors with the judge's, and replaces them by the judge's.
 
-    A tensor that only passes by is compared and uploaded once.
+    A tensor that passes through a layer is compared and uploaded once.
     """
 
     def __init__(self, filed: Filed, keys: Sequence[Mapping[str, str]]) -> None:
         self.errors: dict[str, float] = {}
         self._filed = filed
         self._keys = iter(keys)
-        self._entering: Crossing = {}  # the last ones on the device
+        self._entering: Crossing = {}  # the device's tensors of the previous cut
 
     def cross(self, crossing: Crossing) -> Crossing:
-        """The judge's."""
+        """Compare the tensors of a cut, and return the judge's tensors on the device."""
         keys = next(self._keys)
         new = {name: b for name, b in crossing.items() if self._entering.get(name) is not b}
         right = {name: self._filed[keys[name]] for name in new}
@@ -121,7 +121,7 @@ def _on_host(buffer: Buffer) -> torch.Tensor:
 
 
 def _like(buffer: Buffer, tensor: torch.Tensor) -> Buffer:
-    """A tensor on the device of a buffer."""
+    """Upload a tensor to the device of a buffer."""
     uploaded, event = buffer.device.upload(tensor.numpy())
     event.wait()
     return uploaded

@@ -1,6 +1,6 @@
-"""Modules of ours as processes that answer requests over pipes, a line of JSON each.
+"""Child processes that run modules of hetpipe and answer requests over pipes, as lines of JSON.
 
-Threads and cores are set before torch starts. In the child, `pin` first, then `requests`.
+Threads and cores are set before torch starts. A child calls `pin` first, then `requests`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from hetpipe import process
 from hetpipe.errors import HetpipeError
 
-LIMIT_S = 10.0  # for a child to exit after its input has ended
+LIMIT_S = 10.0  # time limit for a child to exit after the end of its input
 
 
 class Child:
-    """`python -m MODULE ARGUMENTS... CORES`, with one thread per core, until `close`."""
+    """A process `python -m MODULE ARGUMENTS... CORES` with one thread per core, until `close`."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Child:
 
 
 def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every child's answer to the same request.
+    """Send a request to all children and return their answers.
 
-    Raises `HetpipeError` as soon as one of them has died, and kills the others, which may wait for
-    it for ever.
+    If a child has died, kill the other children, which may wait for it forever, and raise
+    `HetpipeError`.
     """
     answers: dict[Child, dict[str, Any]] = {}
     try:
@@ -82,7 +82,7 @@ def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str,
 
 
 def pin(cores: str) -> int:
-    """Pin the process to these cores, "0,1"; returns their number."""
+    """Pin the process to cores, such as "0,1", and return their number."""
     numbers = [int(core) for core in cores.split(",")]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, numbers)
@@ -90,11 +90,11 @@ def pin(cores: str) -> int:
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """The requests, until standard input ends."""
+    """Yield the requests until standard input ends."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def answer(**content: Any) -> None:
-    """Answer the request."""
+    """Send the answer to a request."""
     print(json.dumps(content), flush=True)

@@ -1,4 +1,7 @@
-"""How far a device's step is from the judge's, and how far it may be."""
+"""Errors of a device's step relative to the judge's step, and their limits.
+
+The judge is eager torch in float64, see `hetpipe.bench.judge`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,12 @@ UPDATE_LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors, and of `tensors` gradients the one that is `worst`.
+    """Relative errors of a step: its loss, its `tensors` gradients, and its updates.
 
-    `crossing` is that of tensors which leave a layer, where each is compared on its own;
-    `undetermined` are the gradients that torch's own operators in float32 miss, too, and `passed`
-    is the number of such tensors that leave layers: neither count in the errors.
+    `worst` names the gradient with the largest error. `crossing` is the largest error of tensors
+    that leave a layer, if layers are compared separately. `undetermined` names the gradients for
+    which torch's float32 operators also exceed the limit, and `passed` counts such tensors that
+    leave layers; neither count in the errors.
     """
 
     loss: float
@@ -45,7 +49,7 @@ class Errors:
     passed: int = 0
 
     def within(self, gradient_limit: float, loss_limit: float = LOSS_LIMIT) -> bool:
-        """Whether all keep their limits."""
+        """Return whether all errors are within their limits."""
         return (
             self.loss <= loss_limit
             and max(self.gradient, self.crossing) <= gradient_limit
@@ -55,15 +59,15 @@ class Errors:
 
 @dataclass
 class Comparison:
-    """Takes a device's results one by one, and keeps their errors."""
+    """Comparison of a device's results, one by one."""
 
     rule: Optimizer
     parameters: Mapping[str, torch.Tensor]
     distance: Distance
     seconds: float = 0.0
-    """That the comparison itself took."""
+    """Seconds spent comparing."""
     gradients: dict[str, float] = field(default_factory=dict)
-    """The errors of gradients that it has seen."""
+    """Errors of the gradients so far, by parameter."""
     _update: float = 0.0
 
     def see(self, name: str, gradient: Array, updated: Array | None) -> None:
@@ -78,7 +82,10 @@ class Comparison:
         self.seconds += time.perf_counter() - begin_s
 
     def errors(self, loss: float, right: Step, undetermined: tuple[str, ...] = ()) -> Errors:
-        """All errors but those of gradients `undetermined`; one that torch alone has counts."""
+        """Return the errors of all gradients except `undetermined` ones.
+
+        A gradient that only the judge has counts as an error.
+        """
         missing = right.gradients.keys() - self.gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self.gradients
         counted = {name: error for name, error in gradients.items() if name not in undetermined}
@@ -86,7 +93,7 @@ class Comparison:
 
 
 def errors_of(step: Step, right: Step) -> Errors:
-    """Those of a step's loss and gradients."""
+    """Return the errors of a step's loss and gradients."""
     return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile as a rival: training steps whose forward, loss and backward inductor compiles."""
+"""torch.compile as a rival: training steps with forward, loss and backward by inductor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step with the seconds on the clock that its first run took, or the reason for none."""
+    """A compiled step and the wall-clock seconds of its first run, or the reason for none."""
 
     step: Callable[[], float] | None = None
     compile_s: float | None = None
@@ -37,9 +37,10 @@ def compiled(
     batch: tuple[Tree, Tree],
     samples: int,
 ) -> Iterator[Compiled]:
-    """The step, from an empty cache; the optimizer is torch's own, as in eager training.
+    """Compile a step with an empty cache; the optimizer is torch's, as in eager training.
 
-    The model is copied. A machine without a C++ compiler, and what torch cannot compile, is told.
+    The step trains a copy of the model. Without a C++ compiler, or if torch cannot compile the
+    step, the result has the reason.
     """
     if why_not := _lacks_compiler():
         yield Compiled(why_not=why_not)
@@ -56,9 +57,9 @@ def compiled(
         begin_s = time.perf_counter()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # dynamo looks at gradients that are not there
+                warnings.simplefilter("ignore")  # dynamo reads missing gradients and warns
                 step()
-        except Exception as error:  # dynamo and inductor raise whatever went wrong in them
+        except Exception as error:  # dynamo and inductor may raise anything
             yield Compiled(why_not=f"{type(error).__name__}: {error}".splitlines()[0])
             return
         yield Compiled(step, time.perf_counter() - begin_s)
@@ -77,7 +78,7 @@ def _lacks_compiler() -> str:
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment for the time of the block."""
+    """Set an environment variable within the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

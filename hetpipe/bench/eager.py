@@ -1,4 +1,4 @@
-"""Plain torch training, unpartitioned: the reference for the results and rates of pipelines."""
+"""Plain torch training without partitions: the reference for results and rates of pipelines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tree = Any  # a tensor, or tuples, lists and dicts of them
 
 
 class Eager:
-    """A model trained by torch alone, in micro-batches whose gradients are summed.
+    """Training of a model by torch alone, in micro-batches with summed gradients.
 
-    The model is trained in place. `sizes` (samples of each micro-batch) must add up to the
-    mini-batch; losses weigh as in `hp.Pipeline`.
+    Training changes the model in place. `sizes` (samples of each micro-batch) must add up to the
+    mini-batch; losses have the same weights as in `hp.Pipeline`.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Eager:
         self._steps = 0
 
     def tensors(self) -> list[torch.Tensor]:
-        """What stays between steps, but for gradients: parameters, buffers, optimizer state."""
+        """Return the tensors that persist between steps: parameters, buffers, optimizer state."""
         state = [value for each in self._optimizer.state.values() for value in each.values()]
         tensors = [each for each in state if isinstance(each, torch.Tensor)]
         return [*self.model.parameters(), *self.model.buffers(), *tensors]
 
     def step(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
-        """Train on one mini-batch; its mean loss."""
+        """Train on one mini-batch and return its mean loss."""
         loss = self.backward(x, y, sizes)
         self._steps += 1
         for group in self._optimizer.param_groups:
@@ -47,7 +47,7 @@ class Eager:
         return loss
 
     def backward(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
-        """Leave the gradients of one mini-batch in the parameters, and return its mean loss."""
+        """Compute a mini-batch's gradients into the parameters, and return its mean loss."""
         self._optimizer.zero_grad()
         rows, lo, total, count = sum(sizes), 0, 0.0, 0.0
         for size in sizes:
@@ -71,7 +71,10 @@ class Eager:
 def torch_optimizer(
     rule: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The torch optimizer of a rule of `hetpipe.optim`. Raises `HetpipeError` if it has none."""
+    """Return torch's optimizer for a rule of `hetpipe.optim`.
+
+    Raises `HetpipeError` if torch has none.
+    """
     settings = dict(rule.hyperparameters)
     excluded = rule.decay_exclude or (lambda name: False)
     groups: list[dict[str, Any]] = [
@@ -100,21 +103,24 @@ def torch_optimizer(
 
 
 def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
+    """Return the sizes of min(microbatches, rows) micro-batches, which differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
 def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:
-    """The sizes in which plain torch trains for a comparison: the whole mini-batch at once, or the
-    pipeline's micro-batches where batch norms take their statistics from each of them."""
+    """Return the sizes of micro-batches in which plain torch trains for a comparison.
+
+    It trains the whole mini-batch at once. Only if batch norms compute statistics of each
+    micro-batch, it uses the pipeline's micro-batches.
+    """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     mixes = any(module.training or not module.track_running_stats for module in norms)
     return micro_sizes(rows, microbatches) if mixes else (rows,)
 
 
 def rows_of(tree: Tree, lo: int, hi: int) -> Tree:
-    """Samples lo..hi (hi excluded) of every tensor."""
+    """Return the samples lo..hi (hi excluded) of every tensor."""
     if isinstance(tree, Mapping):
         return {key: rows_of(item, lo, hi) for key, item in tree.items()}
     if isinstance(tree, (tuple, list)):
@@ -123,7 +129,7 @@ def rows_of(tree: Tree, lo: int, hi: int) -> Tree:
 
 
 def random_layers(model: torch.nn.Module) -> list[str]:
-    """Names of active dropout layers: a pipeline draws other masks than they do."""
+    """Return the names of active dropout layers, whose masks differ from a pipeline's."""
     return [
         name
         for name, module in model.named_modules()

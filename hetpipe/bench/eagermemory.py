@@ -1,4 +1,4 @@
-"""The most memory that torch's tensors take during an eager training step."""
+"""Peak memory of torch's tensors during an eager training step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hetpipe.bench.eager import Eager, Tree
 
 
 def peak_nbytes(eager: Eager, x: Tree, y: Tree, samples: int) -> int:
-    """Bytes of all tensors at once: those that stay, and the most that a step adds to them.
+    """Return the peak bytes of all tensors: persistent tensors, plus the most that a step adds.
 
-    Weights, buffers, optimizer state and the batch stay. What comes and goes is counted by torch's
-    profiler at its allocator, temporaries inside operators too; memory that libraries allocate by
-    themselves is not. The step before this one has made the state; gradients begin as none.
+    Weights, buffers, optimizer state and the batch are persistent. Torch's profiler counts the
+    other tensors at the allocator, including temporaries inside operators, but not the memory that
+    libraries allocate themselves. An earlier step must have created the optimizer state; gradients
+    are reset to None.
     """
     for parameter in eager.model.parameters():
         parameter.grad = None

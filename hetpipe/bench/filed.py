@@ -1,4 +1,4 @@
-"""Tensors in a temporary file: what torch keeps of a large model does not fit in memory at once."""
+"""Tensors in a temporary file, for activations of large models that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 LARGE_PARAMETERS = 250_000_000
-"""From so many parameters on, activations are filed."""
+"""Number of parameters from which activations are saved to a file."""
 LARGE_NBYTES = 1 << 20
-"""Those of fewer bytes stay in memory."""
+"""Smaller tensors stay in memory."""
 
 
 class Filed(Mapping[str, torch.Tensor]):
-    """Tensors by name; each is read from the file when it is asked for."""
+    """Tensors by name; each access reads the tensor from the file."""
 
     def __init__(self) -> None:
-        self._file = TemporaryFile()  # noqa: SIM115 - it goes with this object
+        self._file = TemporaryFile()  # noqa: SIM115 - deleted with this object
         weakref.finalize(self, self._file.close)
         self._places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
 
     def file(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor, once for each name."""
+        """Append a tensor to the file; each name may be used once."""
         self._places[name] = self._file.seek(0, os.SEEK_END), tensor.shape, tensor.dtype
         self._file.write(_bytes(tensor.detach().contiguous()))
 
@@ -47,7 +47,7 @@ class Filed(Mapping[str, torch.Tensor]):
 
 
 def activations_filed(model: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which torch files what it saves for the backward, if the model is large."""
+    """Return a context in which torch saves activations to a file, if the model is large."""
     parameters = list(model.parameters())
     if sum(parameter.numel() for parameter in parameters) < LARGE_PARAMETERS:
         return nullcontext()
@@ -68,5 +68,5 @@ def activations_filed(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Gradients of one mini-batch by a pipeline and by unpartitioned torch, judged by rounding."""
+"""Comparison of a pipeline's gradients with unpartitioned torch, within rounding errors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 NOISY_RUNS = 3
-"""Gradients by torch with rounding errors in all parameters: they show the effect of rounding."""
+"""Number of torch runs with rounding errors in all parameters, to measure their effect."""
 SPREAD_FACTOR = 2
 """Gradients may differ by this many times the effect of rounding."""
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """The gradient of a pipeline that is the furthest from torch's, for what rounding explains.
+    """The gradient of a pipeline with the largest error, relative to the allowed error.
 
     `error` and `allowed` are relative to the largest element of torch's gradient.
     """
@@ -54,7 +54,7 @@ class GradientError:
 
 
 def compare_gradients(workload: Workload, pipe: Pipeline, seed: int) -> GradientError:
-    """Compare the gradients of the first mini-batch at the present weights, which stay."""
+    """Compare the gradients of the first mini-batch with torch's, without changing the weights."""
     batch = next(workload.batches(pipe.plan.mini_batch, seed))
     _, gradients = pipe.gradients(*batch)
     model = copy.deepcopy(workload.model)
@@ -85,8 +85,9 @@ def furthest(
 ) -> GradientError:
     """Return the gradient with the largest error, in units of the error that rounding explains.
 
-    `spreads` is the effect of rounding by parameter, and `terms` the terms of the longest sum. A
-    gradient that is zero but for rounding is compared with the largest gradient of all.
+    `spreads` is the effect of rounding by parameter, and `terms` the terms of the longest sum. The
+    allowed error includes rounding of the largest gradient, for gradients that are exactly zero in
+    theory.
     """
     largest = max((largest_magnitude(gradient) for gradient in right.values()), default=0.0)
     found: list[GradientError] = []
@@ -103,7 +104,7 @@ def furthest(
 
 
 def terms_in(batch: Any) -> int:
-    """Return the number of elements of a mini-batch's largest tensor: no sum over it is longer."""
+    """Return the number of elements in a mini-batch's largest tensor, which limits its sums."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return max((tensor.numel() for tensor in tensors), default=1)
 

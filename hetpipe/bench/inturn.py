@@ -1,13 +1,12 @@
-"""One training step of a model on one device, for which its stages take turns in its memory.
+"""One training step of a model on one device, with one stage at a time in the device's memory.
 
-The stages run forward one after another, and of each only the tensors that cross the next cut are
-kept. Then, from the last to the first, each is loaded again, runs its forward again, its backward
-and its update, and makes room for the one before. So the device holds one stage at a time, whose
-weights, gradients, optimizer state and saved tensors are all that a whole model would need for
-these layers. With a single stage, each pass runs once.
+First, each stage runs its forward, and only the tensors at the next cut stay. Then, from the last
+stage to the first, each stage is loaded again and runs its forward, its backward and its update. So
+the device holds one stage at a time, with all the weights, gradients, optimizer state and saved
+tensors that these layers need in a whole model. With a single stage, each pass runs once.
 
-The update runs after the passes, in a stage of its own: optimizer state and what passes keep, such
-as packed weights, are never there at once.
+The update runs after the passes, in a separate stage. So optimizer state and the passes' data, such
+as packed weights, are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
     Crossing = Mapping[str, Buffer]
     """Tensors that cross a cut, by name."""
     See = Callable[[str, Array, Array | None], None]
-    """Takes a parameter's name, its gradient and its new value; none without an update."""
+    """Function of a parameter's name, its gradient, and its new value (None without an update)."""
     Cross = Callable[[Crossing], Crossing]
-    """Takes the tensors that leave a stage, and gives those that enter the next one."""
+    """Function from the tensors that leave a stage to the tensors that enter the next stage."""
 
 
 def _as_they_are(crossing: Crossing) -> Crossing:
@@ -55,11 +54,11 @@ def _as_they_are(crossing: Crossing) -> Crossing:
 
 
 TRIM_NBYTES = 256 << 20
-"""Memory is trimmed after stages with so many bytes in all: it takes a few tenths of a second."""
+"""Bytes of finished stages after which memory is trimmed, which takes tenths of a second."""
 
 
 def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
-    """Cuts into stages of which the largest has as few bytes of parameters as can be.
+    """Return the cuts that minimise the parameter bytes of the largest stage.
 
     Raises `PlanError` for more stages than layers.
     """
@@ -69,15 +68,15 @@ def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
     before = np.cumsum([0, *(layer.params_nbytes for layer in layers)]).astype(float)
     costs = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
     cuts = exact([costs] * stages)
-    assert cuts is not None  # any stage may have any layers
+    assert cuts is not None  # every stage can hold all layers
     return cuts
 
 
 @dataclass
 class StepInTurn:
-    """A step of one micro-batch; `run` is called once.
+    """A step of one micro-batch; call `run` once.
 
-    `values` are parameters and buffers, and `feed` the leaves of the batch, all by name.
+    `values` has the parameters and buffers, and `feed` the leaves of the batch, all by name.
     """
 
     device: Device
@@ -86,19 +85,19 @@ class StepInTurn:
     values: Mapping[str, Array]
     feed: Mapping[str, Array]
     cross: Cross = _as_they_are
-    """Called with the activations of every cut, and then from the last cut to the first with the
-    tangents."""
+    """Function called with the activations at every cut, and then, from the last cut to the first,
+    with the tangents."""
     compile_s: float = 0.0
-    """Seconds in which stages were compiled and loaded."""
+    """Seconds spent compiling and loading stages."""
     _left: int = 0
-    """Bytes of stages since memory was trimmed."""
+    """Bytes of the stages since the last trim of memory."""
     _scale: float = 1.0
     _loss: float = 0.0
     _shared: dict[str, Array] = field(default_factory=dict)
-    """Gradients of tied parameters that later stages than their owner have made."""
+    """Gradients of tied parameters from stages after the owner's stage."""
 
     def run(self, lr: float, see: See) -> float:
-        """Train the step; its mean loss. `see` gets each parameter once."""
+        """Train the step and return its mean loss. `see` gets each parameter once."""
         with collecting_new():
             return self._run(lr, see)
 
@@ -119,7 +118,7 @@ class StepInTurn:
         return self._loss
 
     def _trim(self, graphs: StageGraphs) -> None:
-        """Free what stages have left, on the device and in this process, once that is much."""
+        """Free memory on the device and in this process after `TRIM_NBYTES` of stages."""
         programs = graphs.passes[self.samples].programs
         self._left += sum(slot.nbytes for p in programs for slot in (*p.inputs, *p.outputs))
         if self._left > TRIM_NBYTES:
@@ -128,7 +127,7 @@ class StepInTurn:
             self._left = 0
 
     def _forward_only(self, graphs: StageGraphs, entering: Crossing) -> Crossing:
-        """The tensors that leave a stage for the next one."""
+        """Run a stage's forward and return the tensors for the next stage."""
         passes = replace(graphs.passes[self.samples], backward=None)
         stage = self._stage(replace(graphs, passes={self.samples: passes}, update=None))
         return self._forward(stage, replace(graphs, passes={self.samples: passes}), entering)
@@ -144,8 +143,11 @@ class StepInTurn:
     def _passes(
         self, graphs: StageGraphs, entering: Crossing, arriving: Crossing
     ) -> tuple[Crossing, dict[tuple[str, str], Buffer], dict[str, Array]]:
-        """Forward and backward: the tangents for the stage before, parameters and gradients on the
-        device, and the gradients."""
+        """Run forward and backward of a stage.
+
+        Return the tangents for the previous stage, the parameters and gradients on the device, and
+        the gradients on the host.
+        """
         stage = self._stage(replace(graphs, update=None))
         self._forward(stage, graphs, entering)
         if stage.has_loss:
@@ -170,7 +172,7 @@ class StepInTurn:
         return tangents, held, gradients
 
     def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:
-        """A parameter's gradient, with those of later stages if this stage owns it."""
+        """Return a parameter's gradient; the owner of a tied parameter adds later stages' ones."""
         own = stage.get((GRAD, name))
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         if name not in owners:
@@ -188,7 +190,7 @@ class StepInTurn:
         lr: float,
         see: See,
     ) -> None:
-        """Apply the optimizer, if there is one, to the parameters that the stage owns."""
+        """Apply the optimizer, if any, and pass the stage's own parameters to `see`."""
         stage = None
         if graphs.update is not None:
             stage = self._stage(replace(graphs, passes={}), held)
@@ -203,7 +205,7 @@ class StepInTurn:
     def _stage(
         self, graphs: StageGraphs, held: Mapping[tuple[str, str], Buffer] | None = None
     ) -> Stage:
-        """A compiled stage, with its values on the device."""
+        """Return a compiled stage with its values on the device."""
         begin_s = time.perf_counter()
         keep = Keep(updates=(0,) * len(self.graphs))
         stage = Stage(self.device, graphs, self.values, np.zeros, keep, held=held)
@@ -211,13 +213,13 @@ class StepInTurn:
         return stage
 
     def _leaves(self, programs: Sequence[Program]) -> dict[str, Array]:
-        """The leaves of the batch that programs read."""
+        """Return the leaves of the batch that the programs read."""
         slots = [slot for program in programs for slot in program.inputs]
         return {slot.name: self.feed[slot.name] for slot in _slots(slots, INPUT)}
 
 
 def _slots(slots: Sequence[Slot], role: str) -> tuple[Slot, ...]:
-    """The slots of a role, each once."""
+    """Return the distinct slots of a role."""
     return tuple({slot.key: slot for slot in slots if slot.role == role}.values())
 
 

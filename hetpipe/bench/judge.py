@@ -1,4 +1,4 @@
-"""A step of eager torch in float64, and how far another step's gradients are from it.
+"""The judge: a step of eager torch in float64, and the errors of other steps relative to it.
 
 See `hetpipe.bench.parity`.
 """
@@ -28,11 +28,11 @@ from hetpipe.zoo.workload import Workload
 Tensors = Mapping[str, torch.Tensor]
 
 ZERO = 1e-10
-"""Share of the norm of all gradients below which one is zero."""
+"""A gradient counts as zero if its norm is below this share of the norm of all gradients."""
 NOISY = 4
-"""Steps that show how far rounding moves a result."""
+"""Number of steps with rounding errors, to measure the effect of rounding."""
 PIECE = 1 << 22
-"""Elements of a parameter whose update is computed at once."""
+"""Number of a parameter's elements that are updated at once."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Step:
 def step_of_torch(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
 ) -> Step:
-    """Loss and gradients of eager torch.
+    """Return loss and gradients of eager torch, with little memory even for large models.
 
-    It is made for large models. The parameters are cast where they are, and back, which changes
-    none. Activations of large models lie in a file until the backward reads them. Each gradient is
-    rounded to float32 and filed as soon as it is there, and dropped from the model.
+    Parameters are cast in place, and then back, which changes no value. Activations of large models
+    are in a file until the backward reads them. Each new gradient is rounded to float32, saved to a
+    file, and dropped from the model.
     """
 
     def cast(value: Any) -> Any:
@@ -82,11 +82,10 @@ def step_of_torch(
 def steps_in_float32(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any]
 ) -> Iterator[Step]:
-    """Steps of eager torch: its own, and some in which each module's result is off by its last
-    digit.
+    """Yield a step of eager torch in float32, and steps with rounding errors in modules' results.
 
-    One step says little of how far rounding may move a result: a difference is small by chance, and
-    a decision within rounding falls either way.
+    A single step does not show the effect of rounding: a difference may be small by chance, and a
+    decision within rounding error, as in a rectifier, may fall either way.
     """
     yield step_of_torch(workload, model, batch, torch.float32)
     for seed in range(NOISY):
@@ -104,7 +103,7 @@ def _disturbed(generator: torch.Generator, module: nn.Module, args: Any, result:
 
 @contextmanager
 def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """A copy in another dtype, with the model's own parameters, which have it in the meantime."""
+    """Yield a copy in another dtype that shares the model's parameters; cast them back later."""
     dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield with_same_parameters(model).to(dtype)
@@ -114,9 +113,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
 
 
 class Distance:
-    """How far gradients are from the right ones, relative and by norms.
+    """Relative errors of gradients, by norms.
 
-    Gradients below the share `ZERO` of the norm of all are compared with that norm.
+    The error of a gradient that counts as zero (`ZERO`) is relative to the norm of all gradients.
     """
 
     def __init__(self, right: Tensors) -> None:
@@ -125,8 +124,10 @@ class Distance:
         self._whole = math.hypot(*self._norms.values()) or 1.0
 
     def of(self, name: str, gradient: torch.Tensor | None) -> float:
-        """The error of a parameter's gradient; infinite where a value is not finite, or one of both
-        lacks a gradient that is not zero."""
+        """Return the error of a parameter's gradient.
+
+        It is infinite if a value is not finite, or if only one side has a nonzero gradient.
+        """
         right = self._right.get(name)
         if gradient is None or right is None:
             other = right if gradient is None else gradient
@@ -138,7 +139,7 @@ class Distance:
 
 
 def gradient_errors(actual: Tensors, right: Tensors) -> dict[str, float]:
-    """The errors of all gradients, see `Distance`."""
+    """Return the errors of all gradients, see `Distance`."""
     distance = Distance(right)
     names = dict.fromkeys((*right, *actual))
     return {name: distance.of(name, actual.get(name)) for name in names}
@@ -151,9 +152,9 @@ def update_error(
     gradient: torch.Tensor,
     updated: torch.Tensor,
 ) -> float:
-    """The relative error of a new parameter, by torch's optimizer in float64.
+    """Return the relative error of a new parameter, compared with torch's optimizer in float64.
 
-    These optimizers compute each element by itself, so a large tensor is taken in pieces.
+    Large tensors are updated in pieces, because these optimizers treat each element separately.
     """
     wrong, norm = 0.0, 0.0
     pieces = (torch.split(each.reshape(-1), PIECE) for each in (parameter, gradient, updated))
@@ -168,5 +169,5 @@ def update_error(
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    """Its norm, summed in float64."""
+    """Return the norm of a tensor, summed in float64."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

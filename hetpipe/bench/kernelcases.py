@@ -1,4 +1,4 @@
-"""The operators whose kernels are measured: their functions, sizes, operations and bytes."""
+"""Cases of the kernel benchmark: operators with their sizes, operations and bytes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 aten = torch.ops.aten
 MKLDNN, LINEAR = torch.ops.mkldnn, "_linear_pointwise"
-"""Where torch's builds with oneDNN have its product."""
+"""Namespace and name of oneDNN's matrix product in builds of torch with oneDNN."""
 Tensor = torch.Tensor
 
 IMAGES = 8
-"""The batch of convolutions."""
+"""Batch size of the convolutions."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A kernel at one size.
 
-    `shapes` are those of the inputs, float32. `operations` counts multiplications and additions;
-    `nbytes` is what it has to read and write at least. `theirs` is the same for torch in the form
-    that suits it best, where that is another.
+    `shapes` has the shapes of the float32 inputs. `operations` counts multiplications and
+    additions; `nbytes` is the smallest number of bytes to read and write. `theirs` is the function
+    in torch's fastest form, if that form differs.
     """
 
     group: str
@@ -37,16 +37,16 @@ class Case:
     nbytes: float
     theirs: Callable[..., Any] | None = None
     channels_last: bool = False
-    """Whether torch gets its four-dimensional inputs in that layout."""
+    """Whether torch gets its four-dimensional inputs in the layout channels-last."""
     replaces: tuple[int, ...] = ()
-    """The inputs, donated, whose places the first results take."""
+    """Indices of donated inputs, which the first results replace in the next run."""
     ways: Mapping[str, Callable[..., Callable[[], object]]] = field(default_factory=dict)
-    """Other ways of torch, by name: each makes a call of the inputs."""
+    """Further ways to compute the result in torch, by name: functions from the inputs to a call."""
 
 
 def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
              left: bool = False, right: bool = False) -> Case:  # fmt: skip
-    """A product; `left` and `right`: an operand is the transpose of its tensor."""
+    """Return a product; `left` and `right` tell whether that operand is a transposed tensor."""
     lead = (batch,) if batch > 1 else ()
     a, b = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
     return Case(
@@ -58,13 +58,13 @@ def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], 
 
 
 def _onednn(a: Tensor, b: Tensor) -> Callable[[], object]:
-    """A product by oneDNN, whose weight is transposed; that is not timed."""
+    """Return a call of oneDNN's product; its weight is transposed here, outside the timing."""
     weight = b.t().contiguous()
     return lambda: getattr(MKLDNN, LINEAR)(a, weight, None, "none", [], "")
 
 
 def products() -> Iterator[Case]:
-    """Square ones, transposed and batched forms."""
+    """Yield square, transposed, batched and rectangular products."""
     for n in (256, 512, 1024, 2048):
         yield _product("mm", n, n, n, torch.mm)
     n = 1024
@@ -75,14 +75,14 @@ def products() -> Iterator[Case]:
 
 
 def tuned() -> Iterator[Case]:
-    """The products by which tunings are compared: small, usual, deep and large."""
+    """Yield the products that compare tunings: a small, a usual, a deep and a large one."""
     for m, k, n in ((256, 256, 256), (1024, 1024, 1024), (384, 4096, 384), (2048, 384, 1536)):
         yield _product("mm", m, k, n, torch.mm)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution of a network: channels, the side of its input, its kernel, and its stride."""
+    """A convolution of a network: channels, side of the input, side of the kernel, and stride."""
 
     inner: int
     outer: int
@@ -101,7 +101,7 @@ RESNET50 = (
     Layer(512, 2048, 7, 1), Layer(1024, 2048, 14, 1, 2), Layer(2048, 512, 7, 1),
     Layer(512, 512, 7, 3),
 )  # fmt: skip
-"""Every shape once (He et al., CVPR 2016, with the stride in the 3x3 convolution)."""
+"""Each shape of ResNet-50 once (He et al., CVPR 2016, with the stride in the 3x3 convolution)."""
 VGG16 = (
     Layer(3, 64, 224, 3), Layer(64, 64, 224, 3), Layer(64, 128, 112, 3), Layer(128, 128, 112, 3),
     Layer(128, 256, 56, 3), Layer(256, 256, 56, 3), Layer(256, 512, 28, 3), Layer(512, 512, 28, 3),
@@ -110,7 +110,7 @@ VGG16 = (
 
 
 def convolutions(layers: Sequence[Layer]) -> Iterator[Case]:
-    """Forward and both gradients of each layer."""
+    """Yield the forward and both gradients of each layer."""
     for layer in layers:
         padding, side = layer.kernel // 2, layer.side
         out = (side + 2 * padding - layer.kernel) // layer.stride + 1
@@ -142,13 +142,13 @@ def _gradient(settings: tuple[Any, ...], part: int, dy: Tensor, x: Tensor, w: Te
 
 
 ROWS, WIDTH = 16384, 1024
-"""64 MiB: what is read and written does not fit into a core's share of the last cache."""
+"""A matrix of 64 MiB, which does not fit into a core's share of the last-level cache."""
 STEP = 1 << 23
-"""Parameters of the optimizer's step."""
+"""Number of parameters in the optimizer's step."""
 
 
 def memory_bound() -> Iterator[Case]:
-    """Operators that should take as long as their bytes; larger than the caches of a core."""
+    """Yield operators whose time should be the transfer of their bytes, larger than the caches."""
     x, w = (ROWS, WIDTH), (WIDTH,)
     size, text = 4.0 * ROWS * WIDTH, f"{ROWS} x {WIDTH}"
     norm = partial(aten.native_layer_norm.default, normalized_shape=[WIDTH], eps=1e-5)
@@ -170,7 +170,7 @@ def memory_bound() -> Iterator[Case]:
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `hetpipe.optim.adamw` at update 10."""
+    """Compute update 10 of `hetpipe.optim.adamw`."""
     lr, b1, b2, eps, decay = 1e-3, 0.9, 0.999, 1e-8, 0.01
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g * g
@@ -179,7 +179,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _fused_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-    """The same in torch's one kernel for it, in place; a negative `v` costs no time."""
+    """Compute the same update in place with torch's fused kernel; a negative `v` costs no time."""
     torch._fused_adamw_(
         [p], [g], [m], [v], [], [torch.tensor(10.0)], lr=1e-3, beta1=0.9, beta2=0.999,
         weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,

@@ -1,9 +1,9 @@
-"""Kernels of a device against the ceilings of its core and against torch on the same core.
+"""Rates of a device's kernels against the ceilings of its core and against torch on that core.
 
     python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
 
-prints a line of JSON, a list of `KernelRate`. The contenders take turns in every round. With
-HETPIPE_CLOCK=process seconds are those in which this process computed, for a busy machine.
+The command prints a line of JSON, a list of `KernelRate`. The contenders take turns in every round.
+With HETPIPE_CLOCK=process it counts the seconds of this process only, for a busy machine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WAIT_S = 120.0
 class KernelRate:
     """One kernel at one size: medians over the rounds of one run, measured on one core.
 
-    `share_of_ceiling` is the shortest time that the ceilings allow, by multiply-adds in registers
-    and by the copying of as many bytes, over the time taken. `torch_time_s` is torch's best on the
-    same core (convolutions with channels last), in the way that `torch_way` names. `spread` is half
-    the distance of the quartiles over the median. `error` is the largest difference from torch in
-    float64, over the largest element.
+    `share_of_ceiling` is the shortest possible time over the measured time. The shortest possible
+    time is the longer of the multiply-adds in registers and a copy of the same number of bytes.
+    `torch_time_s` is torch's best time on the same core (convolutions with channels last), in the
+    way `torch_way`. `spread` is half the distance of the quartiles over the median. `error` is the
+    largest difference from torch in float64, over the largest element.
     """
 
     kernel: str
@@ -62,8 +62,7 @@ CLOCK = clock()
 
 
 def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) -> list[KernelRate]:
-    """The rates of all cases that the device runs. Torch has one thread meanwhile, and reuses its
-    memory."""
+    """Return the rates of all cases. Meanwhile torch has one thread and keeps freed memory."""
     keep_memory()
     device = open_device(device_id)
     threads = torch.get_num_threads()
@@ -120,9 +119,10 @@ def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelR
 
 
 def _in_large_pages(count: int) -> torch.Tensor:
-    """So many zeros, in memory for which Linux is asked for large pages, as a device may ask too.
+    """Return `count` zeros in memory with large pages, if Linux grants them.
 
-    Elsewhere torch's copy is by chance half as quick again, where a device has freed such memory.
+    Otherwise chance would decide: torch's copy is 1.5 times as fast in large pages that a device
+    has freed.
     """
     memory = mmap.mmap(-1, count * 4)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -133,7 +133,7 @@ def _in_large_pages(count: int) -> torch.Tensor:
 def _resident(
     device: Device, case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """A call that runs the graph on resident tensors, and one that fetches its first result too."""
+    """Return a call that runs the graph on resident tensors, and one that also fetches a result."""
     table = decompositions_of(device.info.backend)
 
     def whole(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -151,7 +151,7 @@ def _resident(
 
     def run() -> list[Buffer]:
         results, event, _ = executable.run(buffers, donate=frozenset(case.replaces))
-        event.wait()  # a limit would have a thread begin: as long as a small product takes
+        event.wait()  # a time limit would start a thread, which takes as long as a small product
         for place, result in zip(case.replaces, results, strict=False):
             buffers[place] = result
         return list(results)
@@ -166,7 +166,7 @@ def _resident(
 
 
 def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """Calls of torch by name: its operator, and other ways to the same result."""
+    """Return torch's calls by name: its operator, and other ways to the same result."""
     function = case.theirs or case.function
     if case.channels_last:
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
@@ -175,13 +175,13 @@ def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[]
 
 
 def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
-    """The largest difference of the first result, relative to its largest element."""
+    """Return the largest error of the first result, relative to its largest element."""
     wide = float64_results(case.function, tensors)[0]
     return float(np.abs(actual - wide).max() / np.abs(wide).max())
 
 
 def runs_in(run: Callable[[], object], round_s: float) -> int:
-    """Runs that take about `round_s`, after one that warms up."""
+    """Return the number of runs that take about `round_s`, after a run that warms up."""
     run()
     return max(1, round(round_s / time_of(run, 1)))
 

@@ -1,9 +1,9 @@
-"""What a launch costs in a compiled graph, and what the driver takes for an empty kernel.
+"""Cost of a launch in a compiled graph, and of an empty kernel in the driver.
 
     python -m hetpipe.bench.launches DEVICE...
 
-prints a line for each device. With HETPIPE_CLOCK=process seconds are those in which this process
-computed, for a busy machine.
+The command prints a line for each device. With HETPIPE_CLOCK=process it counts the seconds of this
+process only, for a busy machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KERNELS, WIDTH, ROUNDS = 200, 16, 60
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """Medians over the rounds of one run, and the least, in seconds per launch.
+    """Medians and minima over the rounds of one run, in seconds per launch.
 
-    `graph_s` is of a graph that takes the softmax of one row `KERNELS` times, from the call to the
-    end of the last kernel, the kernels' own work included. `driver_s` is of an empty kernel, None
-    where a device cannot tell.
+    `graph_s` is the time of a graph with `KERNELS` softmax kernels of one row, from the call to the
+    end of the last kernel, including the kernels' work. `driver_s` is the time of an empty kernel;
+    None if the device cannot measure it.
     """
 
     device: str
@@ -49,7 +49,7 @@ class LaunchCost:
 
 
 def measure(device_id: str, kernels: int = KERNELS, rounds: int = ROUNDS) -> LaunchCost:
-    """The graph and the empty kernel take turns, after one round that warms up."""
+    """Time the graph and the empty kernel in turns, after one round that warms up."""
     device = open_device(device_id)
     floor = device.launch_floor()
     graph_s, driver_s = [], []
@@ -68,7 +68,7 @@ def measure(device_id: str, kernels: int = KERNELS, rounds: int = ROUNDS) -> Lau
 
 
 def chain(device: Device, kernels: int) -> fx.GraphModule:
-    """Softmax after softmax: no kernel can begin, or join another, before all of one has ended."""
+    """Return a chain of softmaxes: each kernel needs the whole result before it, so none merge."""
 
     def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for _ in range(kernels):

@@ -1,10 +1,10 @@
-"""From the start of a process to a whole model that is loaded on a device, as a single stage.
+"""Time from the start of a process until a whole model is loaded on a device, as a single stage.
 
     python -m hetpipe.bench.loaded DEVICE MODEL
 
-prints a line of JSON with the time of each phase's end. `hetpipe.bench.startup` runs it with cold
-and warm caches. With HETPIPE_CLOCK=process seconds are those in which this process computed, for a
-busy machine; what a second process compiles meanwhile is then left out.
+The command prints a line of JSON with the end of each phase. `hetpipe.bench.startup` runs it with
+cold and warm caches. With HETPIPE_CLOCK=process it counts the seconds of this process only, for a
+busy machine, and so omits compilations in other processes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 from hetpipe import environment
 
-BEGIN = "HETPIPE_BEGIN_S"  # variable with the time at which the process was started
+BEGIN = "HETPIPE_BEGIN_S"  # environment variable with the start time of the process
 LOADED = "programs and weights"
 """The last phase before the first pass."""
 SAMPLES = 4
 
 
 class Clock:
-    """The time of each phase's end, in seconds since the process was started."""
+    """The end of each phase, in seconds since the start of the process."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self._phase = "import"
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """A phase begins, so the one before it ends."""
+        """Begin a phase, and record the end of the previous phase."""
         name = phase.partition(" of ")[0]
         if name != self._phase:
             self.phases[self._phase] = _since_begin_s()
@@ -45,7 +45,7 @@ def _since_begin_s() -> float:
 
 
 def load(device_id: str, model: str) -> dict[str, Any]:
-    """Load a model of the zoo and train a step of few samples."""
+    """Load a model of the zoo, train a step of few samples, and return the phases."""
     clock = Clock()
     clock("torch")
     import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Description of the machine and the software of a benchmark."""
+"""The machine of a benchmark: its description, its software, and its memory settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("hetpipe", "torch", "numpy", "pyopencl")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that may be used, memory, operating system."""
+    """Return the processor, the number of available cores, the memory, and the system."""
     return {
         "processor": _processor(),
         "cores": len(available_cores()),
@@ -28,15 +28,16 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect speed."""
+    """Return the versions of Python and of the packages that affect speed."""
     return {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}}
 
 
 def keep_memory() -> None:
-    """Freed memory stays with this process, that of large tensors too.
+    """Let this process keep freed memory, also from large tensors.
 
-    Torch allocates the result of every operator. glibc maps large ones anew each time, whose pages
-    then fault in: a softmax of 64 MiB takes five times as long. Elsewhere nothing is changed.
+    Torch allocates the result of every operator. By default glibc maps new pages for each large
+    result, and their page faults make a softmax of 64 MiB take five times as long. This function
+    does nothing if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -47,7 +48,7 @@ def keep_memory() -> None:
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the system, as far as the C library can."""
+    """Return freed memory to the system, as far as the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -56,8 +57,10 @@ def trim_memory() -> None:
 
 @contextmanager
 def collecting_new() -> Iterator[None]:
-    """Inside, collections of garbage pass over objects that were there before: the programs of a
-    large model are millions, which take seconds each time."""
+    """Exclude existing objects from garbage collection within the context.
+
+    The programs of a large model are millions of objects, and each collection would take seconds.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -67,7 +70,7 @@ def collecting_new() -> Iterator[None]:
 
 
 def describe() -> str:
-    """Machine and software in one line."""
+    """Return a line that describes machine and software."""
     here = machine()
     parts = [f"{here['processor']}, {here['cores']} cores, {here['memory_nbytes'] / 2**30:.0f} GiB"]
     parts += [f"{name} {version}" for name, version in versions().items()]

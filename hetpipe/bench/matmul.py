@@ -1,6 +1,6 @@
 """Rate of a device's matrix product, against the device's ceiling and against torch.
 
-For figures of one core, run it in a process pinned to one core, with the runtime held to one thread
+For figures of one core, pin the process to one core and limit the runtime to one thread
 (`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`), as `hetpipe matmul` does:
 
     taskset -c 0 python -m hetpipe.bench.matmul opencl:pocl:0
@@ -27,7 +27,7 @@ from hetpipe.sdk.registry import open_device
 Array = npt.NDArray[np.float32]
 
 VERSION = 1
-"""Of the JSON."""
+"""Version of the JSON format."""
 ROUNDS = 7
 ROUND_S = 0.1
 """Approximate time of each contender in a round."""
@@ -36,7 +36,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Rate:
-    """GFLOP/s over the rounds of one run: the median, the lowest and the highest."""
+    """Median, lowest and highest GFLOP/s over the rounds of one run."""
 
     median: float
     lowest: float
@@ -45,10 +45,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class MatmulFigures:
-    """float32 products of n x n matrices, measured in turns in one run; packing included.
+    """Rates of float32 products of n x n matrices, measured in turns, including packing.
 
-    `ceiling` is register-only multiply-adds on the device; `torch_mm` is `torch.mm`; `onednn` is
-    torch's oneDNN linear (`mkldnn::_linear_pointwise`, plain weights), None where torch lacks it.
+    `ceiling` is multiply-adds in registers on the device; `torch_mm` is `torch.mm`; `onednn` is
+    torch's oneDNN linear (`mkldnn::_linear_pointwise`, plain weights), None if torch lacks it.
     `of_ceiling` and `of_torch` are medians of the ratios within each round.
     """
 
@@ -72,7 +72,7 @@ class _Contender:
     operations: int
 
     def rate(self, clock: Callable[[], float], seconds: float) -> float:
-        """GFLOP/s over about `seconds`."""
+        """Return the GFLOP/s over about `seconds`."""
         count, start = 0, clock()
         while True:
             self.run()
@@ -89,10 +89,10 @@ def measure(
     round_s: float = ROUND_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MatmulFigures | None:
-    """Time the contenders in turns, `rounds` times, torch on one thread.
+    """Time the contenders in turns, `rounds` times, with torch on one thread.
 
-    `clock` may be `time.process_time` on a machine that is busy with other work.
-    None if the device cannot tell its ceiling.
+    On a busy machine `clock` may be `time.process_time`. Return None if the device cannot measure
+    its ceiling.
     """
     device = open_device(device_id)
     ceiling = device.fma_ceiling()
@@ -132,7 +132,7 @@ def measure(
 def _resident_product(
     device: Device, a: Array, b: Array
 ) -> tuple[Callable[[], None], Callable[[], Array]]:
-    """A call that runs one `aten.mm` graph on resident tensors, and one that fetches its result."""
+    """Return a call that runs `aten.mm` on resident tensors, and one that also fetches a result."""
     executable = device.compile(_mm_graph(a.shape[0]))
     inputs = []
     for host in (a, b):
@@ -183,7 +183,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def table(figures: MatmulFigures) -> str:
-    """The figures for people."""
+    """Return the figures as a readable text."""
     lines = [f"{figures.device_id}, n = {figures.n}, {figures.rounds} rounds, float32, GFLOP/s"]
     for field in fields(figures):
         rate = getattr(figures, field.name)

@@ -1,4 +1,4 @@
-"""Opens a pipeline for a workload."""
+"""Open a pipeline for a workload."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def open_pipeline(
     resume: Path | None = None,
     **options: Any,
 ) -> Iterator[Pipeline]:
-    """A pipeline that trains the workload; closed at the end.
+    """Open a pipeline that trains the workload, and close it at the end.
 
-    The example batch is the first that `workload.batches(mini_batch, seed)` yields. `resume` is the
-    folder of a checkpoint to go on from, `options` are further keywords of `Pipeline`. Raises
-    `HetpipeError`.
+    The example batch is the first batch of `workload.batches(mini_batch, seed)`. `resume` is the
+    folder of a checkpoint to continue from; `options` are further keywords of `Pipeline`. Raises
+    `HetpipeError` if the pipeline cannot be opened.
     """
     plan: Plan | None = options.get("plan")
     samples = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)

@@ -1,4 +1,4 @@
-"""The records of the benchmark: a setting, and the rows that it gave."""
+"""Records of the benchmark: settings and their rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """One table of the benchmark.
+    """The setting of one table of the benchmark.
 
-    `microbatches` None: explored for every row. `steps` None: the steps of a second, at most 4.
-    `twice` adds a row: two workers like this member. `link` adds two rows, if there are several
-    devices: this link is emulated between all of them. Without `peer` there is no row of torch's
-    own pipeline.
+    If `microbatches` is None, every row explores several counts. If `steps` is None, a turn has the
+    steps of about a second, at most 4. `twice` adds rows with two workers like this member. `link`
+    adds two rows with this link emulated between all devices. `peer` adds a row with torch's
+    pipeline.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Linked:
-    """Rows over an emulated link: planned for it, and planned as if it took no time."""
+    """Rows over an emulated link: `aware` is planned for it, `blind` as if it took no time."""
 
     aware: PipelineRow
     blind: PipelineRow
@@ -49,10 +49,10 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    `parallel`: the whole model on each device. `at_once`: the devices alone, all computing at the
-    same time. `streams`: asynchronous pipelines, without a bubble. `auto`: the plan that a user
-    gets who says nothing. If `peer`, `parallel` or `streams` is missing, `without_peer` and so on
-    has the reason. Rows with the same plan are one row.
+    `parallel` has the whole model on each device. In `at_once` each device trains alone, all at the
+    same time. `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan.
+    If `peer`, `parallel` or `streams` is missing, `without_peer` and so on has the reason. Rows
+    with the same plan are one row.
     """
 
     setting: Setting
@@ -88,27 +88,27 @@ class Outcome:
 
     @property
     def together(self) -> tuple[PipelineRow, ...]:
-        """All devices, in every way."""
+        """The rows that use all devices: balanced pipeline and data parallel."""
         return tuple(row for row in (self.balanced, self.parallel) if row is not None)
 
     @property
     def twins(self) -> tuple[PipelineRow, ...]:
-        """Two workers of one device, in every way."""
+        """The rows with two workers of one device: pipeline and data parallel."""
         return tuple(row for row in (self.twice, self.twice_parallel) if row is not None)
 
     @property
     def ideal(self) -> float:
-        """Sum of the devices' own rates, samples per second."""
+        """The sum of the rates of the devices alone, in samples per second."""
         return sum(row.rate for row in self.alone)
 
     @property
     def together_ideal(self) -> float | None:
-        """The sum of the devices' rates while all compute; None if there is one device."""
+        """The sum of the devices' rates while all compute; None for a single device."""
         return None if self.at_once is None else self.at_once.rate
 
     @property
     def sum_rate(self) -> float:
-        """The sum of the devices' rates as they are in a pipeline: while all compute."""
+        """The sum of the devices' rates while all compute, as in a pipeline."""
         return self.ideal if self.at_once is None else self.at_once.rate
 
     @property
@@ -123,20 +123,20 @@ class Outcome:
 
     @property
     def twice_efficiency(self) -> float | None:
-        """The rate of two workers on one device over twice its own."""
+        """The rate of two workers on one device over twice the device's rate."""
         if self.twice is None:
             return None
         alone = next(r for r in self.alone if r.plan.devices[0] == self.setting.twice)
         return self.twice.rate / (2 * alone.rate)
 
     def over_all_cores(self, row: Row) -> float:
-        """A row's rate over plain torch's with all cores."""
+        """Return a row's rate over plain torch's rate on all cores."""
         return row.rate / max(self.plain, key=lambda row: row.threads).rate
 
     def over_plain(self) -> dict[str, float]:
-        """The engine on one device over plain torch with as many threads, by member.
+        """Return hetpipe's rate on one device over plain torch's with as many threads, by member.
 
-        For members with cores of their own at their true speed.
+        Only members with assigned cores and full speed count.
         """
         plain = {row.threads: row.rate for row in self.plain}
         ratios = {}
@@ -147,7 +147,7 @@ class Outcome:
         return ratios
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, and every row with its spread."""
+        """Return the figures, and every row with its spread."""
         plan = self.balanced.plan
         return {
             "name": self.setting.name,

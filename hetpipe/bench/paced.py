@@ -1,9 +1,8 @@
-"""Devices at a pace of their own: each graph is computed by another device, then its event waits
-until the modelled time of the graph has passed.
+"""Paced devices: another device computes each graph, then the run waits for the modelled time.
 
-Nothing that disturbs this machine changes such a device, as long as it computes quicker than the
-pace. `paced-pytorch:slow:pytorch:cpu:0` computes with torch, `paced-opencl:slow:opencl:pocl:0` with
-OpenCL.
+Disturbances of this machine do not affect a paced device, as long as the other device is faster
+than the pace. `paced-pytorch:slow:pytorch:cpu:0` computes with torch,
+`paced-opencl:slow:opencl:pocl:0` with OpenCL.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Pace:
-    """A roofline: each operator takes `launch_s`, and the longer of its operations and bytes."""
+    """A roofline: an operator takes `launch_s` plus the longer time of its operations and bytes."""
 
     flops: float
     memory_Bps: float
     launch_s: float = 5e-5
 
     def seconds(self, graph: torch.fx.GraphModule) -> float:
-        """The time of a graph."""
+        """Return the modelled time of a graph."""
         return sum(
             self.launch_s + max(each.operations / self.flops, each.nbytes / self.memory_Bps)
             for _, each in count_calls(graph.graph)
@@ -49,11 +48,11 @@ PACES = {
     "arithmetic": Pace(15e9, 1.3e9),
     "memory": Pace(7.5e9, 3.5e9),
 }
-"""About a quarter of one core of a usual processor, with more of one or of the other."""
+"""About a quarter of a usual processor core, with different shares of arithmetic and memory."""
 
 
 class PacedBackend(Backend):
-    """The devices of a backend, each at several paces."""
+    """The processors of another backend (`of`), each at several paces."""
 
     of: str
 
@@ -87,19 +86,19 @@ class PacedBackend(Backend):
 
 
 class PacedTorch(PacedBackend):
-    """torch at a pace."""
+    """Paced devices that compute with torch."""
 
     name, of = "paced-pytorch", "pytorch"
 
 
 class PacedOpenCL(PacedBackend):
-    """OpenCL at a pace."""
+    """Paced devices that compute with OpenCL."""
 
     name, of = "paced-opencl", "opencl"
 
 
 class PacedDevice(Device):
-    """Another device, whose graphs take the time of a pace."""
+    """A device that computes on another device and takes the time of a pace."""
 
     def __init__(self, info: DeviceInfo, inner: Device, pace: Pace) -> None:
         self.info, self._inner, self._pace = info, inner, pace

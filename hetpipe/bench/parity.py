@@ -1,23 +1,23 @@
-"""One training step of a whole model on one device, against torch.
+"""One training step of a whole model on one device, compared with torch.
 
-The model is one stage, or several that take turns in the device's memory: forward, backward and
-update, run as a worker runs them. The judge is torch in eager mode and float64. Each tensor's
-gradient g is compared with the judge's t by norms: ||g - t|| / ||t||.
+The model is one stage, or several stages that take turns in the device's memory. They run forward,
+backward and update as a worker does. The judge is eager torch in float64. The error of a gradient g
+is ||g - t|| / ||t||, where t is the judge's gradient.
 
-Some gradients are zero by construction: that of a bias before a batch norm, or of the keys' bias in
-an attention. There g is the rounding error of terms that cancel, and a share of ||t|| says nothing.
-The judge tells them: ||t|| is below a share `ZERO` of the norm of all gradients together, which
-then takes the place of ||t||.
+Some gradients are zero by construction, such as the gradient of a bias before a batch norm, or of
+the keys' bias in an attention. Then g is the rounding error of terms that cancel, and dividing by
+||t|| is meaningless. If ||t|| is below the share `ZERO` of the norm of all gradients together, the
+error is relative to that norm.
 
-Others are not determined in float32: an element lies within rounding of a rectifier's or a
-maximum's decision, where any two correct programs differ, or layers make the errors of those before
-them larger. A model that is beyond a limit may be up to `UNDETERMINED_FACTOR` times as far from the
-judge as torch's own steps in float32 are: one, and a few in which each module's result is off by
-its last digit. It must then keep the limits layer by layer, each fed with the judge's own values
-(`hetpipe.bench.bylayers`).
+Other gradients are not determined in float32. A value may be within rounding error of the decision
+of a rectifier or a maximum, so that two correct programs differ. Or a layer amplifies the errors of
+earlier layers. So a model that exceeds a limit may have up to `UNDETERMINED_FACTOR` times the
+errors of torch's float32 steps: one plain step, and several steps with a rounding error in each
+module's result. The model must then keep the limits layer by layer, where each layer gets the
+judge's values (`hetpipe.bench.bylayers`).
 
-The update is compared for the device's own gradients: torch's optimizer takes them as they are.
-Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
+The judge of the update is torch's optimizer, applied to the device's gradients. Dropout is off on
+both sides, because torch and a pipeline draw different random numbers.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ DECISIONS = (
     "aten.hardswish.default", "aten.hardsigmoid.default", "aten.clamp.default",
     "aten.max_pool2d_with_indices.default", "aten.max_pool2d.default",
 )  # fmt: skip
-"""Operators that are layers of their own, where layers are compared: fed with the judge's rounded
-values, they decide as it does."""
+"""Operators that become separate layers if layers are compared: with the judge's rounded values as
+inputs, they decide as the judge does."""
 UNDETERMINED_FACTOR = 4.0
-"""How much further than torch's own float32 gradients may be where float32 determines none."""
+"""Allowed error of results that float32 does not determine, as a multiple of torch's error."""
 MOST_SAMPLES = 4
-"""Samples of a step; fewer if the workload's own mini-batch is smaller."""
+"""Most samples of a step; the workload's mini-batch may be smaller."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """One model's row.
+    """The comparison of one model.
 
-    `operators` are those of the programs and `refused` those of them that the device refuses, with
-    their numbers of calls; if there are any, nothing ran and there are no errors. If `errors` are
-    beyond the limits, `torch` has the largest of torch's own steps in float32, and `layers` those
-    of the layers. `stages` is the number of those that took turns.
+    `operators` counts the calls of each operator in the programs, and `refused` the calls that the
+    device refuses. If the device refuses any, nothing runs and `errors` is None. If `errors` exceed
+    the limits, `torch` has the largest errors of torch's float32 steps, and `layers` the errors of
+    the separately compared layers. `stages` is the number of stages that took turns.
     """
 
     model: str
@@ -93,12 +93,12 @@ class Parity:
 
     @property
     def is_strict(self) -> bool:
-        """Whether loss, gradients and update of the model itself are torch's."""
+        """Whether loss, gradients and update of the whole model match torch."""
         return self.errors is not None and self.errors.within(GRADIENT_LIMIT)
 
     @property
     def is_near(self) -> bool:
-        """Whether no more differs than float32 may, by torch's own step."""
+        """Whether the errors are within a multiple of torch's float32 errors."""
         if self.errors is None or self.torch is None:
             return self.is_strict
         loss = UNDETERMINED_FACTOR * self.torch.loss if self.torch.loss > LOSS_LIMIT else LOSS_LIMIT
@@ -106,14 +106,14 @@ class Parity:
 
     @property
     def is_equal(self) -> bool:
-        """Whether they are torch's, or near it, and those of all layers are torch's."""
+        """Whether the step matches torch, or is within float32 limits and every layer matches."""
         if self.is_strict or self.layers is None:
             return self.is_strict
         return self.is_near and self.layers.within(GRADIENT_LIMIT)
 
     @property
     def verdict(self) -> str:
-        """How the model is equal to torch: `strict` or `by layers`; or `no`."""
+        """The result: `strict` or `by layers` if the model equals torch, or else `no`."""
         if self.is_strict:
             return "strict"
         return "by layers" if self.is_equal else "no"
@@ -122,9 +122,9 @@ class Parity:
 def parity(
     workload: Workload, device: Device, samples: int | None = None, stages: int = 1
 ) -> Parity:
-    """Train one step of a workload on a device and on torch, in stages that take turns.
+    """Train one step of a workload on a device, in stages that take turns, and with torch.
 
-    The model's parameters are another dtype's while torch runs, and afterwards what they were.
+    While torch runs, the model's parameters have another dtype; afterwards they are restored.
     Raises `HetpipeError`, for instance for more stages than layers.
     """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
@@ -136,7 +136,7 @@ def parity(
     own = [errors_of(step, right) for step in steps]
     farthest = max(own, key=lambda errors: errors.gradient)
     row = replace(row, torch=replace(farthest, loss=max(errors.loss for errors in own)))
-    # Where torch's own steps are right, or nearer by far, the layers have nothing to tell.
+    # The layers matter only if float32 explains the errors: torch's steps exceed the limit as well.
     if row.torch is None or row.torch.within(GRADIENT_LIMIT) or not row.is_near:
         return row
     return replace(row, layers=_layers_compared(workload, model, device, samples, right))
@@ -145,7 +145,7 @@ def parity(
 def _compared(
     workload: Workload, model: nn.Module, device: Device, samples: int, stages: int
 ) -> tuple[Parity, Step]:
-    """A step of a model on the workload's first mini-batch, and the judge's."""
+    """Compare a step on the workload's first mini-batch; return the row and the judge's step."""
     from hetpipe.bench.inturn import StepInTurn
 
     begin_s = time.perf_counter()
@@ -172,12 +172,12 @@ def _compared(
 def _layers_compared(
     workload: Workload, model: nn.Module, device: Device, samples: int, right: Step
 ) -> Errors:
-    """The errors of the model's layers, each fed with the judge's values.
+    """Return the errors of the model's layers; each layer gets the judge's values as inputs.
 
-    A gradient of a layer may be a small sum of large terms, as that of a scale which later norms
-    undo; and rounding makes maxima of a window equal that were not. Where the layer's program is
-    right in float64, and torch's own operators in float32 are beyond the limit for the same inputs,
-    a device may be `UNDETERMINED_FACTOR` times as far.
+    Float32 may not determine a layer's gradient. For example, the gradient of a scale before a norm
+    is a small sum of large terms, and rounding can make two values of a pooling window equal. If a
+    layer's program is right in float64, and torch's float32 operators exceed the limit for the same
+    inputs, a device may have `UNDETERMINED_FACTOR` times torch's error.
     """
     from hetpipe.bench.bylayers import StepByLayers
     from hetpipe.check.device import RoundingDevice
@@ -205,7 +205,7 @@ def _layers_compared(
 def _undetermined(
     errors: Mapping[str, float], torchs: Mapping[str, float], names: Iterable[str]
 ) -> tuple[str, ...]:
-    """Those beyond the limit of which torch's own operators in float32 are, and not much nearer."""
+    """Return the names where both errors exceed the limit by similar factors."""
     return tuple(
         name
         for name in names
@@ -216,7 +216,7 @@ def _undetermined(
 
 @dataclass(frozen=True)
 class _Captured:
-    """The stages' programs, and by name what they start from: `feed` are the leaves of `batch`."""
+    """The stages' programs and their inputs by name; `feed` has the leaves of `batch`."""
 
     graphs: Sequence[StageGraphs]
     rule: Optimizer
@@ -227,7 +227,7 @@ class _Captured:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The model's own: do not keep them while torch computes in another dtype."""
+        """The model's parameters; do not keep them while torch computes in another dtype."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @property
@@ -239,9 +239,9 @@ class _Captured:
 def _captured(
     workload: Workload, model: nn.Module, device: Device, samples: int, stages: int | None
 ) -> _Captured:
-    """The workload's first mini-batch in so many stages, or in one for each layer.
+    """Capture the workload's first mini-batch in `stages` stages; None makes a stage per layer.
 
-    The capture's copy of the parameters goes with it.
+    The capture's copy of the parameters is freed at the end.
     """
     from hetpipe.bench.inturn import even_cuts
     from hetpipe.capture.captured import Captured
@@ -261,7 +261,7 @@ def _captured(
 def _operators(
     device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Calls by operator: all, and those that the device refuses."""
+    """Return the number of calls by operator: of all calls, and of the calls the device refuses."""
     from hetpipe.sdk.graph import graph_calls, operator_name, refusal
 
     every, refused = Counter[str](), Counter[str]()

@@ -1,13 +1,13 @@
-"""torch's own pipeline in processes of its own, one for each core, to compare with.
+"""The peer: torch's own pipeline in separate processes, one per core, for comparison.
 
-`torch.distributed.pipelining` with its schedule 1F1B over gloo, the model cut evenly at the blocks
-that the workload names. A parameter that the model uses twice (a tied embedding) becomes two, since
-torch does not keep copies on two stages equal. So the peer has less to do, and trains another model
-from the second step on.
+It is `torch.distributed.pipelining` with the schedule 1F1B over gloo. The model is cut evenly at
+the blocks that the workload names. A parameter that the model uses twice (a tied embedding) becomes
+two parameters, because torch does not keep copies on two stages equal. So the peer has less work,
+and trains a different model from the second step on.
 
 `python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD CORE` answers each request
-{"microbatches", "steps", "warm_up"} with {"step_s", "loss"}: the mean of `steps` after `warm_up`
-that are not timed, and the last step's loss, null but on the last rank.
+{"microbatches", "steps", "warm_up"} with {"step_s", "loss"}: the mean time of `steps` steps after
+`warm_up` untimed steps, and the last step's loss on the last rank, or null on other ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.zoo.workload import Workload
 
-START_LIMIT_S = 120.0  # for all processes to meet
+START_LIMIT_S = 120.0  # time limit for all processes to join
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class PeerTorch:
-    """A pipeline with a stage and a thread for each core, until `close`."""
+    """A pipeline of torch with a stage and a thread for each core, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         from hetpipe.wire.gloo import host
@@ -47,9 +47,9 @@ class PeerTorch:
         ]
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
-        """Mean seconds of `steps` steps on the slowest process, after `warm_up` untimed steps.
+        """Return the mean seconds of `steps` steps on the slowest process, after untimed steps.
 
-        `loss` becomes the last step's. Raises `HetpipeError` if a process has died.
+        Set `loss` to the last step's loss. Raises `HetpipeError` if a process has died.
         """
         request = {"microbatches": microbatches, "steps": steps, "warm_up": warm_up}
         answers = ask(self._children, request)
@@ -63,17 +63,17 @@ class PeerTorch:
 
 
 def cores_of(cluster: Cluster) -> list[int]:
-    """Every core of the members, once."""
+    """Return the distinct cores of all members, sorted."""
     return sorted({core for member in cluster.members for core in member.cores})
 
 
 def equal_counts(rows: int, stages: int, counts: Sequence[int]) -> list[int]:
-    """The counts that torch's pipeline can use: equal micro-batches, at least one per stage."""
+    """Return the counts that torch accepts: equal micro-batches, at least one per stage."""
     return [count for count in counts if count >= stages and rows % count == 0]
 
 
 def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[int]) -> str:
-    """The reason why torch's own pipeline cannot run here; empty if it can."""
+    """Return the reason why torch's own pipeline cannot run here; empty if it can."""
     from torch import distributed
 
     stages, blocks = len(cores_of(cluster)), len(workload.blocks)
@@ -94,12 +94,15 @@ def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[in
 
 
 def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
-    """First blocks of the stages 1, 2, ...; stage 0 also has the modules before the blocks."""
+    """Return the first blocks of the stages 1, 2, ...
+
+    Stage 0 also has the modules before the blocks.
+    """
     return [blocks[stage * len(blocks) // stages] for stage in range(1, stages)]
 
 
 def untie(model: torch.nn.Module) -> None:
-    """Give every module parameters of its own, with the values of the shared ones."""
+    """Replace shared parameters by copies, so that no two modules share one."""
     from torch import nn
 
     seen: set[int] = set()
@@ -113,9 +116,10 @@ def untie(model: torch.nn.Module) -> None:
 def stepper(
     workload: Workload, rank: int, world: int, rows: int, microbatches: int
 ) -> Callable[[Any, Any], float | None]:
-    """`step(x, y)` of this rank's stage of a copy of the model: the mean loss or None.
+    """Return a function `step(x, y)` that trains this rank's stage of a copy of the model.
 
-    The model must be untied, and micro-batches of equal size.
+    The function returns the mean loss on the last rank, or else None. The model must be untied, and
+    the micro-batches equal.
     """
     import copy
 
@@ -129,7 +133,7 @@ def stepper(
     cuts = dict.fromkeys(even_cuts(workload.blocks, world), SplitPoint.BEGINNING)
     example = (rows_of(x, 0, rows // microbatches),)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
+        warnings.simplefilter("ignore")  # torch warns about deprecations inside torch
         cut = pipeline(copy.deepcopy(workload.model), example, split_spec=cuts)
     stage = cut.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, microbatches, loss_fn=workload.loss_fn)

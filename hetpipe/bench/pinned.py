@@ -1,4 +1,4 @@
-"""A module of ours in a process of its own on one core, with the device's runtime held to it."""
+"""Run of a hetpipe module in a separate process on one core, including the device's runtime."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def run_pinned(
     limit_s: float,
     variables: Mapping[str, str] = {},
 ) -> Any:
-    """The JSON on the last line that `python -m MODULE ARGUMENTS...` prints, with more variables.
+    """Run `python -m MODULE ARGUMENTS...` and return the JSON of the last line that it prints.
 
-    Raises `HetpipeError` with the last line of its errors if it fails or takes too long.
+    `variables` are added to its environment. Raises `HetpipeError` if the process fails, with the
+    last line of its errors, or if it takes longer than `limit_s`.
     """
     settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
     core = available_cores()[0]

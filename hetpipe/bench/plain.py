@@ -1,7 +1,7 @@
-"""Plain torch in a process of its own: the rate that a pipeline has to beat.
+"""Plain torch in a separate process: the rate that a pipeline has to beat.
 
 `python -m hetpipe.bench.plain MODEL ROWS SEED CORES` answers each request {"microbatches", "steps",
-"warm_up"} with {"step_s"}, the mean of `steps` after `warm_up` untimed steps.
+"warm_up"} with {"step_s"}, the mean time of `steps` steps after `warm_up` untimed steps.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hetpipe.bench.child import Child, answer, ask, pin, requests
 
 
 class PlainTorch:
-    """Plain torch, pinned to cores, with a thread for each, until `close`."""
+    """A process with plain torch, pinned to cores, with one thread per core, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         self.threads = len(cores)
         self._child = Child(__name__, (model, rows, seed), cores)
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
-        """Mean seconds of `steps` steps, after `warm_up` untimed steps.
+        """Return the mean seconds of `steps` steps, after `warm_up` untimed steps.
 
         Raises `HetpipeError` if the process has died.
         """

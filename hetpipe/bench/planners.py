@@ -1,7 +1,7 @@
-"""Seconds of the planners at scale: `python -m hetpipe.bench.planners [--picture FILE]`.
+"""Times of the planners for large cases: `python -m hetpipe.bench.planners [--picture FILE]`.
 
-Process seconds on one core, medians, without those for making the cases. The exponents of growth
-are slopes of least squares through the logarithms of sizes and seconds.
+The times are medians of process seconds on one core, without the creation of the cases. The
+exponents of growth are least-squares slopes of log seconds over log sizes.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 Growth = tuple[Sequence[int], Sequence[float]]
-"""Sizes, and seconds at each."""
+"""Sizes, and the seconds at each size."""
 
 
 def growth(sizes: Sequence[int], case: Callable[[int], Callable[[], object]]) -> Growth:
-    """The median seconds of a case at each size."""
+    """Return the sizes, and the median seconds of a case at each size."""
     return sizes, [statistics.median(timed(case(size))) for size in sizes]
 
 
 def draw(growths: Mapping[str, Growth], path: Path) -> None:
-    """Seconds over sizes, both logarithmic; the legend has the exponents."""
+    """Draw seconds over sizes on logarithmic axes, with the exponents in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -89,7 +89,7 @@ def draw(growths: Mapping[str, Growth], path: Path) -> None:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The cases, each made when it is asked for."""
+    """Yield the cases with their names."""
     yield "fixed order, 1,000 x 128", fixed(1_000, 128)
     yield "fixed order, 1,000 x 128, memory", fixed(1_000, 128, room=2.2)
     for objective in OBJECTIVES:
@@ -111,12 +111,12 @@ def fixed(
     room: float = np.inf,
     replicas: Sequence[int] = (1,),
 ) -> Callable[[], object]:
-    """The partition of a drawn chain."""
+    """Return a call that partitions a random chain in fixed order."""
     return partial(fixed_order, chain(layers, devices, room, replicas), objective)
 
 
 def dapple(layers: int, servers: int, each: int) -> Callable[[], object]:
-    """DAPPLE's search on servers of `each` devices."""
+    """Return a call of DAPPLE's search on `servers` servers of `each` devices."""
     machines = Machines((each,) * servers, Wire(25e9, 25e9), Wire(1e9, 3e9))
     return partial(
         plan_dapple, drawn_layers(layers), machines, samples=2, global_batch=64,
@@ -125,7 +125,7 @@ def dapple(layers: int, servers: int, each: int) -> Callable[[], object]:
 
 
 def auto(layers: int, devices: int) -> Callable[[], object]:
-    """`auto` on servers of 8 devices, each server of another board; one of eight streams."""
+    """Return a call of `auto` on servers of 8 devices; servers have different boards."""
     members = tuple(
         Member(f"{number}", "", board=BOARDS[number // 8 % len(BOARDS)], server=f"{number // 8}")
         for number in range(devices)
@@ -142,7 +142,7 @@ def auto(layers: int, devices: int) -> Callable[[], object]:
 
 
 def drawn_layers(count: int) -> ChainCosts:
-    """Layers with drawn times and bytes."""
+    """Return layers with random times and bytes."""
     draw = np.random.default_rng(0)
     forward_s = draw.uniform(1e-3, 4e-3, count)
     most_nbytes = 2 * 10**7, 2 * 10**8, 8 * 10**5  # saved, of parameters, across a cut
@@ -156,7 +156,7 @@ def drawn_layers(count: int) -> ChainCosts:
 
 
 def timed(case: Callable[[], object]) -> list[float]:
-    """Process seconds of some rounds."""
+    """Return the process seconds of `ROUNDS` calls."""
     seconds = []
     for _ in range(ROUNDS):
         begin_s = time.process_time()
@@ -166,15 +166,18 @@ def timed(case: Callable[[], object]) -> list[float]:
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """The slope of log seconds over log sizes."""
+    """Return the slope of log seconds over log sizes."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def chain(
     layers: int, devices: int, room: float = np.inf, replicas: Sequence[int] = (1,)
 ) -> list[Stage]:
-    """Devices of eight speeds in a drawn order, with transfers, and `room` times an even share of
-    all bytes as memory; stages of as many devices of one speed as `replicas` say."""
+    """Return the stages of a random chain on devices of eight speeds in random order.
+
+    Each device has `room` times an even share of all bytes as memory. A stage may have as many
+    devices of one speed as `replicas` allows.
+    """
     draw = np.random.default_rng(0)
     base_s, speeds = draw.uniform(0.5, 2, layers), (0.5, 0.7, 1, 1.5, 2, 3, 4, 5)
     cut_s = np.concatenate(([0.0], draw.uniform(0, 0.3, layers - 1), [0.0]))
@@ -198,7 +201,7 @@ def chain(
 
 
 def two_types(layers: int, count: int) -> list[DeviceType]:
-    """Two types whose times differ by layer."""
+    """Return two device types whose ratio of times varies by layer."""
     draw = np.random.default_rng(0)
     base_s = draw.uniform(0.5, 2, layers)
     return [

@@ -1,4 +1,4 @@
-"""Matrix products of the devices here, each in a process of its own on one core."""
+"""Matrix products on this machine's devices, each in a separate process on one core."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ LIMIT_S = 300.0
 
 
 def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The fields of `MatmulFigures` for every processor that can measure its own ceiling.
+    """Return the fields of `MatmulFigures` for every processor that can measure its ceiling.
 
-    With `devices` for these alone. Raises `HetpipeError` for one that is not here or cannot do it.
+    `devices` restricts them. Raises `HetpipeError` for a device that is missing, or that cannot
+    measure its ceiling.
     """
     infos, _ = discover_devices()
     if devices:

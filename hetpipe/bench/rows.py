@@ -1,4 +1,4 @@
-"""Rows of the benchmark: each trains on the same mini-batches, and keeps its rates."""
+"""Rows of the benchmark: each row trains on the same mini-batches and keeps its rates."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """Numbers of steps: before the clock starts, timed in a turn, checked against torch."""
+    """Numbers of steps: untimed at the start of a turn, timed in a turn, checked against torch."""
 
-    warm_up: int = 3  # a row that paused while others ran finds its caches and pages cold
+    warm_up: int = 3  # caches and pages are cold after the turns of other rows
     timed: int = 4
     checked: int = 20
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """A pace with fewer steps if they are long; `timed` overrides the number of timed steps."""
+        """Return a pace with fewer steps for long steps; `timed` overrides the timed steps."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
@@ -52,7 +52,7 @@ class Pace:
 
 @dataclass
 class Task:
-    """The common part of a table's rows. `model` is the name by which `workload` was loaded."""
+    """The common data of a table's rows; `model` is the name from which `workload` was loaded."""
 
     model: str
     workload: Workload
@@ -65,7 +65,7 @@ class Task:
     torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def expected(self, microbatches: int) -> tuple[float, ...]:
-        """First losses of unpartitioned torch, in that number of micro-batches; computed once."""
+        """Return the first losses of unpartitioned torch in `microbatches`; computed once."""
         sizes = micro_sizes(self.mini_batch, microbatches)
         if sizes not in self.torch_losses:
             self.torch_losses[sizes] = torch_losses(
@@ -75,7 +75,7 @@ class Task:
 
 
 class Row(ABC):
-    """One line of the table. It keeps its processes from the start to `close`."""
+    """One line of the table; its processes live until `close`."""
 
     name: str
     label: str  # measured | emulated
@@ -87,28 +87,28 @@ class Row(ABC):
 
     @abstractmethod
     def step_s(self) -> float:
-        """Mean seconds of a turn's steps, after some untimed ones."""
+        """Run a turn and return the mean seconds of its timed steps."""
 
     @abstractmethod
     def close(self) -> None:
         """End the row's processes."""
 
     def measure(self) -> None:
-        """One turn."""
+        """Run one turn and keep its time."""
         self.steps_s.append(self.step_s())
 
     @property
     def rate(self) -> float:
-        """Samples per second, median over rounds."""
+        """The samples per second, as the median over rounds."""
         return statistics.median(self.rates)
 
     @property
     def rates(self) -> list[float]:
-        """Samples per second of every round."""
+        """The samples per second of every round."""
         return [self.task.mini_batch / time_s for time_s in self.steps_s]
 
     def to_json(self) -> dict[str, Any]:
-        """Median and spread."""
+        """Return the figures of the row: median and spread."""
         return {
             "name": self.name,
             "label": self.label,
@@ -121,7 +121,7 @@ class Row(ABC):
 
 
 class TorchRow(Row):
-    """torch alone in processes of its own, at the best of several micro-batch counts."""
+    """torch alone in separate processes, with the best of several micro-batch counts."""
 
     label = "measured"
 
@@ -148,7 +148,7 @@ class TorchRow(Row):
 
 
 class PlainRow(TorchRow):
-    """Plain torch on these cores."""
+    """Plain torch on given cores."""
 
     def __init__(self, task: Task, cores: Sequence[int], counts: Sequence[int]) -> None:
         self.threads = len(cores)
@@ -172,14 +172,16 @@ class PeerRow(TorchRow):
 
 
 class PipelineRow(Row):
-    """A plan on a crew of its own. Starts with the check of its losses against torch's, or of an
-    asynchronous plan, which trains on older weights, that they are finite."""
+    """A plan on a separate crew. The constructor checks its losses against torch's.
+
+    An asynchronous plan trains on older weights, so its losses must only be finite.
+    """
 
     def __init__(self, task: Task, name: str, plan: Plan) -> None:
         super().__init__(task)
         self.name = name
         self.plan = plan
-        self.corrections: list[tuple[Correction, Correction]] = []  # before and after every turn
+        self.corrections: list[tuple[Correction, Correction]] = []  # before and after each turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
@@ -189,7 +191,7 @@ class PipelineRow(Row):
             if plan.rule.flushes:
                 self.difference = self._check()
             else:
-                self._stream_step_s()  # raises an error unless its losses are finite
+                self._stream_step_s()  # raises an error if a loss is not finite
         except BaseException:
             self.close()
             raise
@@ -216,15 +218,15 @@ class PipelineRow(Row):
 
     @property
     def measured_s(self) -> float:
-        """Seconds of a step, median over rounds."""
+        """The seconds of a step, as the median over rounds."""
         return self.task.mini_batch / self.rate
 
     @property
     def correction(self) -> Correction:
-        """The prediction, corrected for drift, of all turns together.
+        """The prediction of the row's step, corrected for drift.
 
-        A turn's own prediction is corrected by the probes before and after it. Their sum errs by
-        some share of the turns' time, and so does this prediction of the row's step.
+        The probes before and after each turn correct the turn's prediction. The mean over all turns
+        has some relative error, and this prediction of the median step gets the same error.
         """
         turns = [mean_correction(pair) for pair in self.corrections]
         return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))
@@ -262,9 +264,9 @@ class PipelineRow(Row):
         )
 
     def _stream_step_s(self) -> float:
-        """Mean seconds between results of a new stream, once it is full.
+        """Return the mean seconds between results of a new stream, after it has filled.
 
-        A stream that pauses goes on to compute: its next results would be there already.
+        Each turn opens a new stream, because a paused stream would continue to compute results.
         """
         pace = self.task.pace
         with one_thread(), closing(self.pipe.run(self._batches)) as results:
@@ -276,7 +278,7 @@ class PipelineRow(Row):
             return (time.perf_counter() - begin_s) / pace.timed
 
     def _check(self) -> float:
-        """The largest relative difference to unpartitioned torch over the first steps."""
+        """Return the largest relative difference from unpartitioned torch over the first steps."""
         expected = self.task.expected(self.plan.microbatches)
         steps = train(
             self.task.workload, self.pipe, len(expected), seed=self.task.seed, expected=expected
@@ -285,9 +287,9 @@ class PipelineRow(Row):
 
 
 class AtOnceRow(Row):
-    """Devices that compute at the same time, each on the whole model: their rates, summed.
+    """All devices at the same time, each with the whole model; the rate is the sum of their rates.
 
-    Cores that share a bus or a clock are slower together than one by one.
+    Devices that share a bus or a clock are slower together than one after the other.
     """
 
     label = "measured"
@@ -300,7 +302,7 @@ class AtOnceRow(Row):
         self._alone = alone
 
     def step_s(self) -> float:
-        """The mini-batch's seconds at the sum of the devices' rates, over one common window."""
+        """Return the seconds per mini-batch at the summed rates, measured over a common window."""
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
         begin = threading.Barrier(len(self._alone))
@@ -312,7 +314,7 @@ class AtOnceRow(Row):
             begin.wait()
             begin_s = time.perf_counter()
             end_s, count = begin_s, 0
-            while end_s < begin_s + window_s:  # the others are at work until this ends
+            while end_s < begin_s + window_s:  # keeps all devices busy for the whole window
                 row.pipe.step(*batches[count % len(batches)])
                 end_s, count = time.perf_counter(), count + 1
             return count / (end_s - begin_s)
@@ -321,11 +323,11 @@ class AtOnceRow(Row):
             return 1 / sum(pool.map(rate, self._alone))
 
     def close(self) -> None:
-        """The rows alone close themselves."""
+        """Do nothing: the rows of single devices close their own processes."""
 
 
 def _only(cluster: Cluster, used: Sequence[str]) -> Cluster:
-    """The cluster without unused members: even an idle worker takes some time of a core."""
+    """Return the cluster without unused members, because idle workers also take core time."""
     return replace(
         cluster,
         members=tuple(member for member in cluster.members if member.id in used),

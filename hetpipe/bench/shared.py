@@ -1,4 +1,4 @@
-"""Copies of a model for the memory of its modules alone."""
+"""Copies of a model that share its parameters, and so need little memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def with_same_parameters(model: _Model) -> _Model:
-    """A copy with modules and buffers of its own, and the parameters of `model` itself."""
+    """Return a copy with new modules and buffers that shares the parameters of `model`."""
     same: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, same)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy of the model, with its own parameters, whose dropout layers and recurrent networks
-    drop nothing."""
+    """Return a copy without dropout that shares the model's parameters."""
     model = with_same_parameters(model)
     for module in model.modules():
         if isinstance(module, _DropoutNd):

@@ -1,4 +1,4 @@
-"""The benchmark's tables and closing lines, for people."""
+"""Readable tables and conclusions of the benchmark."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome
     from hetpipe.bench.rows import Row
 
-SAME = 0.03  # relative; less is noise
-TORCH_BAR = 0.97  # the least rate of the engine on one device, over plain torch's
+SAME = 0.03  # relative difference of rates that counts as noise
+TORCH_BAR = 0.97  # lowest acceptable rate on one device, over plain torch's rate
 
 
 def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
-    """Matrix products in GFLOP/s, median and spread, one core each."""
+    """Return a table of matrix products on one core in GFLOP/s: median and spread."""
     columns = (
         "ours", "min .. max", "its ceiling", "torch.mm", "oneDNN", "of ceiling", "times torch.mm",
     )  # fmt: skip
@@ -44,7 +44,7 @@ def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """One line per row: median rate, spread, steps predicted and measured, losses."""
+    """Return a table of the rows: median rate, spread, predicted and measured steps, losses."""
     setting = outcome.setting
     numbers = (
         "M", "samples/s", "min .. max", "step", "predicted, raw", "corrected for drift", "80 % in",
@@ -71,7 +71,7 @@ def outcome_table(outcome: Outcome) -> Table:
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:
-    """The conclusions from the rows."""
+    """Return the conclusions from the rows."""
     plan = outcome.balanced.plan
     efficiency = outcome.efficiency
     lines = [
@@ -154,7 +154,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
 
 
 def summary_table(outcomes: Sequence[Outcome]) -> Table:
-    """One line per setting: samples per second without hetpipe and with it."""
+    """Return a table with one line per setting: samples per second without and with hetpipe."""
     columns = (
         "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe: best device alone",
         "all devices: pipeline", "data parallel", "best over torch, all cores",
@@ -187,7 +187,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
-    """Advice for these workloads on this machine, with the reason."""
+    """Return advice for these workloads on this machine, with the reason."""
     lines = []
     for outcome in outcomes:
         if outcome.balanced.label != "measured":
@@ -229,7 +229,7 @@ def _against_plan(row: Row) -> tuple[str, str, str, str]:
 
 
 def prediction_line(rows: Sequence[PipelineRow]) -> str:
-    """How far predictions were from measured steps, raw and corrected, over these rows."""
+    """Return a line with the errors of predicted steps, raw and corrected, over these rows."""
     raw = [abs(row.plan.step_s / row.measured_s - 1) for row in rows]
     pairs = [(row.measured_s, row.correction) for row in rows]
     corrected = [abs(each.corrected_s / step_s - 1) for step_s, each in pairs]

@@ -1,8 +1,8 @@
-"""Seconds of large schedules and of their simulation: `python -m hetpipe.bench.simulator`.
+"""Times to generate, check and simulate large schedules: `python -m hetpipe.bench.simulator`.
 
-Process seconds on one core, medians. A schedule's check finds the order of its steps, which the
-simulation follows. The exponents of growth are slopes of least squares through the logarithms of
-sizes and seconds.
+The times are medians of process seconds on one core. The check of a schedule finds the order of its
+steps, which the simulation uses. The exponents of growth are least-squares slopes of log seconds
+over log sizes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ CASES = (
     ("interleaved", 128, 256, 64), ("zb-v", 128, 256, 64),
     ("1f1b", 10_000, 64, 10_000), ("1f1b", 10_000, 256, 10_000),
 )  # fmt: skip
-"""Rules, with numbers of stages, micro-batches and workers."""
+"""Rules with their numbers of stages, micro-batches and workers."""
 
 SHARED = (("1f1b", 16, 256, 16), ("gpipe", 16, 256, 16), ("1f1b", 64, 64, 64), ("fbp", 16, 256, 16))
-"""The same, with all messages on one bus: they need a clock."""
+"""Cases with all messages on one bus, whose simulation needs a clock."""
 BUS = ("bus",)
 
 MOST_OBJECTS = 1_000_000
 
 
 class Cost(NamedTuple):
-    """Process seconds of a schedule's actions, one part after the other."""
+    """Process seconds for the actions of a schedule, by phase."""
 
     actions: int
     generated_s: float
     validated_s: float
     simulated_s: float
-    spans_s: float  # the spans as objects; 0 for more than `MOST_OBJECTS`
+    spans_s: float  # creation of span objects; 0 for more than `MOST_OBJECTS`
 
     @property
     def timeline_s(self) -> float:
-        """Seconds from the rule to the timeline, without objects."""
+        """The seconds from the rule to the timeline, without span objects."""
         return self.generated_s + self.validated_s + self.simulated_s
 
 
 def main() -> None:
-    """Print the seconds of each case, and the growth of their sum."""
+    """Print the seconds of each case, and the growth with stages and micro-batches."""
     heads = ["actions", "generated", "validated", "simulated", "actions/s simulated", "spans"]
     table = make_table("Schedules, process seconds", ["case", *heads], heads)
     for case, media in (*product(CASES, [()]), *product(SHARED, [BUS])):
@@ -75,7 +75,7 @@ def main() -> None:
 def median_cost(
     name: str, stages: int, microbatches: int, workers: int, media: tuple[str, ...] = ()
 ) -> Cost:
-    """The medians of some rounds."""
+    """Return the median costs of `ROUNDS` rounds."""
     rounds = [cost_of(name, stages, microbatches, workers, media) for _ in range(ROUNDS)]
     actions, *parts = map(statistics.median, zip(*rounds, strict=True))
     return Cost(int(actions), *parts)
@@ -84,7 +84,7 @@ def median_cost(
 def cost_of(
     name: str, stages: int, microbatches: int, workers: int, media: tuple[str, ...] = ()
 ) -> Cost:
-    """The seconds of one round."""
+    """Return the costs of one round."""
     links = (Transfer(0.01, 0.1, media),) * (stages - 1)
     times = StageTimes((1.0,) * stages, (2.0,) * stages, (0.1,) * stages, links, links)
     moments = [time.process_time()]
@@ -105,7 +105,7 @@ def cost_of(
 
 
 def _schedule(name: str, stages: int, microbatches: int, workers: int) -> Columns:
-    """A schedule that nobody has checked."""
+    """Return an unchecked schedule."""
     passes = columns_of(rule_of(name).rows(stages, microbatches, None, workers))
     return complete_passes(passes, stages, (), ())
 

@@ -1,9 +1,9 @@
-"""From the start of a process to its first step: `python -m hetpipe.bench.startup [MODEL ...]`.
+"""Time from process start to the first step: `python -m hetpipe.bench.startup [MODEL ...]`.
 
-Every case is a process of its own, begun with empty caches (cold) and then again with the caches
-that it left (warm), in turn with plain torch's first step. Times are seconds since the process was
-started, medians over the rounds. A whole model on one device is loaded in the process itself, see
-`hetpipe.bench.loaded`: its line begins with the time at which it is ready for its first pass.
+Every case runs in a new process with empty caches (cold), and then in another process with the
+filled caches (warm), in turn with plain torch's first step. Times are seconds since the start of
+the process, as medians over the rounds. For a whole model on one device, see
+`hetpipe.bench.loaded`, the line begins with the time until the model is ready for its first pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a pair of devices. `cuts` and micro-batches are given, or all is planned."""
+    """A model on two devices, with given `cuts` and micro-batches, or with an automatic plan."""
 
     model: str
     devices: tuple[str, str]
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For the table."""
+        """The name of the case in the table."""
         pair = "torch + " + ("OpenCL" if OPENCL in self.devices else "torch")
         return f"{self.model.rpartition(':')[2]}, {pair}, {'given' if self.cuts else 'planned'}"
 
@@ -52,12 +52,12 @@ CASES = (
 )
 MICROBATCHES = 4
 ALONE = (("resnet50", OPENCL), ("resnet50", "opencl:intel-cpu:0"))
-"""Models that are one stage on a device."""
+"""Models that run as a single stage on a device."""
 MODULE_OF_ALONE = "hetpipe.bench.loaded"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the table; with the description of a case, be its process."""
+    """Print the table; with the arguments of a case, run the case in this process."""
     if arguments[:1] == ["case"]:
         print(json.dumps(_case(*arguments[1:])))
     elif arguments[:1] == ["torch"]:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def table(models: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
-    """The lines of the table, one case after another; of these models, or of all."""
+    """Yield the lines of the table for these models, or for all models."""
     for case in CASES:
         if models and not any(model in case.model for model in models):
             continue
@@ -110,7 +110,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _run(kind: str, case: Case, folder: str | None) -> dict[str, Any]:
-    """The phases of one process, with its caches in `folder`."""
+    """Return the phases of one process with its caches in `folder`."""
     arguments = [kind, case.model]
     if kind == "case":
         arguments += [*case.devices, ",".join(map(str, case.cuts))]

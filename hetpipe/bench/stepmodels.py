@@ -1,4 +1,4 @@
-"""Models whose whole training step is measured on one core; a step takes about a second."""
+"""Models for measurements of whole training steps on one core, of about a second each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["bert", "gpt2", "lstm", "resnet18", "vgg11"]
 
 
 def gpt2() -> Workload:
-    """GPT-2's blocks, six of width 384."""
+    """Return GPT-2 with six blocks of width 384."""
     return random_workload(
         "gpt2, 6 x 384", lambda: GPT(VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS),
         language(VOCABULARY, LENGTH), SAMPLES, optim.adamw(lr=6e-4), token_loss,
@@ -27,7 +27,7 @@ def gpt2() -> Workload:
 
 
 def bert() -> Workload:
-    """BERT's layers, six of width 384."""
+    """Return BERT with six layers of width 384."""
     return random_workload(
         "bert, 6 x 384", lambda: Bert(VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS),
         spans(VOCABULARY, LENGTH), SAMPLES, optim.adamw(lr=5e-5), span_loss,
@@ -35,7 +35,7 @@ def bert() -> Workload:
 
 
 def resnet18() -> Workload:
-    """ResNet-18 at 64 x 64."""
+    """Return ResNet-18 for images of 64 x 64."""
     return random_workload(
         "resnet18, 64 x 64", lambda: ResNet((2, 2, 2, 2), classes=10, deep=False),
         images(64, 10), SAMPLES, optim.sgd(lr=0.01, momentum=0.9),
@@ -43,7 +43,7 @@ def resnet18() -> Workload:
 
 
 def vgg11() -> Workload:
-    """VGG-11 at 64 x 64."""
+    """Return VGG-11 for images of 64 x 64."""
     return random_workload(
         "vgg11, 64 x 64", lambda: VGG(VGG11, grid=2, hidden=512, classes=10), images(64, 10),
         SAMPLES, optim.sgd(lr=0.01, momentum=0.9),

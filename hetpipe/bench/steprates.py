@@ -1,11 +1,11 @@
-"""Whole training steps of models on one core: a device's stage against torch, in turns.
+"""Rates of whole training steps on one core: a device's stage and torch take turns.
 
-Torch runs eagerly, and compiled by inductor where there is a C++ compiler.
+Torch runs eagerly, and also compiled by inductor if there is a C++ compiler.
 
     python -m hetpipe.bench.steprates DEVICE SECONDS ROUNDS MODEL...
 
-prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process seconds are those in which
-this process computed, for a busy machine.
+The command prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process it counts the
+seconds of this process only, for a busy machine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from hetpipe.zoo.workload import Workload
 
 @dataclass(frozen=True)
 class StepRate:
-    """One model: medians over rounds of one run, measured on one core.
+    """The figures of one model: medians over rounds of one run, measured on one core.
 
-    A step is a forward, a backward and an update with one micro-batch. `operations` are those of
-    products and convolutions, as torch counts them; `share_of_ceiling` is the time that these take
-    by multiply-adds in registers alone, over the time of the step.
+    A step is a forward, a backward and an update with one micro-batch. `operations` counts the
+    operations of products and convolutions, as torch does. `share_of_ceiling` is their time as
+    multiply-adds in registers alone, over the time of the step.
 
-    `compiled_time_s` is the step of torch.compile, and `compile_s` the seconds on the clock of its
-    first one; without them `not_compiled` says why. `memory_nbytes` is all memory of the device
-    after some steps, as it counts itself: weights, gradients, state, saved tensors and the arena of
-    intermediates; `torch_memory_nbytes` is that of eager torch (`hetpipe.bench.eagermemory`).
+    `compiled_time_s` is the step time of torch.compile, and `compile_s` the wall-clock seconds of
+    its first step; `not_compiled` is the reason if they are None. `memory_nbytes` is the device's
+    own count of its memory after some steps: weights, gradients, state, saved tensors and the arena
+    of intermediates. `torch_memory_nbytes` is the peak of eager torch
+    (`hetpipe.bench.eagermemory`).
     """
 
     model: str
@@ -73,7 +74,7 @@ class StepRate:
 
 
 def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
-    """The rate of one model of the zoo, or of `package.module:factory`."""
+    """Measure one model of the zoo, or of `package.module:factory`."""
     workload = load_workload(name)
     samples = workload.mini_batch
     x, y = next(workload.batches(samples, 0))
@@ -103,7 +104,7 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     time_s = statistics.median(times["ours"])
 
     def of(name: str) -> float:
-        """The time of another one, by its median ratio to ours in the same round."""
+        """Return a contender's time, from its median ratio to ours in the same round."""
         pairs = zip(times[name], times["ours"], strict=True)
         return time_s * statistics.median(other / own for other, own in pairs)
 
@@ -132,9 +133,9 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
 
 @contextmanager
 def _decomposed() -> Iterator[None]:
-    """Without oneDNN, whose recurrent layers are one operator that torch does not count."""
+    """Turn oneDNN off within the context: torch cannot count its recurrent layers' operations."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a setter of these flags talks of graphics cards
+        warnings.simplefilter("ignore")  # setting these flags warns about graphics cards
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
@@ -142,7 +143,7 @@ def _decomposed() -> Iterator[None]:
 def _in_turns(
     contenders: Mapping[str, Callable[[], object]], round_s: float, rounds: int
 ) -> dict[str, list[float]]:
-    """The seconds of each contender's run in each round."""
+    """Return the seconds per run of each contender in each round."""
     counts = {name: runs_in(run, round_s) for name, run in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -152,17 +153,17 @@ def _in_turns(
 
 
 class Trained:
-    """A workload that trains on one device, as a single stage."""
+    """Training of a workload on one device, as a single stage."""
 
     def __init__(self, workload: Workload, batch: tuple[Any, Any]) -> None:
-        """The model is captured, for micro-batches as large as the batch."""
+        """Capture the model for micro-batches as large as the batch."""
         self.captured = Captured(workload.model, workload.loss_fn, batch)
         self._rule = optimizer_of(workload)
         self._feed = self.captured.leaves(*batch)
         self._samples = len(self._feed["y"])
 
     def trace(self, device: Device) -> None:
-        """Make the graphs of its passes and of its update."""
+        """Trace the graphs of the passes and the update."""
         table = decompositions_of(device.info.backend)
         (self._graphs,) = self.captured.stage_graphs(
             [], [table], [self._samples], self._rule, extras=()
@@ -175,7 +176,7 @@ class Trained:
         self._stage = Stage(device, self._graphs, values, np.zeros, keep)
 
     def step(self) -> float:
-        """Train a step. Returns its loss."""
+        """Train a step and return its loss."""
         stage, samples = self._stage, self._samples
         stage.run(Pass(Op.FORWARD, 0, samples, self._feed))
         stage.run(Pass(Op.BACKWARD, 0, samples, self._feed, loss_tangent=1.0))

@@ -1,4 +1,4 @@
-"""Trains a workload on a pipeline, step by step, and compares losses with unpartitioned torch."""
+"""Training of a workload on a pipeline, and comparison of its losses with unpartitioned torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 ROUNDING_FACTOR = 2
-"""Losses may differ by this many times the effect of rounding alone on the training."""
+"""Losses may differ by this many times the effect of rounding on the training."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `expected` is unpartitioned torch's loss, None where that was not run."""
+    """One step; `expected` is unpartitioned torch's loss, or None if torch did not run."""
 
     index: int
     loss: float
@@ -40,24 +40,24 @@ class Step:
 
     @property
     def difference(self) -> float:
-        """Relative to torch's loss; 0 where there is none."""
+        """The relative difference from torch's loss; 0 without `expected`."""
         if self.expected is None:
             return 0.0
         return relative(self.loss, self.expected)
 
 
 def relative(loss: float, expected: float) -> float:
-    """Relative difference of a loss."""
+    """Return the relative difference of a loss."""
     return abs(loss - expected) / max(abs(expected), 1e-12)
 
 
 def torch_losses(
     workload: Workload, sizes: Sequence[int], steps: int, seed: int, rounding: bool = False
 ) -> tuple[float, ...]:
-    """Losses of plain, unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
+    """Return the losses of unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
-    With `rounding` the weights begin with rounding errors: the difference from the true losses is
-    the effect of rounding alone on this training.
+    With `rounding` the initial weights have rounding errors. The difference from the losses without
+    them is the effect of rounding on this training.
     """
     model = copy.deepcopy(workload.model)
     if rounding:
@@ -70,10 +70,10 @@ def torch_losses(
 def train(
     workload: Workload, pipe: Pipeline, steps: int, *, seed: int, expected: Sequence[float] = ()
 ) -> Iterator[Step]:
-    """Train `steps` more mini-batches of the plan's size; a `Step` each.
+    """Train `steps` more mini-batches of the plan's size, and yield a `Step` for each.
 
-    `expected` are the losses of `torch_losses` for the first of them. Times are from one result to
-    the next, without the caller's own work.
+    `expected` has the losses of `torch_losses` for the first steps. Times are from one result to
+    the next, without the caller's work.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
     with one_thread():
@@ -88,7 +88,7 @@ def train(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch in this process to one thread: idle threads would spin on cores of the workers."""
+    """Limit torch in this process to one thread: idle threads would spin on the workers' cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,10 +99,10 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Losses of `steps` steps against torch's, and the gradients of one mini-batch.
+    """Comparison of the losses of `steps` steps and the gradients of a mini-batch with torch's.
 
-    `difference` is the largest relative difference of a loss, and `rounding` the largest that
-    rounding explains. `gradient` is the gradient that is the furthest from torch's.
+    `difference` is the largest relative difference of a loss, and `rounding` the difference that
+    rounding explains. `gradient` is the gradient with the largest error.
     """
 
     steps: int
@@ -142,8 +142,8 @@ def compare(
 ) -> Comparison | None:
     """Compare the steps with an expected loss; None if nothing was compared.
 
-    The model must still have its weights of before the training: if losses differ by more than the
-    rounding of one number, torch trains from them again, with rounding errors.
+    The model must still have its initial weights: if losses differ by more than the rounding of one
+    number, torch trains again from these weights with rounding errors.
     """
     expected = [step.expected for step in taken if step.expected is not None]
     if not expected:
@@ -161,7 +161,7 @@ def compare(
 
 @contextmanager
 def fresh_costs() -> Iterator[None]:
-    """Inside, costs are measured anew, not taken from an earlier day's cache."""
+    """Use an empty cache of costs within the context, so that all costs are measured again."""
     before = os.environ.get(cache.ENVIRONMENT)
     with TemporaryDirectory() as empty:
         os.environ[cache.ENVIRONMENT] = empty

@@ -1,4 +1,4 @@
-"""One training by one method, unpartitioned or in stages, under a plan that needs no profile."""
+"""Trial: a training by one method, unpartitioned or in stages, with a plan without a profile."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurrent}
-"""Workloads that can be trained from several seeds, by name."""
+"""Models that can be initialised from several seeds, by name of the workload."""
 WINDOW = 10
-"""Mini-batches in a mean of training losses."""
+"""Number of mini-batches in a mean of training losses."""
 
 Timed = tuple[tuple[float, ...], tuple[float, ...]]
-"""Losses, and seconds from the beginning to each."""
+"""Losses, and the seconds from the beginning to each loss."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a mini-batch is trained; without a schedule by plain torch, unpartitioned."""
+    """A method to train a mini-batch; without a schedule it is plain, unpartitioned torch."""
 
     name: str
     schedule: str = ""
@@ -51,7 +51,7 @@ class Method:
 class Task:
     """A workload, the settings of its training, and the mean training loss to reach.
 
-    `figure` names one of the workload's validation figures. Without `cuts` (layer indices)
+    `figure` names one of the workload's validation figures. Without `cuts` (layer indices) the
     stages have equal numbers of layers.
     """
 
@@ -67,14 +67,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Trial:
-    """The loss of every mini-batch, its time, and the validation figure at the end."""
+    """The loss and the time of every mini-batch, and the validation figure at the end."""
 
     losses: tuple[float, ...]
     times_s: tuple[float, ...]
     figure: float
 
     def reached(self, target: float) -> int | None:
-        """Mini-batches until the mean of the last `WINDOW` losses was at most `target`."""
+        """Return the number of mini-batches until the mean of `WINDOW` losses reached `target`.
+
+        Return None if it never did.
+        """
         for count in range(WINDOW, len(self.losses) + 1):
             if statistics.fmean(self.losses[count - WINDOW : count]) <= target:
                 return count
@@ -82,7 +85,7 @@ class Trial:
 
 
 class Subject:
-    """A model with the weights of a seed, captured once for all its trials."""
+    """A model with the weights of a seed, captured once for all trials."""
 
     def __init__(self, model: str, mini_batch: int, seed: int) -> None:
         self._seed = seed
@@ -121,14 +124,14 @@ class Subject:
 
 
 def timed(losses: Iterable[float]) -> Timed:
-    """The losses, and the seconds from now to each."""
+    """Return the losses, and the seconds from now to each loss."""
     begin_s = time.perf_counter()
     pairs = [(loss, time.perf_counter() - begin_s) for loss in losses]
     return tuple(loss for loss, _ in pairs), tuple(time_s for _, time_s in pairs)
 
 
 def seeded(model: str, seed: int) -> Workload:
-    """The workload `model`, with weights of `seed`."""
+    """Return the workload `model` with weights of `seed`."""
     workload = load_workload(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,7 +141,7 @@ def seeded(model: str, seed: int) -> Workload:
 def unprofiled(
     captured: Captured, members: Sequence[str], task: Task, method: Method
 ) -> tuple[Plan, CostTable]:
-    """A plan with a stage per member and the task's cuts, and an empty table of costs."""
+    """Return a plan with a stage per member and the task's cuts, and an empty table of costs."""
     samples = task.mini_batch // method.microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     count = len(members)

@@ -96,7 +96,7 @@ class _Examination:
             trials.forget()
 
     def outputs(self, run: Run) -> list[torch.Tensor]:
-        """Return a run's outputs from its device, or from the reference if only a device can read them.
+        """Return a run's outputs from its device, or the reference's for the device's workspaces.
 
         Raises `_FoundError` if device and reference differ.
         """
@@ -164,7 +164,7 @@ class _Examination:
         self._blame("program", run, beyond[0], search)
 
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
-        """Run on other inputs and then on the same inputs. Raise `_FoundError` if results differ."""
+        """Run on other inputs, then on the same inputs. Raise `_FoundError` if results differ."""
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
         self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)

@@ -21,7 +21,7 @@ from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
 from hetpipe.sdk.graph import graph_outputs, of_one_replica
 
 ROUNDING = 8.0
-"""Allowed error, in units of the difference between eager torch in the model's dtype and float64."""
+"""Allowed error as a multiple of eager torch's error in the model's dtype, relative to float64."""
 LARGE = 0.375
 """Power of a dtype's largest number; products or sums of larger values may overflow."""
 FLOOR = 1e-3

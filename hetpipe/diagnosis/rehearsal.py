@@ -212,6 +212,7 @@ class Rehearsal:
         elif request.grad_scale is not None:
             self._grad_scale = request.grad_scale
         clip = request.clip
+        # Without clipping, stages only sum gradients; the sum cancels too much to be compared.
         if clip is not None and clip.takes_norms:
             with_norm = [stage for stage in self.start.stages if stage.norm is not None]
             for stage in with_norm:

@@ -96,7 +96,7 @@ class Search:
         return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
-        """Return the shortest run of operators, in the graph's order, that is wrong in one graph."""
+        """Return the shortest run of consecutive operators that is wrong in one graph."""
         return shortest_fault(self._units, self._probe)
 
     def fails_elsewhere(self, finding: Finding) -> bool:
