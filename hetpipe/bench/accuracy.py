@@ -258,7 +258,7 @@ def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return Spearman's rank correlation of two series without ties; 1 for less than two values."""
+    """Return Spearman's rank correlation of series without ties; 1 for fewer than two values."""
     count = len(left)
     if count < 2:
         return 1.0

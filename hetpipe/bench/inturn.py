@@ -172,7 +172,7 @@ class StepInTurn:
         return tangents, held, gradients
 
     def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:
-        """Return a parameter's gradient; the owner of a tied parameter adds later stages' ones."""
+        """Return a parameter's gradient; for a tied parameter, with the later stages' gradients."""
         own = stage.get((GRAD, name))
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         if name not in owners:

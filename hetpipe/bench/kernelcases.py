@@ -148,7 +148,7 @@ STEP = 1 << 23
 
 
 def memory_bound() -> Iterator[Case]:
-    """Yield operators whose time should be the transfer of their bytes, larger than the caches."""
+    """Yield operators that memory bandwidth limits, with tensors larger than a core's caches."""
     x, w = (ROWS, WIDTH), (WIDTH,)
     size, text = 4.0 * ROWS * WIDTH, f"{ROWS} x {WIDTH}"
     norm = partial(aten.native_layer_norm.default, normalized_shape=[WIDTH], eps=1e-5)

@@ -68,7 +68,7 @@ def measure(device_id: str, kernels: int = KERNELS, rounds: int = ROUNDS) -> Lau
 
 
 def chain(device: Device, kernels: int) -> fx.GraphModule:
-    """Return a chain of softmaxes: each kernel needs the whole result before it, so none merge."""
+    """Return a chain of softmaxes; each needs the whole previous result, so none can be merged."""
 
     def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for _ in range(kernels):

@@ -18,9 +18,9 @@ class Setting:
     """The setting of one table of the benchmark.
 
     If `microbatches` is None, every row explores several counts. If `steps` is None, a turn has the
-    steps of about a second, at most 4. `twice` adds rows with two workers like this member. `link`
-    adds two rows with this link emulated between all devices. `peer` adds a row with torch's
-    pipeline.
+    steps of about a second, at most 4. `twice` adds rows with two workers like this member. If
+    there are several devices, `link` adds two rows with this link emulated between all devices.
+    `peer` adds a row with torch's pipeline.
     """
 
     name: str

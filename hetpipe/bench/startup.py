@@ -2,8 +2,8 @@
 
 Every case runs in a new process with empty caches (cold), and then in another process with the
 filled caches (warm), in turn with plain torch's first step. Times are seconds since the start of
-the process, as medians over the rounds. For a whole model on one device, see
-`hetpipe.bench.loaded`, the line begins with the time until the model is ready for its first pass.
+the process, as medians over the rounds. The lines of whole models on one device
+(`hetpipe.bench.loaded`) begin with the time until the model is ready for its first pass.
 """
 
 from __future__ import annotations

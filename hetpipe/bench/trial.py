@@ -1,4 +1,4 @@
-"""Trial: a training by one method, unpartitioned or in stages, with a plan without a profile."""
+"""Trial: one training by one method, in stages or unpartitioned; its plan needs no profile."""
 
 from __future__ import annotations
 

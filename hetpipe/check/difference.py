@@ -20,7 +20,7 @@ class Difference:
     """The worst error of an array, and the allowed error of the same element.
 
     `wrong` counts the elements beyond the allowed error; `text` describes the worst one. The error
-    is infinite for a wrong shape, or if only one of value and reference is infinite or NaN.
+    is infinite for a wrong shape, or if value and reference differ and one of them is not finite.
     """
 
     error: float
@@ -38,7 +38,7 @@ def errors_of(actual: Array, expected: Array) -> Array:
     """Return the absolute error of each element; 1 for unequal integers and bools.
 
     The error is 0 if both values are NaN, or equal in the dtype of `actual`, where large numbers
-    become infinite. It is infinite if only one value is finite.
+    become infinite. It is infinite if the values differ and one of them is not finite.
     """
     if actual.dtype.kind != "f":
         return np.asarray(actual != expected, np.float64)

@@ -99,7 +99,7 @@ def trace_step(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
 
 
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
-    """Train a two-layer perceptron for one step; the gradients of the mean square are by hand.
+    """Train a two-layer perceptron for one step on the mean squared error, without autograd.
 
     Return the loss and the new parameters.
     """

@@ -101,7 +101,7 @@ def rig_of(device_id: str) -> Rig:
 
 
 def run_check(each: Check, rig: Rig) -> Result:
-    """Run a check and return its result; every exception but Ctrl-C becomes a failure."""
+    """Run a check and return its result; only Ctrl-C and similar exceptions propagate."""
     start_s = time.perf_counter()
     outcome, message = "passed", ""
     try:

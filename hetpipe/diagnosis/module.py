@@ -23,7 +23,7 @@ from hetpipe.sdk.graph import graph_outputs, of_one_replica
 ROUNDING = 8.0
 """Allowed error as a multiple of eager torch's error in the model's dtype, relative to float64."""
 LARGE = 0.375
-"""Power of a dtype's largest number; products or sums of larger values may overflow."""
+"""Values beyond this power of a dtype's largest number may overflow in products and sums."""
 FLOOR = 1e-3
 """Smallest magnitude that sets a gradient's tolerance, as a share of the largest gradient."""
 

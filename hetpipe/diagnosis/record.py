@@ -25,10 +25,10 @@ _MEANING: Mapping[str, str] = {
 class Culprit:
     """The place where a device's results differ from torch's, or where a value is first not finite.
 
-    `program` is the forward, backward or update of a stage. `output` has dtype and shape of the
-    wrong tensor, `inputs` of the operator's inputs. `operators` has several names if the operators
-    are wrong only together. `error` is the largest error, `allowed` the error that rounding
-    explains.
+    `program` is the forward, backward or update of a stage. `output` is dtype and shape of the
+    wrong tensor; `inputs` are dtypes and shapes of the operator's inputs. `operators` has several
+    names if the operators are wrong only together. `error` is the largest error, `allowed` the
+    error that rounding explains.
     """
 
     stage: int

@@ -89,7 +89,7 @@ class Rehearsal:
     saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
     """Saved tensors by stage, micro-batch and name: the device's values, or the reference's if only
     the device can read them."""
-    _squares: list[float] = field(default_factory=list)  # squared gradient norms by stage
+    _squares: list[float] = field(default_factory=list)  # by stage with a norm
     _grad_scale: float = 1.0
     _clip: dict[int, float] = field(default_factory=dict)  # by stage
     _is_later: bool = False
@@ -115,7 +115,7 @@ class Rehearsal:
         return sum(loss * size for loss, size in pairs) / sum(samples)
 
     def runs(self) -> Iterator[Run]:
-        """Yield all runs; no backwards after an infinite loss, no updates after such a gradient."""
+        """Yield all runs; skip backwards if a loss, and updates if a gradient, is not finite."""
         stages, microbatches = self.start.stages, range(len(self.start.request.samples))
         for stage in stages:
             for m in microbatches:

@@ -35,7 +35,7 @@ def both(*args: torch.Tensor) -> torch.Tensor:
 def transposed(
     x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor
 ) -> torch.Tensor:
-    """Return the same for transposed inputs, so that inputs and gradients are not row-major."""
+    """Compute `both` from transposed inputs, so that inputs and gradients are not row-major."""
     y, last_c = layer(x.transpose(0, 1), h0.t(), c0.t(), w_ih.t(), w_hh.t())
     return torch.cat([y, last_c.unsqueeze(0)]).transpose(0, 1)
 
