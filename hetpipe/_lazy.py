@@ -21,7 +21,7 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package; they import what its index lists.
+    """Return `__getattr__` and `__dir__` of a package; they import the names of its index.
 
     `__getattr__` answers `__all__` too. A submodule wins over a function of the same name, since
     Python binds a submodule to its package whenever it is imported.

@@ -1,8 +1,8 @@
-"""Folders for caches: the user's own, or a private temporary one where that cannot be used.
+"""Folders for caches: the user's own, or a private temporary folder if that is unusable.
 
-A cache holds what can be computed again, so it alone may lie elsewhere than asked, with a warning.
-Its content becomes code: captured programs, compiled kernels, the list of OpenCL's runtimes. So a
-cache lies only where this user and root, and nobody else, can write.
+The content of a cache can be computed again, so a cache, unlike other files, may move to another
+folder than requested, with a warning. The content becomes code: captured programs, compiled
+kernels, the list of OpenCL's runtimes. So only this user and root may have write access.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hetpipe import environment
 from hetpipe.errors import HetpipeError
 
 LEAST_NBYTES = 16 << 20
-"""Room that a cache's folder must have: a worker's kernels take a few MiB."""
+"""Free bytes that a cache's folder must have: a worker's kernels take a few MiB."""
 WARNED = "HETPIPE_WARNED_CACHE"
-"""Variable with the folder of the last warning: this process's workers do not repeat it."""
+"""Variable with the folder of the last warning, so that workers do not repeat the warning."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _usable: set[Path] = set()
-"""Folders that this process found usable. A disk that fills up later shows at the next write."""
+"""Folders that this process found usable. If a disk fills up later, the next write fails."""
 
 
 class CacheWarning(UserWarning):
@@ -37,9 +37,9 @@ class CacheWarning(UserWarning):
 def cache_folder(kind: str, variable: str = "") -> Path:
     """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
-    They lie in the user's cache folder, or in the one that `variable` of the environment names.
-    Where nothing can be written, or others can write, the folder is a private temporary one, with
-    a `CacheWarning`. Raises `HetpipeError` if there is no such folder either.
+    It is in the user's cache folder, or in the folder that the environment's `variable` names. If
+    that cannot be written, or others can write to it, the folder is a private temporary one, with
+    a `CacheWarning`. Raises `HetpipeError` if the temporary folder is unusable as well.
     """
     named = environment.path(variable)
     base = _users_folder() if named is None else Path(os.path.abspath(named))
@@ -64,7 +64,7 @@ def _users_folder() -> Path:
 
 
 def optional_folder(kind: str, variable: str = "") -> Path | None:
-    """Like `cache_folder`; None, with a `CacheWarning`, where no folder can hold the cache."""
+    """Return `cache_folder`; None, with a `CacheWarning`, if no folder can hold the cache."""
     try:
         return cache_folder(kind, variable)
     except HetpipeError as error:
@@ -76,7 +76,7 @@ def optional_folder(kind: str, variable: str = "") -> Path | None:
 
 
 def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
-    """Like `problem_of(base / kind)`. The folders below `base`, which are hetpipe's, get 0700."""
+    """Return `problem_of(base / kind)`. The folders below `base`, which are hetpipe's, get 0700."""
     folder = base / kind
     if folder in _usable:
         return ""
@@ -97,7 +97,7 @@ def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
 
 
 def _tighten(folder: Path) -> None:
-    """Take the folder away from others, if it is this user's. Older versions made it for all."""
+    """Deny others access to a folder of this user. Older versions allowed it."""
     if os.name != "posix":
         return
     status = folder.lstat()
@@ -108,7 +108,7 @@ def _tighten(folder: Path) -> None:
 
 
 def problem_of(folder: Path) -> str:
-    """Return why a cache cannot lie in this folder, or "". The folder is made if it is missing."""
+    """Return why this folder cannot hold a cache, or "". Makes the folder if it is missing."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if reason := _open_to_others(folder):
@@ -128,15 +128,15 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _open_to_others(folder: Path) -> str:
-    """Return who else could change what is read from `folder`, or "".
+    """Return why others could change the content of `folder`, or "".
 
-    Every folder on the way there must belong to this user or to root. Others may not write to any,
-    except where the sticky bit protects names, as in /tmp. `folder` is this user's.
+    `folder` must belong to this user, and every folder above it to this user or root. Others may
+    write to none of them, except where the sticky bit protects names, as in /tmp.
     """
     if os.name != "posix":
         return ""
     user = os.getuid()
-    trusted = {user, 0, os.lstat("/").st_uid}  # in a container root may have another number
+    trusted = {user, 0, os.lstat("/").st_uid}  # in a container, root may have another number
     if refusal := why_not_own(folder.stat()):
         return f"{folder} {refusal}"
     plain, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
@@ -151,7 +151,7 @@ def _open_to_others(folder: Path) -> str:
 
 
 def why_not_own(status: os.stat_result) -> str:
-    """Return why a file's or folder's content may be another user's, or ""."""
+    """Return why another user may have written a file or folder, or ""."""
     if os.name != "posix":
         return ""
     if status.st_uid != os.getuid():
@@ -162,7 +162,7 @@ def why_not_own(status: os.stat_result) -> str:
 
 
 def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
-    """Say that a cache lies elsewhere, unless this process or its parent said so before."""
+    """Warn that a cache is in another folder, unless this process or its parent has warned."""
     if os.environ.get(WARNED) == str(folder):
         return
     os.environ[WARNED] = str(folder)
@@ -177,7 +177,7 @@ def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
 
 @cache
 def temporary() -> Path:
-    """A folder for temporary files that only this user can read or write, for all processes."""
+    """Return a folder for temporary files of all processes, which only this user can access."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
     try:
         folder = Path(tempfile.gettempdir()) / f"hetpipe-{user}"

@@ -1,9 +1,9 @@
 """Reads and writes pickles of plain data: a reader cannot run code.
 
 A pickle names functions and classes, and an ordinary reader imports and calls them. This one knows
-lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name, arrays of numpy too:
-numpy's way to restore them trusts sizes and pointers. `parts` of other objects are stored in their
-place, and the reader's `make` makes them.
+lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name. It also refuses numpy
+arrays, because numpy trusts sizes and pointers when it restores them. For other objects, the writer
+stores their `parts`, from which the reader's `make` makes the objects again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Parts = tuple[str, Any]
-"""A kind of object, and plain data or further objects."""
+"""A kind of object, and its content: plain data or further objects."""
 
 
 def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
@@ -28,7 +28,7 @@ def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
 
 
 def loads(data: bytes, make: Callable[[Parts], Any] | None = None) -> Any:
-    """Return the content of a pickle; `make` returns the object with some parts.
+    """Return the content of a pickle; `make` makes an object from its parts.
 
     Raises `pickle.UnpicklingError` for a name; damaged bytes raise as `pickle.loads` does.
     """
@@ -44,7 +44,7 @@ class _Writer(pickle.Pickler):
         self._parts = parts
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) in _PLAIN:  # nearly all of them
+        if type(value) in _PLAIN:  # nearly all values
             return None
         if isinstance(value, complex):
             return "complex", (value.real, value.imag)

@@ -1,8 +1,8 @@
-"""Entries of a cache: bytes under a key, which serve again while nothing has changed.
+"""Entries of a cache: bytes under a key, which are valid until something in the key changes.
 
-Each is a file of its own, with a checksum before the content. A reader sees all of it or nothing.
-Damaged entries are made again. An entry may become code, so it is read only where nobody else can
-have written it: file and folder are checked when they are open, and links of others are
+Each entry is a file, with a checksum before the content. A reader sees all of it or nothing.
+Damaged entries are made again. An entry may become code, so it is read only if nobody else can
+have written it: file and folder are checked after they are opened, and links of other users are
 not followed.
 """
 
@@ -26,14 +26,17 @@ FORM = 2
 
 
 def key_of(*parts: object) -> str:
-    """The name of an entry: a hash of everything on which its content depends."""
+    """Return the name of an entry: a hash of everything on which its content depends."""
     return hashlib.sha256(repr((FORM, parts)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of one kind, in a folder of the user's caches: at most `most`, then the oldest
-    tenth goes. `variable` of the environment may name another place for the caches."""
+    """The entries of one kind, in a folder of the user's caches.
+
+    There are at most `most` entries; beyond that, the oldest tenth is deleted. The environment's
+    `variable` may name another folder for the caches.
+    """
 
     kind: str
     suffix: str
@@ -41,8 +44,10 @@ class Entries:
     variable: str = ""
 
     def load(self, key: str) -> bytes | None:
-        """The content of an entry; None if there is none. Warns with `CacheWarning` if it is
-        damaged, or may be another user's."""
+        """Return the content of an entry; None if there is none.
+
+        Warns with `CacheWarning` if the entry is damaged, or another user may have written it.
+        """
         folder = self._folder()
         if folder is None:
             return None
@@ -59,14 +64,13 @@ class Entries:
         return content
 
     def refuse(self, key: str, reason: object) -> None:
-        """Warn that an entry is of no use."""
+        """Warn that an entry is unusable."""
         path = Path(self._folder() or "", self._name(key))
         text = f"cache entry {path} is not used and will be made again: {reason}"
         warnings.warn(text, CacheWarning, stacklevel=3)
 
     def store(self, key: str, content: bytes) -> None:
-        """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk, and goes
-        on."""
+        """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk."""
         folder = self._folder()
         if folder is None:
             return
@@ -84,13 +88,13 @@ class Entries:
         return f"{key}.{self.suffix}"
 
     def _prune(self, folder: Path) -> None:
-        """Delete the oldest entries where there are too many."""
+        """Delete the oldest entries if there are too many."""
         suffix = f".{self.suffix}"
         names = [name for name in os.listdir(folder) if name.endswith(suffix)]
         if len(names) > self.most:
             entries = sorted((folder / name for name in names), key=_age_s)
             for path in entries[: len(entries) - (self.most - self.most // 10)]:
-                with suppress(OSError):  # another process deletes it, or it is not ours
+                with suppress(OSError):  # another process deletes it, or it is another user's
                     path.unlink()
 
 
@@ -98,7 +102,7 @@ def read_own(folder: Path, name: str) -> bytes:
     """Read a file that only this user can have written. Raises `OSError` or `ValueError`."""
     if os.name != "posix":
         return (folder / name).read_bytes()
-    # A link on the way to the folder is the user's own: `cache_folder` has made sure.
+    # `cache_folder` has checked that a link on the way to the folder belongs to the user.
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if reason := why_not_own(os.fstat(inside)):
@@ -116,7 +120,7 @@ def read_own(folder: Path, name: str) -> bytes:
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """The key counts, so that an entry cannot stand in for another one."""
+    """Return the checksum. It includes the key, so that no entry passes for another one."""
     return hashlib.sha256(key.encode() + content).digest()
 
 

@@ -56,8 +56,10 @@ def _path(name: str, text: str, error: type[HetpipeError]) -> Path:
 
 
 def clock() -> Callable[[], float]:
-    """Return the clock of benchmarks: the wall's, or this process's computing time where
-    HETPIPE_CLOCK is `process`. Raises `HetpipeError` for another word in it."""
+    """Return the clock of benchmarks: wall time, or CPU time of this process.
+
+    It is CPU time if HETPIPE_CLOCK is `process`. Raises `HetpipeError` for another value of it.
+    """
     word = os.environ.get("HETPIPE_CLOCK", "").strip()
     if word not in ("", "process"):
         raise HetpipeError(

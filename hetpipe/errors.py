@@ -1,4 +1,4 @@
-"""The errors that hetpipe raises: one root, few children; each says what is wrong and the cure."""
+"""The errors that hetpipe raises: one root, few children; each names the fault and its cure."""
 
 
 class HetpipeError(Exception):
@@ -18,7 +18,7 @@ class ClusterError(HetpipeError):
 
 
 class CostError(HetpipeError):
-    """A profile is missing, damaged beyond repair, or does not fit the question asked of it."""
+    """A profile is missing, damaged beyond repair, or does not fit the request."""
 
 
 class PlanError(HetpipeError):
@@ -53,7 +53,7 @@ class NotFiniteError(HetpipeError):
 
 
 class NoMeanError(NotFiniteError):
-    """A loss that is (sum, count) has a count of zero: no sample or label of a mini-batch counts.
+    """A loss of the form (sum, count) has a count of zero: no sample or label counts.
 
     The gradients of its sum, if it has any, were multiplied by zero.
     """
@@ -64,4 +64,4 @@ class CheckpointError(HetpipeError):
 
 
 class UserCodeError(HetpipeError):
-    """Code that the user gave has raised; the message ends with its traceback, without our part."""
+    """The user's code has raised; the message ends with its traceback, without hetpipe's frames."""

@@ -84,9 +84,9 @@ def write_beside(
 ) -> None:
     """Fill a new file in the same folder, then rename it to `path`. Makes the folder.
 
-    `write` is the content, or writes it to an open file. The umask applies to `mode`. The new
-    file's name is unique, so threads and processes may write to one path at once; a failure leaves
-    nothing behind.
+    `write` is the content, or a function that writes it to an open file. The umask applies to
+    `mode`. The new file's name is unique, so threads and processes may write to one path at once. A
+    failure leaves no file behind.
     Raises `HetpipeError` if the place cannot be written to.
     """
     path = user_path(path)
@@ -112,7 +112,7 @@ def write_beside(
 
 
 def dump_json(data: Any) -> str:
-    """JSON with an end of line. Infinite and missing numbers become null, which JSON can say."""
+    """Return JSON with a final newline. Infinite numbers and NaN become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
 
 

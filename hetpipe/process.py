@@ -1,4 +1,4 @@
-"""Starts modules of ours in processes of their own, which import what this process imports."""
+"""Starts modules of hetpipe in new processes, with the import path of this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ START = Path(__file__).with_name("start.py")
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Like `python -m MODULE ARGUMENTS...`, but safe in any folder. Needs `environment`."""
+    """Return a command like `python -m MODULE ARGUMENTS...`, safe in any folder.
+
+    It needs the variables of `environment`.
+    """
     return [sys.executable, str(START), module, *map(str, arguments)]
 
 
 def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
-    """This process's variables with `settings`, and the path on which `command` finds modules.
+    """Return this process's variables, `settings`, and the import path for `command`.
 
-    Variables of Python that add folders are set aside until the path is in order.
+    PYTHONPATH, which adds folders, is renamed until `start.py` has set the path.
     """
     variables = {**os.environ, **settings, "HETPIPE_PATH": "\n".join(ordered(sys.path))}
     if "PYTHONPATH" in variables:
@@ -32,16 +35,16 @@ def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
 
 
 def ordered(path: Sequence[str]) -> list[str]:
-    """Python's own folders and those of installed packages first, then the user's own.
+    """Return the path with folders of Python and of installed packages before the user's.
 
-    A `queue.py` beside a script is then not taken for Python's by a process that the script starts.
+    A process that a script starts then does not take a `queue.py` beside the script for Python's.
     """
     entries = [entry for entry in path if isinstance(entry, str)]
     return sorted(entries, key=lambda entry: not _is_library(entry))
 
 
 def start_refusal(error: BaseException) -> str:
-    """Why the system starts no process or thread, and the cure; empty for another error."""
+    """Return why the system starts no process or thread, and the cure; "" for another error."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return f"the system has too little memory for another process ({error}): free some"
     refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
@@ -59,10 +62,10 @@ def start_refusal(error: BaseException) -> str:
 
 
 def shadow(module: str) -> str | None:
-    """The file that `command` would import for this process's `module`, if it is another file."""
+    """Return the file that `command` would import for `module`, if this process has another one."""
     top = module.partition(".")[0]
     if top == "hetpipe":
-        return None  # `start.py` loads the one that it belongs to
+        return None  # `start.py` loads its own `hetpipe`
     spec = PathFinder.find_spec(top, ordered(sys.path))
     loaded = sys.modules.get(top) or sys.modules["__main__"]  # of python -m MODULE
     if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):

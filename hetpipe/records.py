@@ -1,8 +1,8 @@
 """Records: files that people and programs write, checked by pydantic; an error names the place.
 
-A record is a frozen dataclass whose fields say what they allow, `Annotated[int, Whole(1)]`. Made in
-Python it is not checked; `Source.record` makes one of JSON or TOML. pydantic is imported with the
-first file, not before.
+A record is a frozen dataclass whose fields name the allowed values, `Annotated[int, Whole(1)]`.
+`Source.record` makes a record from JSON or TOML and checks it; a record made in Python is not
+checked. pydantic is imported only with the first file.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Place = tuple[int | str, ...]
 
 MOST_DIGITS = 40  # of a whole number in JSON
 LEAST, MOST = 1e-15, 1e30
-"""What is measured or sold lies between them, in any unit."""
+"""Bounds of measured and published numbers, in any unit."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Allows whole numbers from `least` to `most`; True is none, nor is 1.0."""
+    """Allows whole numbers from `least` to `most`, but neither True nor 1.0."""
 
     least: int = 0
     most: int = 2**63 - 1
@@ -57,9 +57,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones.
+    """Allows finite numbers from `least` to `most`; with `above`, only numbers above `least`.
 
-    Products and quotients of those that are above 0 neither overflow nor become 0.
+    Products and quotients of two positive numbers neither overflow nor become 0.
     """
 
     least: float = 0.0
@@ -114,7 +114,7 @@ class NullIsInfinite:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Takes a text, of which `parse` makes the value."""
+    """Takes a text, from which `parse` makes the value."""
 
     parse: Callable[[str], Any]
 
@@ -129,7 +129,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Placed:
-    """Gives a place to the `HetpipeError` of a record's own checks."""
+    """Adds the place to the `HetpipeError` of a record's own checks."""
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core.core_schema import no_info_wrap_validator_function
@@ -147,15 +147,15 @@ Name = Annotated[str, Entries(1)]
 
 @dataclass(frozen=True)
 class Source:
-    """A document: the plan, in a file or not. `error` is raised for all that is wrong with it."""
+    """A document, such as the plan, in a file or not. Every fault in it raises `error`."""
 
     title: str  # such as "the plan"
     error: type[HetpipeError]
     where: str | Callable[[Place], str] = ""  # the file; or, by place, file and line
-    cures: Mapping[str, str] = field(default_factory=dict)  # by place without its indices
+    cures: Mapping[str, str] = field(default_factory=dict)  # by place, without indices
 
     def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
-        """The error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
+        """Return the error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
         subject = ".".join(map(word, place)) if place else self.title
         return self._error((*place, key) if key else place, f"{subject} {why}")
 
@@ -165,18 +165,18 @@ class Source:
         return self.error(f"{prefix}: {sentence}" if prefix else sentence)
 
     def record(self, kind: type[T], data: object) -> T:
-        """A record of plain data. Raises `error` for the first thing that is wrong."""
+        """Return a record of plain data. Raises `error` for the first fault."""
         from pydantic import ValidationError
 
         try:
             return cast(T, _adapter(cast(Any, kind)).validate_python([data])[0])
         except ValidationError as invalid:
             raise self._refusal(kind, invalid.errors(include_url=False)[0]) from None
-        except HetpipeError as refused:  # the record's own checks
+        except HetpipeError as refused:  # from the record's own checks
             raise self._error((), str(refused)) from refused
 
     def versioned(self, kind: type[T], data: object, version: int) -> T:
-        """Likewise, of an object written by hetpipe: no key is left out, and there is `version`."""
+        """Return a record of data that hetpipe has written, with all keys and `version`."""
         if not isinstance(data, Mapping):
             raise self.fault((), f"is {short(data)}, it should be an object")
         there = data.get("version")
@@ -232,7 +232,7 @@ def read_file(
 
 
 def read_json(path: Path, error: type[HetpipeError]) -> Any:
-    """A file's JSON. Raises `error`, with the line where it is known."""
+    """Return a file's JSON. Raises `error`, with the line if it is known."""
     text = read_text(path, error)
     try:
         return json.loads(
@@ -265,7 +265,7 @@ _ALLOWED = {
     "too_short": "a list of {min_length} or more entries, not {actual_length}",
     "too_long": "a list of at most {max_length} entries, not {actual_length}",
 }
-"""By pydantic's type of an error, what should be there."""
+"""The expected value, by pydantic's type of error."""
 
 
 def _allowed(detail: ErrorDetails) -> str:
@@ -278,14 +278,14 @@ def _allowed(detail: ErrorDetails) -> str:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Dataclasses inside the list take its configuration over: none has unknown keys."""
+    """Return an adapter that forbids unknown keys, in the dataclasses inside as well."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(list[kind], config={"extra": "forbid"})
 
 
 def _keys(kind: Any, place: Place) -> list[str]:
-    """The keys of the record at a place."""
+    """Return the keys of the record at a place."""
     for part in place:
         if is_dataclass(kind):
             kind = get_type_hints(kind)[str(part)]
@@ -297,7 +297,7 @@ def _keys(kind: Any, place: Place) -> list[str]:
 
 
 def _left_out(kind: Any, data: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    """Where a record's keys are left out for their defaults; `data` fits the record else."""
+    """Yield the places and keys that valid `data` omits, because they have defaults."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         for name in hints:

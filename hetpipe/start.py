@@ -1,11 +1,11 @@
-"""The first file that a process of ours runs: `python start.py MODULE ARGUMENTS...`.
+"""The first file of a process that hetpipe starts: `python start.py MODULE ARGUMENTS...`.
 
-The interpreter puts a folder first on its path, of this file or the current one, where any file may
-have the name of a module of Python's. So nothing is imported before the path is the one that
-`hetpipe.process` has put in order; only then does MODULE run, as `python -m MODULE` would.
+The interpreter puts the folder of this file, or the current folder, first on its path; a file there
+may have the name of one of Python's modules. So this file imports nothing until it has set the path
+from `hetpipe.process`. Then it runs MODULE, like `python -m MODULE`.
 """
 
-import os  # `os` and `sys` are loaded before any code of ours
+import os  # Python itself loads `os` and `sys` before this file
 import sys
 
 sys.path[:] = os.environ.pop("HETPIPE_PATH").split("\n")
@@ -14,7 +14,7 @@ if "HETPIPE_PYTHONPATH" in os.environ:  # for the programs that the module itsel
 
 
 def main() -> None:
-    """Load the `hetpipe` that lies here, wherever another one lies, and run MODULE."""
+    """Load the `hetpipe` of this file, even if the path has another one, and run MODULE."""
     import runpy
     from importlib.util import module_from_spec, spec_from_file_location
 

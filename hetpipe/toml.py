@@ -17,17 +17,17 @@ else:
     import tomli as tomllib
 
 MOST_LENGTH = 8 << 20
-"""A hundred thousand tables fit, and take some seconds."""
+"""Characters of a file. A hundred thousand tables fit, and take some seconds."""
 _NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
 _HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
 _SETTING = re.compile(rf"{_NAMES}=")
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){100}""")
-"""No file has such a key, and what is read of one takes the square of its length."""
+"""A key that no real file has: the time to parse it grows with the square of its length."""
 
 
 def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, Any]:
-    """The data of a file's text. Raises `error` as `path:line: fault`."""
+    """Return the data of a file's text. Raises `error` as `path:line: fault`."""
     if len(text) > MOST_LENGTH:
         raise error(f"{path}: has {len(text)} characters; at most {MOST_LENGTH} are read")
     if long_key := _LONG_KEY.search(text):
@@ -59,7 +59,7 @@ class Lines:
                 self._note((*table, *_names(setting[1])), number)
 
     def at(self, place: Place) -> int:
-        """The line that sets the value at a place, or opens its nearest table; else 1."""
+        """Return the line that sets the value at a place, or opens its nearest table; else 1."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._lines:
                 return self._lines[place[:end]]
@@ -70,7 +70,7 @@ class Lines:
             self._lines.setdefault(place[:end], number)
 
     def _opened(self, names: list[str], repeated: bool) -> Place:
-        """The place of a header's table; a name of repeated tables means the last of them."""
+        """Return the place of a header's table; a name of repeated tables means the last of them."""
         place: Place = ()
         for name in names[:-1]:
             place = (*place, name)
@@ -84,5 +84,5 @@ class Lines:
 
 
 def _names(text: str) -> list[str]:
-    """`a."b.c"` -> `["a", "b.c"]`."""
+    """Split a key: `a."b.c"` -> `["a", "b.c"]`."""
     return [name.strip("\"'") for name in re.findall(_NAME, text)]

@@ -1,4 +1,4 @@
-"""Values and names in messages, short whatever a file says."""
+"""Values and names in messages, short even if a file has long ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from reprlib import Repr
 
 
 def short(value: object) -> str:
-    """A value for a message, however large or deep it is."""
+    """Return a short text of a value, which may be large or deep, for a message."""
     return _SHORT.repr(value)
 
 
 def word(part: int | str) -> str:
-    """A name for a message: as it is, unless it is long or not printable."""
+    """Return a name for a message, unchanged unless it is long or not printable."""
     plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
     return str(part) if plain else short(part)
 
 
 def words(parts: Iterable[int | str]) -> str:
-    """Names for a message, with commas; of many the first ones, and their number."""
+    """Join names with commas for a message; of many names, the first ones and the number."""
     names = [word(part) for part in parts]
     rest = [f"... {len(names)} in all"] if len(names) > MOST_WORDS else []
     return ", ".join(names[:MOST_WORDS] + rest)
@@ -29,7 +29,7 @@ MOST_WORDS = 24
 
 class _Short(Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to print what has more than 4300 digits."""
+        """Shorten large numbers: Python refuses to print more than 4300 digits."""
         return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
 
 

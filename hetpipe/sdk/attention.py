@@ -3,7 +3,7 @@
     out = softmax(scale * query @ key^T) @ value
 
 Shapes: query [..., L, E], key [..., S, E], value [..., S, V], out [..., L, V], with one or two
-dimensions in front; logsumexp [..., L] is the natural logarithm of each row's sum of exponentials.
+leading dimensions; logsumexp [..., L] is the natural logarithm of each row's sum of exponentials.
 Causal: row i reads the keys 0 to i, whatever the lengths. The backward computes the weights again
 from logsumexp, after Dao, "FlashAttention-2" (2023), section 2.3.2.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, logsumexp); see the module for shapes. logsumexp is float32 at least."""
+    """Return (out, logsumexp); see the module for shapes. logsumexp is at least float32."""
     if not _has_flash(query, value):
         return plain_attention(query, key, value, is_causal, scale)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -44,7 +44,7 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(grad_query, grad_key, grad_value) of `attention`, whose results are `out`, `logsumexp`."""
+    """Return (grad_query, grad_key, grad_value) of `attention`, from its `out` and `logsumexp`."""
     if not _has_flash(query, value):
         return plain_attention_backward(
             grad_out, query, key, value, out, logsumexp, is_causal, scale
@@ -63,13 +63,13 @@ def attention_backward(
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` as products and exponentials."""
+    """Compute `attention` by products and exponentials."""
     scores = _scores(query, key, is_causal, scale)
     top = scores.amax(-1, keepdim=True)
     powers = (scores - top).exp()
     total = powers.sum(-1, keepdim=True)
     out = (powers / total).to(value.dtype) @ value
-    if out.ndim == 4:  # the layout promised by tracing: later views rely on it
+    if out.ndim == 4:  # tracing promises this layout: later views rely on it
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, (top + total.log()).squeeze(-1)
 
@@ -84,7 +84,7 @@ def plain_attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention_backward` as products and exponentials."""
+    """Compute `attention_backward` by products and exponentials."""
     weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
     grad_value = weights.to(value.dtype).transpose(-2, -1) @ grad_out
     grad_weights = grad_out @ value.transpose(-2, -1)
@@ -104,12 +104,12 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: floa
 
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's fused kernel takes these: it needs equal widths."""
+    """Whether torch's fused kernel takes these tensors: it needs equal widths."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def _flash_form(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Four dimensions each, the last contiguous."""
+    """Return the tensors with four dimensions, the last contiguous."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
 
@@ -119,7 +119,7 @@ def _like(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows of all heads side by side: the layout of torch's fused kernel, and of models."""
+    """Return an empty tensor with all heads of a row side by side, like torch's fused kernel."""
     if len(shape) == 3:
         return x.new_empty(shape)
     batch, heads, length, width = shape
@@ -167,4 +167,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.attention.default: plain_attention,
     torch.ops.hetpipe.attention_backward.default: plain_attention_backward,
 }
-"""To core ATen, once its operators are decomposed in turn."""
+"""Decompositions to core ATen, after their operators are decomposed in turn."""

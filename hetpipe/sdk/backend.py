@@ -1,4 +1,6 @@
-"""The backend contract: all that a hardware maker implements; `API_VERSION` counts its changes.
+"""The backend contract: the classes that a hardware maker implements.
+
+`API_VERSION` counts its changes.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
 runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class Event(ABC):
-    """The end of work on a device. Any thread may ask, and several at once.
+    """The end of work on a device. Several threads may ask at once.
 
     `hetpipe.sdk.events` has ready ones.
     """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended; raises the device's error if it failed."""
+        """Return whether the work has ended. Raises the device's error if it failed."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it ends. Raises `BackendError` on failure or after `timeout_s`."""
+        """Wait until the work ends. Raises `BackendError` on failure or after `timeout_s`."""
 
 
 class DoneEvent(Event):
@@ -58,8 +60,8 @@ DONE = DoneEvent()
 class Buffer(ABC):
     """A row-major tensor in a device's memory. Immutable unless donated.
 
-    Its memory may go when nobody has the object any more *and* all work that was given it has
-    ended: the engine drops buffers while passes that read them are still queued.
+    The device may free its memory when nobody holds the object *and* all work on it has ended:
+    the engine drops buffers while passes that read them are still queued.
     """
 
     device: Device
@@ -68,7 +70,7 @@ class Buffer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
 
@@ -90,14 +92,14 @@ class Executable(ABC):
         """Run on `inputs` (one per placeholder, in order) once `after` has happened.
 
         Returns the outputs, the event of completion and the chunks (may be empty). It may return
-        at once, and may block until the work is done. An input whose index is in `donate` may be
-        overwritten and returned; the caller never reads it again. No output shares memory with an
-        input that was not donated, unless the graph returns that placeholder itself, and then the
-        output is that very `Buffer`; nor with an output of another node, nor with a result of
-        another run. One thread at a time calls an executable, not always the same.
+        at once, or block until the work is done. An input whose index is in `donate` may be
+        overwritten and returned; the caller never reads it again. Outputs of different nodes or
+        runs share no memory. An output shares no memory with an input that was not donated, with
+        one exception: for a placeholder that the graph returns, the output is that very `Buffer`.
+        One thread at a time calls an executable, not always the same thread.
 
-        Raises `BackendError` for inputs of other shapes, dtypes or devices. Work that fails later
-        raises it from its event.
+        Raises `BackendError` for inputs of other shapes, dtypes or devices. If work fails later,
+        its event raises the error.
         """
 
 
@@ -108,49 +110,51 @@ class Device(ABC):
 
     @abstractmethod
     def supports(self, node: torch.fx.Node) -> str | None:
-        """None if the device can run this node, else the reason why not.
+        """Return None if the device can run this node, else the reason why not.
 
         The answer depends on the node alone: its operator, its arguments, and shapes and dtypes in
-        `meta["val"]`. It is asked thousands of times while planning, so it takes microseconds.
+        `meta["val"]`. It is asked thousands of times while planning, so it must take microseconds.
         """
 
     @abstractmethod
     def compile(self, graph: torch.fx.GraphModule) -> Executable:
-        """Compile a graph in the canonical form of `hetpipe.sdk.graph`. It may take long.
+        """Compile a graph in the canonical form of `hetpipe.sdk.graph`. This may take long.
 
         Raises `UnsupportedOperatorError` for a node that `supports` refuses, and for no other.
         """
 
     def compile_all(self, graphs: Sequence[torch.fx.GraphModule]) -> list[Executable]:
-        """Compile several graphs, in their order; errors are those of `compile`.
+        """Compile several graphs, in their order. Raises like `compile`.
 
-        Override it where graphs that are compiled together take less time, or less memory.
+        Override it if graphs that are compiled together take less time or memory.
         """
         return [self.compile(graph) for graph in graphs]
 
     def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:  # noqa: B027
-        """Begin with the graphs that will be compiled soon, while others are being traced.
+        """Start work on graphs that will be compiled soon, while others are being traced.
 
-        Called where `capabilities.compiles_ahead`. Override both where something is kept that makes
-        the later `compile_all` quick, such as built programs; errors are those of `compile`.
+        Called if `capabilities.compiles_ahead` is true. Override it, and set the capability, if the
+        device can keep built programs that make the later `compile_all` quick. Raises like
+        `compile`.
         """
 
     def export(self, programs: Mapping[str, torch.fx.GraphModule]) -> Exported:
-        """The kernels of all these graphs, by name, as sources for an offline compiler.
+        """Return the kernels of these graphs, given by name, as sources for an offline compiler.
 
-        Called where `capabilities.exports`, as `build` is. It compiles nothing; errors are those of
-        `compile`. Where a board has one binary at a time, write one source.
+        Called, like `build`, if `capabilities.exports` is true. It compiles nothing, and raises
+        like `compile`. For a board that holds one binary at a time, write one source.
         """
         raise BackendError(f"{self.info.id} exports no kernels: its backend lacks `export`")
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
-        """The binary of an exported source, made by the device's own driver as a vendor's compiler
-        would offline. Raises `BackendError`.
+        """Compile an exported source with the device's driver, and return the binary.
+
+        A vendor's offline compiler would do the same. Raises `BackendError`.
         """
         raise BackendError(f"{self.info.id} compiles no bundles: its backend lacks `build`")
 
     def binary_facts(self) -> Mapping[str, str]:
-        """On what the use of a binary depends, such as the driver's version, by name."""
+        """Return the facts that a binary depends on, by name, such as the driver's version."""
         return {"driver": self.info.driver}
 
     @abstractmethod
@@ -158,64 +162,66 @@ class Device(ABC):
         """Copy a host array of any shape and strides to a new buffer on the device.
 
         The caller keeps `src` alive and unchanged until the event, and may then reuse it. Raises
-        `BackendError` where the device's memory does not suffice; the device goes on working.
+        `BackendError` if the device lacks memory; the device must still work afterwards.
         """
 
     @abstractmethod
     def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
         """Copy a buffer into a C-contiguous host array of the same shape and dtype.
 
-        All work that writes `buf` has ended. The event happens when `dst` is filled; the caller
-        keeps both until then.
+        All work that writes `buf` has ended before the call. The event happens when `dst` is
+        filled; the caller keeps both until then.
         """
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
         """Copy elements lo..hi of a buffer, in row-major order, into a flat host array.
 
-        Called for chunks that are ready while the pass still computes the rest of the buffer. A
-        device with `capabilities.chunks` must have it.
+        Called for ready chunks, while the pass still computes the rest of the buffer. A device
+        with `capabilities.chunks` must override it.
         """
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """(run, operations), or None: `run` does that number of float32 operations, and waits.
+        """Return (run, operations), or None. `run` does that many float32 operations and waits.
 
-        Multiply-adds in registers alone: a ceiling for the rate of the device's matrix product.
+        The operations are multiply-adds in registers alone: their rate is a ceiling for the
+        device's matrix product.
         """
         return None
 
     def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        """(run, launches), or None: `run` has the driver launch an empty kernel that often, and
-        waits. A floor for what each launch of a compiled graph costs.
+        """Return (run, launches), or None. `run` launches an empty kernel that often and waits.
+
+        Its time is a floor for the launches of a compiled graph.
         """
         return None
 
     def memory_used_nbytes(self) -> int | None:
-        """Bytes that this process holds on the device, or None if it does not count.
+        """Return the bytes that this process holds on the device; None if it does not count them.
 
-        A training's report shows the most that its mini-batch ended with; a leak shows in it.
+        A training's report shows the largest number after a mini-batch, which reveals leaks.
         """
         return None
 
     def trim(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Free the memory that the device keeps for later tensors and that nothing uses.
+        """Free unused memory that the device keeps for later tensors.
 
-        Called between stages that take turns on the device: tensors of the next have other sizes.
+        Called between stages that take turns on the device: their tensors have different sizes.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Wait for all work, and release the device. Nothing of it is used afterwards."""
+        """Wait for all work, and release the device. It is not used afterwards."""
 
 
 Finding = tuple[str, str, str]
-"""(ok | repaired | missing | broken, text, the command that cures it)."""
+"""(ok | repaired | missing | broken, text, command that cures the problem)."""
 
 
 @dataclass(frozen=True)
 class UserKernel:
-    """A kernel of a user's own, which a backend runs in place of its stock kernel.
+    """A user's kernel, which a backend runs instead of its stock kernel.
 
-    `runs` tells whether the kernel runs a node of that operator; the stock kernel runs the others.
+    `runs` tells whether it runs a node of `operator`; the stock kernel runs the other nodes.
     """
 
     operator: str
@@ -229,77 +235,78 @@ class Backend(ABC):
     name: str
     """The first part of its devices' ids: lower-case letters, digits, - and _."""
     api_version: int = 1
-    """The version of this contract that it was written for: write the number down."""
+    """The version of this contract that the backend was written for: write the number down."""
     lends: str = ""
-    """The backend, or the id of a device, that runs the operators which its devices refuse; nobody
-    if empty. Values cross through the host's memory. Plans and `hetpipe coverage` name them."""
+    """The backend, or the id of a device, that runs the operators that this backend's devices
+    refuse; empty for none. Values cross through the host's memory. Plans and `hetpipe coverage`
+    name these operators."""
     discover_limit_s: float = 20.0
-    """The longest that `discover` may take; then the backend is off, by name."""
+    """Most seconds for `discover`; a slower backend is disabled, and a message names it."""
     open_limit_s: float = 120.0
-    """The longest that `open` may take: loading a bitstream, say."""
+    """Most seconds for `open`, which may load a bitstream."""
 
     @abstractmethod
     def discover(self) -> list[DeviceInfo]:
-        """Devices present now, the best first, without opening them.
+        """Return the devices present now, the best first, without opening them.
 
         Raises `BackendError` with a cure if the driver is unusable.
         """
 
     @abstractmethod
     def open(self, info: DeviceInfo) -> Device:
-        """Open a device that `discover` returned, once in a process, or several times."""
+        """Open a device that `discover` returned. A process may open it several times."""
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """Take the table `[backend.NAME]` of a cluster file, in place of an earlier one.
+        """Apply the table `[backend.NAME]` of a cluster file; it replaces an earlier one.
 
-        Called before `discover`, in the controller and in every worker of the backend; relative
-        paths start at `folder`. Raises `BackendError` for options that it does not know.
+        Called before `discover`, in the controller and in every worker of the backend. Relative
+        paths start at `folder`. Raises `BackendError` for unknown options.
         """
         raise BackendError(f"backend {self.name!r} takes no options; it got {', '.join(options)}")
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Decompositions to apply to graphs for these devices; default: down to core ATen.
+        """Return the decompositions of graphs for these devices; default: down to core ATen.
 
-        Asked once; see `hetpipe.sdk.core_decompositions`.
+        Called once; see `hetpipe.sdk.core_decompositions`.
         """
         from hetpipe.sdk.graph import core_decompositions
 
         return core_decompositions()
 
     def kernel_runner(self) -> KernelRunner | None:
-        """Runs kernels by themselves, for `hetpipe kernels`; default: none.
+        """Return a runner of single kernels, for `hetpipe kernels`; default: none.
 
         See `hetpipe.sdk.kernels`.
         """
         return None
 
     def user_kernels(self) -> Sequence[UserKernel]:
-        """Return the kernels of the user's own that its devices run; default: none.
+        """Return the user's kernels that its devices run; default: none.
 
         Plans and `hetpipe devices` name them.
         """
         return ()
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
-        """Environment variables to set before a worker process for this device starts."""
+        """Return environment variables to set before a worker process for this device starts."""
         return {}
 
     def describe(self) -> list[Finding]:
-        """The findings that `hetpipe doctor` prints. Raises `BackendError`."""
+        """Return the findings that `hetpipe doctor` prints. Raises `BackendError`."""
         findings = [("ok", f"{i.id}: {i.name}, {i.driver}", "") for i in self.discover()]
         return findings or [("missing", f"backend {self.name} finds no device", "")]
 
 
 class BlockingDevice(Device):
-    """A device whose calls return when their work is done: write three plain methods.
+    """A device whose calls return when their work is done: write `supports` and four methods.
 
-    Keeps small backends tiny: events have already happened and there are no chunks. `_run`,
-    `_to_device` and `_to_host` may be called at the same time, each with buffers of its own.
+    It keeps small backends short: events have already happened, and there are no chunks. `_run`,
+    `_to_device` and `_to_host` may be called at the same time, with different buffers.
     """
 
     @abstractmethod
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
-        """Run a result of `_compile`."""
+        """Run a result of `_compile` on `inputs`, and return its outputs."""
 
     @abstractmethod
     def _compile(self, graph: torch.fx.GraphModule) -> Any:
@@ -307,11 +314,11 @@ class BlockingDevice(Device):
 
     @abstractmethod
     def _to_device(self, src: np.ndarray[Any, Any]) -> Buffer:
-        """Copy in."""
+        """Copy a host array to a new buffer."""
 
     @abstractmethod
     def _to_host(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> None:
-        """Copy out."""
+        """Copy a buffer to a host array."""
 
     def compile(self, graph: torch.fx.GraphModule) -> Executable:
         from hetpipe.sdk.graph import require_support

@@ -1,11 +1,11 @@
-"""Bundles: the kernels of a stage as sources, and the binaries that a compiler made of them.
+"""Bundles: the kernels of a stage as sources, and the binaries that a compiler made from them.
 
-    bundles/stage-0/manifest.json   what is in the bundle, with hashes: a `Manifest`
-    bundles/stage-0/stage.cl        sources, for a compiler that runs offline
-    bundles/stage-0/stage.bin       what it made of them
+    bundles/stage-0/manifest.json   the bundle's content, with hashes: a `Manifest`
+    bundles/stage-0/stage.cl        sources for an offline compiler
+    bundles/stage-0/stage.bin       the compiled binary
 
-A backend writes sources (`Device.export`) and compiles them (`Device.build`); where it is told to
-load a bundle, it compiles nothing.
+A backend writes sources (`Device.export`) and compiles them (`Device.build`). When it loads a
+bundle, it compiles nothing.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ BUILD = "hetpipe kernels build"
 """The command that puts binaries into a bundle."""
 
 MOST_NBYTES = 4 << 30
-"""The largest source or binary: that of a large FPGA has some hundred MB."""
+"""Bytes of the largest source or binary; a large FPGA's binary has some hundred MB."""
 LARGEST = 3.5e38
-"""No float32 is beyond it."""
+"""A bound above every float32."""
 
 
 def hash_of(text: str) -> str:
-    """A SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
+    """Return a SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
     if re.fullmatch("[0-9a-f]{64}", text) is None:
         raise BundleError(f"{short(text)} is no SHA-256, 64 hexadecimal digits")
     return text
 
 
 def file_of(text: str) -> str:
-    """The name of a file in a bundle's folder. Raises `BundleError` for anything else."""
+    """Return the name of a file in a bundle's folder. Raises `BundleError` for anything else."""
     if re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII) is None:
         raise BundleError(f"{short(text)} is no name of a file in the bundle's own folder")
     return text
@@ -71,26 +71,26 @@ Range = Annotated[tuple[Positive, ...], Entries(1, 3)]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel. `out` is written without being read; `inout` may be both."""
+    """A parameter of a kernel. `out` is only written; `inout` may be read and written."""
 
     name: Name
-    type: Name  # of the number, or of the elements and " *"
+    type: Name  # of the number; or the type of the elements and " *"
     direction: Annotated[str, OneOf(DIRECTIONS)]
 
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A kernel in a source, by the name that it has there."""
+    """A kernel in a source. `name` is its name there."""
 
     name: Name
-    function: Name  # its name before kernels of one name came together
-    sha256: Hash  # of the text and options from which it was taken
+    function: Name  # its name before it was renamed to be unique in the source
+    sha256: Hash  # of its original text and options
     parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A row-major tensor, or a number. A number that JSON cannot say (infinity) is null."""
+    """A row-major tensor, or a number. A number that JSON lacks (infinity) is null."""
 
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))]
     shape: tuple[Count, ...] | None  # None: a number
@@ -113,7 +113,7 @@ class LaunchEntry:
 
 @dataclass(frozen=True)
 class ProgramEntry:
-    """A program of the stage, such as `forward of 32 samples`, in launches."""
+    """A program of the stage, such as `forward of 32 samples`, as a list of launches."""
 
     name: Name
     launches: tuple[LaunchEntry, ...]
@@ -121,17 +121,17 @@ class ProgramEntry:
 
 @dataclass(frozen=True)
 class Binary:
-    """What a compiler made of a source, and the device for which: its driver, its version."""
+    """A compiled source. `facts` describe its device, such as the driver and its version."""
 
     file: FileName
     sha256: Hash
-    source_sha256: Hash  # of the source at that time
+    source_sha256: Hash  # of the source when it was compiled
     facts: dict[str, str]
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """A source and its kernels. `commands` are those of the vendor's compiler, if it is known."""
+    """A source and its kernels. `commands` run the vendor's compiler, if it is known."""
 
     file: FileName
     sha256: Hash
@@ -148,7 +148,7 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a bundle. `facts` are those of the device for which it was written."""
+    """The content of a bundle. `facts` describe the device for which it was written."""
 
     model: str
     stage: Count
@@ -163,7 +163,7 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """A hash of all kernels, by which two bundles are told apart."""
+        """A hash of all kernels, which distinguishes two bundles."""
         kernels = sorted(kernel.sha256 for source in self.sources for kernel in source.kernels)
         return sha256_of("".join(kernels).encode())
 
@@ -180,22 +180,22 @@ class ExportedSource:
 
 @dataclass(frozen=True)
 class Exported:
-    """What `Device.export` returns."""
+    """The result of `Device.export`."""
 
     sources: tuple[ExportedSource, ...]
     programs: tuple[ProgramEntry, ...]
 
 
 def sha256_of(content: bytes) -> str:
-    """The hash of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> Manifest:
-    """Write sources, by file, and their manifest. What is written, with its binaries.
+    """Write sources, by file, and their manifest. Return the manifest with its binaries.
 
-    Binaries of an earlier bundle in that folder stay where their source is the same: a vendor's
-    compiler may have worked on them for hours. Raises `HetpipeError`.
+    Binaries of an earlier bundle in that folder stay if their source is the same: a vendor's
+    compiler may have taken hours. Raises `HetpipeError`.
     """
     earlier: dict[str, Binary] = {}
     if (folder / MANIFEST).exists():
@@ -208,7 +208,7 @@ def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a bundle. Raises `BundleError` with the file and the place in it."""
+    """Return the manifest of a bundle. Raises `BundleError` with the file and the place in it."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise BundleError(f"{folder} is no folder of a bundle, with a {MANIFEST}")
@@ -223,7 +223,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:
-    """The bundle of a folder, or else those of its folders. Raises `BundleError`."""
+    """Return manifests by folder: `folder` if it is a bundle, else all bundles directly in it.
+
+    Raises `BundleError`.
+    """
     if not folder.is_dir():
         return {}
     folders = [folder] if (folder / MANIFEST).exists() else sorted(folder.glob(f"*/{MANIFEST}"))
@@ -232,7 +235,7 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
 
 
 def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
-    """The text of a source. Raises `BundleError` if it is not the one that was exported."""
+    """Return the text of a source. Raises `BundleError` if it has changed since the export."""
     content = _read(folder / source.file)
     if (now := sha256_of(content)) != source.sha256:
         raise BundleError(
@@ -243,8 +246,10 @@ def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
 
 
 def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[Binary, bytes]:
-    """The binary of a source, and its record. Raises `BundleError` if there is none, if it is of
-    another source, or not the one that was put there."""
+    """Return the record and the content of a source's binary.
+
+    Raises `BundleError` if there is no binary, if its source has changed, or if it has.
+    """
     binary, build = source.binary, f"{BUILD} {folder} --device {manifest.device}"
     if binary is None:
         raise BundleError(f"{folder} has no binary of {source.file}; compile it: {build}")
@@ -266,7 +271,7 @@ def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[
 def add_binary(
     folder: Path, manifest: Manifest, source: SourceEntry, content: bytes, facts: Mapping[str, str]
 ) -> Manifest:
-    """Put the binary of a source into a bundle; its new manifest. Raises `HetpipeError`."""
+    """Put the binary of a source into a bundle; return the new manifest. Raises `HetpipeError`."""
     file = f"{source.stem}.bin"
     _write(folder / file, content)
     binary = Binary(file, sha256_of(content), source.sha256, dict(facts))
@@ -281,7 +286,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def checksum_of(data: Any) -> str:
-    """By which a changed manifest is known: its launches would run in other memory."""
+    """Return a checksum that reveals an edited manifest, whose launches could use other memory."""
     return sha256_of(json.dumps(data, sort_keys=True).encode())
 
 

@@ -1,11 +1,11 @@
-"""A companion: another device that runs the operators which a device lacks, where its author asks.
+"""A companion: a second device for the operators that a device lacks, if its author asks for one.
 
     parts of a graph     device      | companion     a value that the other side reads is copied
                          mm, relu    |               to the host's memory, and from there
                                      | gelu
                          mm          |
 
-A graph without a lent operator is compiled by the device alone, as if there were no companion.
+The device alone compiles a graph without lent operators, as if there were no companion.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Lent:
-    """An operator that a companion runs in a graph: its layers, and bytes that cross for it."""
+    """An operator that a companion runs in a graph: layers, calls, bytes copied there and back."""
 
     operator: str
     layers: tuple[str, ...]
@@ -68,11 +68,11 @@ class CompanionDevice(Device):
         return other and f"{reason}; its companion {self.companion.info.id}: {other}"
 
     def lends(self, node: fx.Node) -> str | None:
-        """Why the companion runs a node; None if the device runs it itself."""
+        """Return why the companion runs a node; None if the device runs it."""
         return self.device.supports(node)
 
     def lent(self, graph: fx.GraphModule) -> list[Lent]:
-        """The operators of a graph that the companion runs, in its order."""
+        """Return the operators of a graph that the companion runs, in the graph's order."""
         calls, layers = Counter[str](), dict[str, dict[str, None]]()
         crossed = dict[str, list[int]]()
         for part, lends in self._parts(graph):
@@ -94,7 +94,7 @@ class CompanionDevice(Device):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """All parts of all graphs that belong to one side are compiled by one call."""
+        """Compile all parts of all graphs with one call for each side."""
         for graph in graphs:
             require_support(self, graph)
         divided = [self._parts(graph) for graph in graphs]
@@ -122,7 +122,7 @@ class CompanionDevice(Device):
         self.device.compile_ahead([*(g for g, p in zip(graphs, parts, strict=True) if not p), *own])
 
     def export(self, programs: Mapping[str, fx.GraphModule]) -> Exported:
-        """The device's own kernels: what is lent is compiled by the companion as ever."""
+        """Export the device's kernels alone. The companion compiles lent operators as usual."""
         own: dict[str, fx.GraphModule] = {}
         for name, graph in programs.items():
             require_support(self, graph)
@@ -168,7 +168,7 @@ class CompanionDevice(Device):
         self.companion.close()
 
     def _parts(self, graph: fx.GraphModule) -> list[tuple[Part, bool]]:
-        """The graph in parts, and whether the companion runs each; empty if it runs none."""
+        """Return the graph's parts, and whether the companion runs each; empty if it runs none."""
         units = units_of(graph)
         lends = [self.lends(unit[0]) is not None for unit in units]
         if not any(lends):
@@ -179,8 +179,10 @@ class CompanionDevice(Device):
 
 
 def _grouped(units: Sequence[Unit], lends: Sequence[bool]) -> list[tuple[list[Unit], bool]]:
-    """Units in an order that keeps their data's, grouped so that sides change seldom: of the units
-    that are ready, those of the present side go first."""
+    """Return the units in topological order, grouped by side, with few changes of side.
+
+    A group takes all units of its side that are ready, before the side changes.
+    """
     unit_of = {node: number for number, unit in enumerate(units) for node in unit}
     waits = [
         {unit_of[source] for source in unit[0].all_input_nodes if source in unit_of}
@@ -231,7 +233,7 @@ class _Divided(Executable):
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         check_inputs(self._owner.info.id, inputs, self._forms)
         own = dict(zip(self._placeholders, inputs, strict=True))
-        free = {  # a buffer under two names may be read by another part as well
+        free = {  # another part may read a buffer that has two names
             self._placeholders[i] for i in donate if sum(each is inputs[i] for each in inputs) == 1
         }
         lent: dict[fx.Node, Buffer] = {}
@@ -269,13 +271,13 @@ class _Divided(Executable):
         return [own[node] for node in self._outputs], event, ()
 
     def _may_go(self, node: fx.Node, number: int, free: set[fx.Node], lends: bool) -> bool:
-        """Whether part `number` may overwrite a value: nobody reads it later, on either side."""
+        """Whether part `number` may overwrite a value: no later part reads it, on either side."""
         if self._last[node] != number or node in self._outputs or node in self._steady:
             return False
         return node.op != "placeholder" or (node in free and not lends)
 
     def _crossed(self, node: fx.Node, buffer: Buffer, lends: bool) -> Buffer:
-        """A value on the other device; a steady one is copied once for each buffer that comes."""
+        """Copy a value to the other device; a steady value is copied once for each new buffer."""
         kept = self._steady.get(node)
         if lends and kept is not None and kept[0]() is buffer:
             return kept[1]
@@ -304,8 +306,10 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def lent_operators(device: Device, graphs: Mapping[str, bytes]) -> dict[str, list[Lent]]:
-    """By name of graphs (as `dump_graph` writes them), the operators that a companion runs; called
-    in a worker."""
+    """Return the operators that a companion runs, by name of graph.
+
+    The graphs are bytes of `dump_graph`. Called in a worker.
+    """
     from hetpipe.sdk.graph import load_graph
 
     if not isinstance(device, CompanionDevice):

@@ -1,6 +1,6 @@
-"""The door to the conformance suite, `hetpipe.conformance`, from where authors of backends work.
+"""The conformance suite, `hetpipe.conformance`, for authors of backends.
 
-The suite trains pipelines, so it stands above them; nothing below imports this file.
+The suite trains pipelines, so it is a layer above them; no lower layer imports this file.
 """
 
 from hetpipe.conformance.suite import BackendSuite

@@ -1,4 +1,4 @@
-"""Decompositions of torch's that are wrong, right."""
+"""Corrected versions of wrong decompositions in torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Tensor = torch.Tensor
 
 
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The sum over labels j and others i of max(0, 1 - x[j] + x[i]) / classes, and the labels, 1
-    for each; both [..., classes].
+    """Return the loss, and a mask with 1 at each label; `x` and `target` are [..., classes].
 
-    torch 2.13 counts what stands in `target` after its end, too.
+    The loss sums max(0, 1 - x[j] + x[i]) / classes over labels j and other classes i. `target` ends
+    before its first negative entry; torch 2.13 also counts labels after it.
     """
     classes = x.shape[-1]
     rows, labels = x.reshape(-1, classes), target.reshape(-1, classes)

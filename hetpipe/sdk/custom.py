@@ -1,4 +1,4 @@
-"""hetpipe's own operators: torch knows them, and backends may call the functions that they are."""
+"""hetpipe's own operators: torch knows them, and backends may call their Python functions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def define(name: str, function: Callable[..., Any], schema: str | None = None) -> CustomOpDef:
-    """An operator `hetpipe::name` that computes what `function` does, and changes no argument."""
+    """Define an operator `hetpipe::name` that calls `function`, which changes no argument."""
     _functions[f"hetpipe.{name}"] = function
     return torch.library.custom_op(f"hetpipe::{name}", function, mutates_args=(), schema=schema)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Decorates the function of an operator; see `define`."""
+    """Return a decorator that makes a function an operator; see `define`."""
     return lambda function: define(name, function)
 
 
 def function_of(target: OpOverload) -> Callable[..., Any] | None:
-    """The Python function of one of these operators; None for any other.
+    """Return the Python function of one of these operators; None for any other.
 
-    It takes the operator's arguments. To call the operator torch first imports its compiler, which
-    takes a second.
+    It takes the operator's arguments. A call of the operator itself would first import torch's
+    compiler, which takes a second.
     """
     return _functions.get(str(target).rpartition(".")[0])

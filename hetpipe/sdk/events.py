@@ -1,10 +1,10 @@
-"""Ready-made events, so that an asynchronous device needs no event class of its own.
+"""Ready-made events: an asynchronous device needs to define no event class.
 
 | the end of the work shows as ...            | use           |
 |---------------------------------------------|---------------|
 | a call on a thread of the author or driver  | `Signal`      |
 | a readable file descriptor                  | `FdEvent`     |
-| a flag that somebody must look at           | `PolledEvent` |
+| a flag that must be polled                  | `PolledEvent` |
 | the return of an ordinary function          | `WorkQueue`   |
 """
 
@@ -21,11 +21,11 @@ from queue import SimpleQueue
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Event
 
-_POLL_S = (20e-6, 1e-3)  # first and longest pause between two looks at a flag
+_POLL_S = (20e-6, 1e-3)  # first and longest pause between two polls
 
 
 class Signal(Event):
-    """An event that another thread ends. `doing` says what it ends, for errors."""
+    """An event that another thread ends. `doing` names the work in error messages."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -33,7 +33,7 @@ class Signal(Event):
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """The work has ended, or failed with `error`, which every waiter gets. Call it once."""
+        """End the event, once. With `error`, the work has failed, and every waiter gets the error."""
         self._error = error
         self._ended.set()
 
@@ -87,8 +87,8 @@ class FdEvent(Event):
 class PolledEvent(Event):
     """An event that has happened once `poll()` is true; it raises if the work failed.
 
-    `poll` is called from any thread that asks, and no more once it has been true. A wait looks at
-    it after 20 microseconds at first, and after a millisecond at the longest.
+    Any thread may call `poll`, until it has been true once. A wait pauses between two calls for 20
+    microseconds at first, and for a millisecond at most.
     """
 
     def __init__(self, poll: Callable[[], bool], doing: str) -> None:
@@ -115,9 +115,9 @@ class PolledEvent(Event):
 
 
 class WorkQueue:
-    """A thread that calls functions one after the other, each with an event of its own.
+    """A thread that calls functions one after the other, with an event for each.
 
-    It turns blocking calls of a driver into an asynchronous device: one queue for passes, say, and
+    It turns a driver's blocking calls into an asynchronous device: one queue for passes, say, and
     one for copies.
     """
 
@@ -134,7 +134,8 @@ class WorkQueue:
     ) -> Event:
         """Call `work` when all earlier work of this queue and all of `after` have ended.
 
-        Where one of `after` has failed, `work` is not called, and its event has that error.
+        Returns the event of its end. If an event in `after` fails, `work` is not called, and the
+        returned event fails with the same error.
         """
         ended = Signal(doing or f"work of {self._name}")
         self._jobs.put((work, tuple(after), ended))
@@ -155,14 +156,14 @@ class WorkQueue:
                 work()
 
             finish(ended, follow)
-            del job, work, after, ended, follow  # their memory must not wait for the next job
+            del job, work, after, ended, follow  # free their memory before the next job comes
 
 
 def finish(outcome: Signal, work: Callable[[], None]) -> None:
     """Do the work and end its signal, with the error if there is one."""
     try:
         work()
-    except BaseException as error:  # raised for each waiter, on its own thread
+    except BaseException as error:  # each waiter raises it, on its own thread
         outcome.end(error)
     else:
         outcome.end()

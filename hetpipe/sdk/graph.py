@@ -6,15 +6,15 @@ A graph is a `torch.fx.GraphModule` with
   `operator.getitem`; functional, shapes static, no mutation, no `get_attr`;
 - arguments: nodes, numbers, bools, None, strings, `torch.dtype`, and lists of these;
 - `meta["val"]` on every node: a tensor on the meta device (row-major at inputs and outputs), or a
-  tuple of them; strides of other values are torch's own and do not bind a backend: `aten.view` may
-  be read as a reshape of the row-major tensor;
+  tuple of them; strides of other values are torch's and do not bind a backend, which may treat
+  `aten.view` as a reshape of the row-major tensor;
 - one output: a flat tuple of nodes, which may repeat and may be placeholders.
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
 `meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so
 results computed from it alone may be kept until another buffer comes.
-`meta["together"]` on the output node, a set of indices of results, names those that the caller
-gives back, donated, to one later run: they may share a piece of memory. It is lost in a dump.
-`meta["checked"]` on a placeholder of integers says which values the caller has made sure of, as
+`meta["together"]` on the output node is a set of indices of results. The caller donates these
+results together to one later run, so they may share a piece of memory. `dump_graph` drops it.
+`meta["checked"]` on a placeholder of integers is a range that the caller has checked, as
 (low, size, ignored), see `hetpipe.sdk.indices`.
 """
 
@@ -45,12 +45,12 @@ _Function = Callable[..., Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
+    """Return the name of a dtype: `torch.float32` -> `"float32"`."""
     return str(dtype).removeprefix("torch.")
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten.add.Tensor` for a call of that operator, `getitem` for `operator.getitem`."""
+    """Return `aten.add.Tensor` for a call of that operator, `getitem` for `operator.getitem`."""
     if node.target is operator.getitem:
         return "getitem"
     return str(node.target)
@@ -72,7 +72,7 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions down to core ATen, except for the operators named in `keep`.
+    """Return decompositions down to core ATen, except for the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
     hetpipe's own operators have decompositions here too: `hetpipe.attention`, `hetpipe.lstm_layer`.
@@ -101,14 +101,14 @@ _FURTHER = (
     "_native_batch_norm_legit_no_training", "native_layer_norm", "_log_softmax", "_softmax",
     "elu", "gelu", "hardtanh", "leaky_relu", "max_pool2d_with_indices_backward", "slice_scatter",
 )  # fmt: skip
-"""Operators of core ATen that torch itself can decompose into others of it."""
+"""Core ATen operators that torch can decompose into other core ATen operators."""
 
 
 def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions to the fewest operators: further than core ATen, and of dropout's masks.
+    """Return decompositions to the fewest operators: beyond core ATen, and of dropout's masks.
 
-    A device needs them least of all kernels; masks then need arithmetic of int64, with shifts and
-    bitwise operators. `keep` as for `core_decompositions`.
+    With them, a device needs the fewest kernels; masks then need int64 arithmetic, with shifts and
+    bitwise operators. `keep` is as for `core_decompositions`.
     """
     from torch._decomp import get_decompositions
 
@@ -154,7 +154,7 @@ def require_support(device: Device, graph: fx.GraphModule) -> None:
 
 
 def why_not_fill(node: fx.Node) -> str | None:
-    """The reason why no device runs a node: a fill with several elements. Or None."""
+    """Return why no device can run a fill with several elements; None for any other node."""
     if node.target is not torch.ops.aten.fill.Tensor:
         return None
     count = node.args[1].meta["val"].numel()  # type: ignore[union-attr] # a tensor
@@ -162,7 +162,7 @@ def why_not_fill(node: fx.Node) -> str | None:
 
 
 def why_not_strided(node: fx.Node) -> str | None:
-    """The reason why an `as_strided` is invalid: it reads past its row-major tensor. Or None."""
+    """Return why an `as_strided` that reads beyond its row-major tensor is invalid; else None."""
     if node.target is not torch.ops.aten.as_strided.default:
         return None
     size, offset = node.meta["val"].shape, strided_offset(node)
@@ -189,9 +189,10 @@ def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
 
 
 def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
-    """The graph without names: two graphs with equal structures run alike.
+    """Return the graph without names: two graphs with equal structures run in the same way.
 
-    The site of a random operator is a name, too: it says which numbers are drawn, not how many.
+    The site of a random operator counts as a name: it decides which numbers are drawn, not how
+    many.
     """
     structure = []
     for op, _, target, args, kwargs, val, _, steady, checked in graph_rows(graph):
@@ -208,10 +209,11 @@ _SITE = 1  # the argument of these operators that numbers the call in the model
 
 
 def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
-    """A row of plain values per node: op, name, target, args, kwargs, val, layer, steady, checked.
+    """Return a row per node: op, name, target, args, kwargs, val, layer, steady, checked.
 
-    An argument is (kind, value), with a kind of node, dtype, none, list or value; a node among the
-    arguments is the number of its row. `val` is (shape, dtype), None, or a list of such.
+    Rows hold plain values. An argument is (kind, value), with a kind of node, dtype, none, list or
+    value; the value of a node is the number of its row. `val` is (shape, dtype), None, or a list of
+    these.
     """
     index: dict[fx.Node, int] = {}
 
@@ -241,12 +243,12 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def load_graph(data: bytes) -> fx.GraphModule:
-    """The inverse of `dump_graph`; metas are on the meta device, row-major."""
+    """Restore a graph from `dump_graph`; metas are on the meta device, row-major."""
     return graph_of_rows(data_pickle.loads(data))
 
 
 def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
-    """The inverse of `graph_rows`. Raises `BackendError` for an operator that is not there."""
+    """Restore a graph from `graph_rows`. Raises `BackendError` for an unknown operator."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
@@ -285,7 +287,7 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
 
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph for one replica with all rows: without sums over replicas."""
+    """Return the graph for one replica with all rows, without sums over replicas."""
     if not any(map(hetpipe.sdk.replicas.is_sum, graph.graph.nodes)):
         return graph
     alone = canonical(graph)
@@ -294,13 +296,15 @@ def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
-    """A copy of `graph` in the canonical form's own types (metas on the meta device)."""
+    """Copy `graph` with the types of the canonical form (metas on the meta device)."""
     return load_graph(dump_graph(graph))
 
 
 def resolve_operator(name: str) -> Any:
-    """The inverse of `operator_name`. Raises `BackendError` if this process has no such operator,
-    or no such overload of it."""
+    """Return the operator of a name, the inverse of `operator_name`.
+
+    Raises `BackendError` if this process has no such operator or overload.
+    """
     if name == "getitem":
         return operator.getitem
     found: Any = torch.ops

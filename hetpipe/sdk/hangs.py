@@ -13,16 +13,18 @@ _OURS = (Path(__file__).parent, Path(__file__).parents[1] / "conformance")
 
 
 def watch(limit_s: float, log: TextIO) -> None:
-    """End this process after `limit_s`, with its threads' stacks in `log`; a second call starts
-    the time again."""
+    """End this process after `limit_s`, with its threads' stacks in `log`.
+
+    A second call starts the time again.
+    """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
 
 
 def place(log: str) -> str | None:
-    """Return the function of a backend that hung, in words; None if `watch` has not ended the
-    process.
+    """Return the function that hung, in words; None if `watch` has not ended the process.
 
-    It is the function that hetpipe called, in the main thread or in another one that it waits for.
+    It is the backend's function that hetpipe called, in the main thread or in a thread for which
+    the main thread waits.
     """
     if "Timeout (" not in log:
         return None

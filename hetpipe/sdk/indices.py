@@ -1,4 +1,4 @@
-"""Operators that read or write at the places of an index tensor, and torch's bounds of indices."""
+"""Operators that read or write at the places of an index tensor, and bounds of their indices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Bound:
-    """Elements of `index` are in low..size-1, or are `ignored`."""
+    """A rule for `node`: elements of `index` are in low..size-1, or equal `ignored`."""
 
     node: fx.Node
     index: fx.Node
@@ -37,7 +37,7 @@ class Bound:
     ignored: int | None = None
 
     def error(self, device_id: str, index: int) -> BackendError:
-        """The error for an index outside."""
+        """Return the error for an index out of range."""
         layer = self.node.meta.get("layer", "?")
         return BackendError(
             f"{device_id}: {operator_name(self.node)} of layer {layer}: index {index} is out of "
@@ -46,7 +46,7 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether the caller has checked already that no index is outside."""
+        """Whether the caller has already checked that no index is out of range."""
         source = self.index
         while source.op == "call_function" and operator_name(source).rpartition(".")[0] in _MOVES:
             source = source.all_input_nodes[0]
@@ -54,7 +54,7 @@ class Bound:
         return low >= self.low and size <= self.size and ignored in (None, self.ignored)
 
     def check(self, device_id: str, indices: np.ndarray[Any, Any]) -> None:
-        """Raise `BackendError` for the first of `indices` that is outside."""
+        """Raise `BackendError` for the first of `indices` that is out of range."""
         outside = (indices < self.low) | (indices >= self.size)
         if self.ignored is not None:
             outside &= indices != self.ignored
@@ -73,14 +73,14 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def _rows(node: fx.Node) -> list[Bound]:
-    """`embedding(weight, index)`."""
+    """Return the bound of `embedding(weight, index)`."""
     weight, index = node.args[:2]
     assert isinstance(index, fx.Node)
     return [Bound(node, index, _shape(weight)[0])]
 
 
 def _along(node: fx.Node) -> list[Bound]:
-    """`gather(x, dim, index)` and its like; a 0-d tensor has one row."""
+    """Return the bound of `gather(x, dim, index)` and similar calls; a 0-d tensor has one row."""
     x, dim, index = node.args[:3]
     assert isinstance(dim, int)
     assert isinstance(index, fx.Node)
@@ -88,7 +88,7 @@ def _along(node: fx.Node) -> list[Bound]:
 
 
 def _places(node: fx.Node) -> list[Bound]:
-    """`index(x, [index, ...])` and its like: negative indices count from the end."""
+    """Return the bounds of `index(x, [index, ...])`, whose negative indices count from the end."""
     x, indices = node.args[:2]
     assert isinstance(indices, (list, tuple))
     tensors = ((d, index) for d, index in enumerate(indices) if isinstance(index, fx.Node))
@@ -101,7 +101,7 @@ def _places(node: fx.Node) -> list[Bound]:
 
 
 def _classes(first: int) -> Callable[[fx.Node], list[Bound]]:
-    """Losses of classes, whose scores are argument `first`."""
+    """Return the rule for losses of classes, whose scores are argument `first`."""
 
     def rule(node: fx.Node) -> list[Bound]:
         x, target = node.args[first : first + 2]

@@ -12,7 +12,7 @@ Every change of the contract gets a new version. Version 2 added `Backend.user_k
 `Capabilities.flushes_denormals` and `Capabilities.untried`.
 """
 OLDEST_API_VERSION = 1
-"""The oldest version whose backends run: all that was added since has a default."""
+"""The oldest version whose backends still run: every later addition has a default."""
 
 KINDS = ("cpu", "gpu", "fpga", "npu", "other")
 """The kinds of device."""
@@ -21,14 +21,14 @@ DTYPE_NBYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""The names of dtypes, and the bytes of an element."""
+"""Bytes of an element, by name of dtype."""
 
 HOST_MEMORY = "host"
 """The memory domain of devices that compute in the host's own memory."""
 
 
 class Execution(str, Enum):
-    """When a device's results leave it (BaPipe, section 3)."""
+    """The time when results leave a device (BaPipe, section 3)."""
 
     SYNC = "sync"
     """A result leaves when its pass is complete; one pass at a time."""
@@ -38,33 +38,33 @@ class Execution(str, Enum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Optional abilities of a device. Every default is the modest answer and always works."""
+    """Optional abilities of a device. Every default is safe for any device."""
 
     queues: int = 1
-    """Passes that may run at once: `Executable.run` takes queues 0 to this, from a thread each."""
+    """Passes that may run at once, each with a thread and a `queue` of `run`, below this number."""
     chunks: bool = False
     """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
-    """An emulator of other hardware: its times say nothing about that hardware."""
+    """Whether it emulates other hardware: its times say nothing about that hardware."""
     reference: bool = False
-    """A reference: correct, not fast."""
+    """Whether it is a reference: correct, not fast."""
     compiles_ahead: bool = False
     """Whether `compile_ahead` makes a later compilation quick."""
     exports: bool = False
     """Whether `export` writes kernels as sources, and `build` compiles these."""
     untried: bool = False
-    """Its backend does not know the runtime: it joins a cluster unasked after a self-test alone."""
+    """Whether its backend does not know the runtime: it joins a cluster only after a self-test."""
     flushes_denormals: bool = False
     """Whether results, or operands, below the smallest normal number may become zero."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device that a backend found; enough to choose it, without opening it.
+    """A device that a backend found; enough to choose it without opening it.
 
     `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
     that the device shares with others: capacity is counted once per domain. Graphs compute in
-    `dtypes`; inputs of `cast_dtypes` may only be cast to one of these, and outputs from one.
+    `dtypes`. Inputs of `cast_dtypes` may only be cast to one of `dtypes`, and outputs from one.
     """
 
     id: str
@@ -82,5 +82,5 @@ class DeviceInfo:
 
     @property
     def on_cores(self) -> bool:
-        """Whether it computes on the cores of the host."""
+        """Whether the device computes on the cores of the host."""
         return self.kind == "cpu" or self.capabilities.emulated or self.capabilities.reference

@@ -1,4 +1,4 @@
-"""Plug-ins apart: whatever a backend raises, and however long it takes, harms it alone."""
+"""Isolation of backends: an exception or a missing answer harms only the backend itself."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class NoAnswerError(BackendError):
 
 @contextmanager
 def blamed(name: str, problem: str) -> Iterator[None]:
-    """Turn exceptions of backend `name` inside into a `BackendError` that names it.
+    """Turn exceptions of backend `name` in the block into a `BackendError` that names it.
 
-    Its own `BackendError` passes unchanged, and so does Ctrl-C.
+    A `BackendError` and Ctrl-C pass unchanged.
     """
     try:
         yield
@@ -33,10 +33,10 @@ def blamed(name: str, problem: str) -> Iterator[None]:
 
 
 def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result]) -> Result:
-    """The answer of backend `name` to a question, asked in a thread of its own.
+    """Return the answer of backend `name` to a question, which runs in a new thread.
 
-    Raises `BackendError`, "backend NAME PROBLEM: ...", if it raises anything or has not answered
-    after `limit_s`. The thread of a question without an answer stays until the process ends.
+    Raises `BackendError`, "backend NAME PROBLEM: ...", if the question raises anything or takes
+    longer than `limit_s`. The thread of an unanswered question stays until the process ends.
     """
     answer: list[Result] = []
     failure: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Kernels by themselves: what a backend offers to those who write and test kernels for it."""
+"""Single kernels: the interface of a backend for people who write and test its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class LocalMemory:
-    """An argument that is memory of a work-group."""
+    """A kernel argument in the local memory of a work-group."""
 
     nbytes: int
 
@@ -26,9 +26,8 @@ class LocalMemory:
 class KernelCall:
     """One launch of the kernel `function` in the text of the file `path`.
 
-    `arguments` has, by the names of the parameters, arrays (C-contiguous), numbers and local
-    memory; `inputs` are the names of the arrays that the kernel reads, `outputs` those that it
-    writes.
+    `arguments` holds arrays (C-contiguous), numbers and local memory by the names of the
+    parameters. `inputs` and `outputs` name the arrays that the kernel reads and writes.
     """
 
     path: Path
@@ -43,8 +42,8 @@ class KernelCall:
     beside: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = field(
         default_factory=dict
     )
-    """Further kernels of the source that run at the same time, with global and local size; each
-    takes the arguments that its parameters name."""
+    """Further kernels of the source that run at the same time, with their global and local sizes.
+    Each takes the arguments that its parameters name."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ class Flaw:
     kernel: str
     text: str
     line: int | None = None
-    """Of the source, from 1."""
+    """Line of the source, from 1."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A kernel that a backend brings: its family (a folder), file, name, and the file's purpose."""
+    """A kernel that comes with a backend: family (a folder), file, name, and the file's purpose."""
 
     family: str
     file: str
@@ -73,13 +72,13 @@ class Shipped:
 
 
 class KernelRunner(ABC):
-    """Runs kernels of a backend's language by themselves, for `hetpipe kernels`.
+    """Runs single kernels in a backend's language, for `hetpipe kernels`.
 
-    It is used in a process of its own for each device, which may crash or hang.
+    Each device is used in a separate process, which may crash or hang.
     """
 
     suffix: str
-    """Of files with kernels: `.cl`."""
+    """Suffix of files with kernels: `.cl`."""
 
     @abstractmethod
     def functions(self, source: str) -> Sequence[str]:
@@ -87,44 +86,45 @@ class KernelRunner(ABC):
 
     @abstractmethod
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
-        """The tensors after one run, outputs at least, and the accesses beyond tensors that it saw.
+        """Run a kernel once. Return at least its outputs, and observed accesses beyond tensors.
 
-        Raises `KernelFaultError` where the kernel cannot be built or launched, and
-        `DeviceLacksError` where that is because the device has no such feature.
+        Raises `KernelFaultError` if the kernel cannot be built or launched, and
+        `DeviceLacksError` if it cannot because the device lacks a feature.
         """
 
     @abstractmethod
     def shipped(self) -> Sequence[Shipped]:
-        """The kernels that the backend brings."""
+        """Return the kernels that come with the backend."""
 
     def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
-        """Ways to divide the work of kernels, by name: variables of a process that measures one.
+        """Return the ways to divide the work of kernels, by name; default: none.
 
-        The first is the one in use. Default: none.
+        Each way consists of environment variables for a process that measures it. The first way is
+        in use.
         """
         return {}
 
     def keep_tuning(self, device_id: str, name: str) -> None:
         """Use a way of `tunings` from now on, in every process of this user.
 
-        Raises `BackendError` for a name that is not there.
+        Raises `BackendError` for an unknown name.
         """
         raise BackendError(f"the kernels of {device_id} have no tuning {name!r}")
 
     def checks(self, device_id: str) -> bool:
-        """Whether a device is a checker: an interpreter that sees every access; default: none."""
+        """Whether a device is a checker: an interpreter that sees every access; default: no."""
         return False
 
     def checker_environment(self, log: Path) -> Mapping[str, str]:
-        """Variables of a checker's process, which writes its findings to `log`."""
+        """Return variables for a checker's process, which writes its findings to `log`."""
         return {}
 
     def flaws_of(self, log: str) -> Sequence[Flaw]:
-        """The flaws that a checker has written down, each kind and line once."""
+        """Return the flaws in a checker's log, each kind and line once."""
         return ()
 
     def line_that_writes(self, source: str, function: str, argument: str) -> int | None:
-        """The first line of a kernel that writes an argument, if it can be told; default: none."""
+        """Return the first line of a kernel that writes an argument; None (default) if unknown."""
         return None
 
 

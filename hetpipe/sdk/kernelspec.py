@@ -1,4 +1,4 @@
-"""The specification of a kernel of one's own, a TOML file: arguments, sizes, what it computes."""
+"""The specification of a user's kernel, a TOML file: arguments, sizes and expected results."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Argument:
     shape: tuple[Size, ...] | None = None
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))] = "float32"
     values: Annotated[str, OneOf(VALUES)] | None = None
-    """Of an input. An output has none; a tensor with both is read and written."""
+    """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
     """The factor of `normal` values in the run with other values; 1 keeps `ones` as well."""
     low: float = -1.0
     high: float = 1.0
-    """Bounds of uniform numbers, and of integers, which are below `high`."""
+    """Bounds of uniform numbers, and of integers, which stay below `high`."""
     output: bool = False
     value: Size | None = None
     number: Annotated[float, Number(-1e30, 1e30)] | None = None
     local: Size | None = None
-    """Elements of local memory."""
+    """Number of elements in local memory."""
     input: Annotated[int, Whole(0, 99)] | None = None
     result: Annotated[int, Whole(0, 99)] | None = None
-    """In a training: this tensor is that input or result of the operator."""
+    """In a training: the number of the operator's input or result that this tensor is."""
 
     def __post_init__(self) -> None:
-        """Raises `BackendError` where an argument is none of the three, or more than one."""
+        """Raise `BackendError` unless the argument has exactly one of its forms."""
         forms = (self.shape, self.value, self.number, self.local)
         given = sum(form is not None for form in forms)
         if given != 1:
@@ -68,7 +68,7 @@ class Argument:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is a tensor that the kernel reads."""
+        """Whether the argument is a tensor that the kernel reads."""
         return self.shape is not None and (self.values is not None or not self.output)
 
 
@@ -87,18 +87,18 @@ class Tolerance:
 
 Sizes = dict[str, Annotated[int, Whole(0, 2**31 - 1)]]
 MOST_CASES = 10_000
-"""The most cases of a specification, each with each choice of the defined values."""
+"""The most cases of a specification, counted with each combination of the defined values."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A launch of another kernel of the same source, at the same time, in a queue of its own."""
+    """A launch of another kernel of the same source, at the same time, in a separate queue."""
 
     global_size: Annotated[tuple[Size, ...], Entries(1, 3)]
     local_size: tuple[Size, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `BackendError` where the sizes have unlike dimensions."""
+        """Raise `BackendError` if the sizes have unequal dimensions."""
         _same_dimensions(self.global_size, self.local_size)
 
 
@@ -111,11 +111,11 @@ def _same_dimensions(global_size: Sequence[Size], local_size: Sequence[Size]) ->
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel is given, and what it should compute.
+    """A kernel's arguments, and the results that it should compute.
 
-    `expect` has an expression of numpy for each output, over the inputs in float64 and the sizes;
-    or `reference` names a function, `FILE.py:FUNCTION`, with these as keywords, which returns the
-    output, or a dict of several.
+    `expect` has a numpy expression for each output, over the inputs in float64 and the sizes.
+    Otherwise, `reference` names a function, `FILE.py:FUNCTION`, which takes inputs and sizes as
+    keywords, and returns the output or a dict of several outputs.
     """
 
     argument: Annotated[dict[str, Annotated[Argument, Placed()]], Entries(1)]
@@ -128,21 +128,21 @@ class KernelSpec:
     reference: str = ""
     tolerance: dict[str, Tolerance] = field(default_factory=dict)
     operator: str = ""
-    """Such as `aten.relu.default`: the operator that it may replace in a training."""
+    """The operator that the kernel may replace in a training, such as `aten.relu.default`."""
     source: str = ""
-    """The file of the kernel, relative to this one; for a training."""
+    """The file of the kernel, relative to this file; for a training."""
     time_limit_s: Annotated[float, Number(0.1, 3600.0)] = 20.0
     fixed: tuple[str, ...] = ()
-    """Named sizes that have no other values than the cases list."""
+    """Named sizes that take only the values in the cases."""
     define: dict[str, Annotated[tuple[Annotated[int, Whole(0, 2**31 - 1)], ...], Entries(1)]] = (
         field(default_factory=dict)
     )
-    """Macros with their values: every case is run with each choice of them."""
+    """Values of macros: every case runs with each combination of them."""
     beside: dict[str, Annotated[Beside, Placed()]] = field(default_factory=dict)
     """Further kernels by name, which run at the same time: the other end of a channel."""
 
     def __post_init__(self) -> None:
-        """Raises `BackendError` where parts of it do not fit together."""
+        """Raise `BackendError` if parts of the specification do not fit together."""
         outputs = self.outputs
         if not outputs:
             raise BackendError("no argument is an output; write output = true in one")
@@ -176,7 +176,7 @@ class KernelSpec:
 
     @cached_property
     def cases(self) -> tuple[Mapping[str, int], ...]:
-        """The sizes of every case, with each choice of the defined values."""
+        """The sizes of every case, with each combination of the defined values."""
         choices = product(*self.define.values())
         macros = [dict(zip(self.define, chosen, strict=True)) for chosen in choices]
         return tuple({**sizes, **each} for each in macros for sizes in self.case)
@@ -196,7 +196,7 @@ class KernelSpec:
         return tuple(name for name, each in self.argument.items() if each.output)
 
     def texts(self) -> Iterator[str]:
-        """The code in it, which is run: expressions, and the name of the reference."""
+        """Yield the code that the specification runs: expressions, and the reference's name."""
         yield from self.expect.values()
         if self.reference:
             yield self.reference
@@ -209,7 +209,7 @@ def read_spec(path: Path) -> KernelSpec:
 
 
 def spec_of(data: Mapping[str, Any], text: str, path: Path) -> KernelSpec:
-    """The specification of a file's data; `text` gives the lines of errors."""
+    """Return the specification in a file's data; `text` gives the lines of errors."""
     lines = Lines(text)
     source = Source(
         "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES

@@ -1,4 +1,4 @@
-"""hetpipe's own operators: random numbers that depend on the sample, not on the plan.
+"""hetpipe's random operators: their numbers depend on the sample, not on the plan.
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the
 seed. Move the batch dimension of the result to the front and view it as [samples, E]: element e of
@@ -26,7 +26,7 @@ def philox(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Philox 4x32-10 on int64 tensors that hold 32-bit words; adds a last dimension of 4 words."""
+    """Compute Philox 4x32-10 on int64 tensors of 32-bit words; add a last dimension of 4 words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -38,7 +38,7 @@ def philox(
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of a 32 x 32 bit product, in halves: int64 cannot hold all 64 bits."""
+    """Return both words of a 32 x 32 bit product, by halves: int64 cannot hold all 64 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = low + ((high & 0xFFFF) << 16)
     return ((high >> 16) + (middle >> 32)) & _MASK, middle & _MASK
@@ -47,7 +47,7 @@ def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _draw(
     rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
 ) -> torch.Tensor:
-    """Uniform float32 in [0, 1), multiples of 2^-24."""
+    """Return uniform float32 numbers in [0, 1), multiples of 2^-24."""
     seed, step, first_sample = rng.unbind()
     moved = [size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :]]
     elements = math.prod(moved) // samples
@@ -64,7 +64,7 @@ def _draw(
 def keep_mask(
     rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
 ) -> torch.Tensor:
-    """A bool tensor of `size`, true with probability `keep`: dropout's mask.
+    """Return a bool tensor of `size`, true with probability `keep`: dropout's mask.
 
     `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
     `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
@@ -89,7 +89,7 @@ def _(
 def uniform(
     rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
 ) -> torch.Tensor:
-    """A float32 tensor of `size`, uniform in [0, 1); arguments as for `keep_mask`."""
+    """Return a float32 tensor of `size`, uniform in [0, 1); arguments as for `keep_mask`."""
     return _draw(rng, site, size, batch_dim, samples)
 
 
@@ -102,4 +102,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.keep_mask.default: _mask,
     torch.ops.hetpipe.uniform.default: _draw,
 }
-"""To core ATen, for devices with arithmetic of int64 that lack these operators."""
+"""Decompositions to core ATen, for devices that have int64 arithmetic but not these operators."""

@@ -1,4 +1,4 @@
-"""Parts of a graph: some of its nodes, or operator by operator, as graphs of their own."""
+"""Parts of a graph: separate graphs of some of its nodes, or of single operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Unit = list[fx.Node]
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes of a graph as a graph of their own, from the tensors `sources` to `results`."""
+    """Nodes of a graph as a separate graph, which computes `results` from `sources`."""
 
     nodes: tuple[fx.Node, ...]
     sources: tuple[fx.Node, ...]
@@ -24,7 +24,7 @@ class Part:
 
 
 def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes from which `outputs` are computed, down to `inputs` (included if reached)."""
+    """Return the nodes that compute `outputs`, down to `inputs` (included if reached)."""
     stop, reached, stack = set(inputs), set[fx.Node](), list(outputs)
     while stack:
         node = stack.pop()
@@ -37,7 +37,7 @@ def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.N
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """A graph that computes `outputs` from `inputs` (any nodes of `source`), metas kept."""
+    """Return a graph that computes `outputs` from `inputs` (any nodes of `source`), with metas."""
     needed = reachable(outputs, inputs)
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
@@ -53,7 +53,7 @@ def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
 
 
 def units_of(graph: fx.GraphModule) -> list[Unit]:
-    """The units, in the graph's order."""
+    """Return the units in the graph's order: each call with the `getitem` nodes that read it."""
     unit_of: dict[fx.Node, Unit] = {}
     units: list[Unit] = []
     for node in graph_calls(graph):
@@ -70,8 +70,10 @@ def part_of(
     units: Sequence[Unit],
     returns: Callable[[fx.Node], bool] = lambda node: True,
 ) -> Part | None:
-    """Some units as a graph that returns what others read, of the tensors that it may return; None
-    if that is nothing."""
+    """Return some units as a graph; None if it would return nothing.
+
+    The graph returns the tensors that other units or the output read, if `returns` allows them.
+    """
     nodes = [node for unit in units for node in unit]
     inside, outputs = set(nodes), set(graph_outputs(graph))
     reads = (source for node in nodes for source in node.all_input_nodes)

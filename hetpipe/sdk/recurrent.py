@@ -1,10 +1,11 @@
-"""An LSTM layer (Hochreiter and Schmidhuber, 1997) as one operator, and its loop over time as one.
+"""Two operators: an LSTM layer (Hochreiter and Schmidhuber, 1997), and its loop over time.
 
     i, f, g, o = sigmoid, sigmoid, tanh, sigmoid of the quarters of gates_x[t] + h @ w_hh^T
     c = f * c + i * g;  h = o * tanh(c)
 
-`lstm_layer` takes x, for libraries that have the whole layer. It decomposes into ordinary products
-and `lstm`, which takes gates_x = x @ w_ih^T + bias; `lstm` decomposes into operators of torch.
+`lstm_layer` takes x, for libraries with a kernel for the whole layer. It decomposes into ordinary
+products and `lstm`, which takes gates_x = x @ w_ih^T + bias. `lstm` decomposes into operators of
+torch.
 
 Shapes: x [T, N, I], w_ih [4H, I], w_hh [4H, H], bias (torch's two, added) [4H], gates_x and gates
 [T, N, 4H], y (every h), c (every cell state) and grad_y [T, N, H], h0, c0 and last_c [N, H].
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 def lstm(
     gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, c, gates); see the module for shapes. `gates` is i, f, g, o. It has no derivative."""
+    """Return (y, c, gates); see the module for shapes. `gates` is i, f, g, o. No derivative."""
     y = gates_x.new_empty((gates_x.shape[0], *h0.shape))
     c, gates = torch.empty_like(y), gates_x.new_empty(gates_x.shape)
     weight, h, cell, hidden = w_hh.t(), h0, c0, h0.shape[1]
@@ -52,7 +53,7 @@ def lstm_backward(
     c0: torch.Tensor,
     w_hh: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(grad_gates_x, grad_h0, grad_c0) of `lstm`, whose results are `c` and `gates`."""
+    """Return (grad_gates_x, grad_h0, grad_c0) of `lstm`, from its `c` and `gates`."""
     grads, h_by_c, f = _slopes(gates, c, c0)
     dh = torch.zeros_like(c0)
     dc = torch.zeros_like(c0) if grad_last_c is None else grad_last_c.clone()
@@ -70,7 +71,7 @@ def lstm_backward(
 def unrolled_lstm(
     gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`lstm` by operators of torch, step by step, without mutation."""
+    """Compute `lstm` by operators of torch, step by step, without mutation."""
     weight, h, c = w_hh.t(), h0, c0
     every_h, every_c, every_gates = [], [], []
     for x in gates_x.unbind(0):
@@ -92,7 +93,7 @@ def unrolled_lstm_backward(
     c0: torch.Tensor,
     w_hh: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`lstm_backward` by operators of torch, step by step, without mutation."""
+    """Compute `lstm_backward` by operators of torch, step by step, without mutation."""
     slopes, h_by_c, f = _slopes(gates, c, c0)
     dh = torch.zeros_like(c0)
     dc = dh if grad_last_c is None else grad_last_c
@@ -109,9 +110,10 @@ def unrolled_lstm_backward(
 def _slopes(
     gates: torch.Tensor, c: torch.Tensor, c0: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Derivatives of all steps: (c, or h for o, by gates before squashing; h by c; f, c by c).
+    """Return three derivatives for all steps.
 
-    Shapes: [T, N, 4H], [T, N, H], [T, N, H].
+    The first is by the gates before squashing, of c for i, f, g and of h for o [T, N, 4H]; then h
+    by c [T, N, H], and f, which is c by the previous c [T, N, H].
     """
     i, f, g, o = gates.chunk(4, 2)
     before = torch.cat([c0.unsqueeze(0), c[:-1]])
@@ -153,7 +155,7 @@ def layer(
     w_hh: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`lstm_layer` by a product and `lstm`."""
+    """Compute `lstm_layer` by a product and `lstm`."""
     gates_x = F.linear(x.flatten(0, 1), w_ih, bias).view(*x.shape[:2], -1)
     y, c, gates = torch.ops.hetpipe.lstm(gates_x, h0, c0, w_hh)
     return y, c[-1].clone(), c, gates
@@ -173,7 +175,7 @@ def layer_backward(
     c: torch.Tensor,
     gates: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """`lstm_layer_backward` by products and `lstm_backward`."""
+    """Compute `lstm_layer_backward` by products and `lstm_backward`."""
     back = torch.ops.hetpipe.lstm_backward
     grad_gates, grad_h0, grad_c0 = back(grad_y, grad_last_c, gates, c, c0, w_hh)
     flat = grad_gates.flatten(0, 1)
@@ -186,12 +188,12 @@ _X = "Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? bias"
 _Y = "Tensor y, Tensor last_c, Tensor c, Tensor gates"
 
 lstm_layer = define("lstm_layer", layer, schema=f"({_X}) -> ({_Y})")
-"""(y, last_c, c, gates). Only `lstm_layer_backward` reads c and gates: a backend with the whole
-layer may return other tensors, of any shape, in their place."""
+"""Returns (y, last_c, c, gates). Only `lstm_layer_backward` reads c and gates: a backend with a
+kernel for the layer may return other tensors, of any shape, instead."""
 
 
 def is_workspace(node: fx.Node) -> bool:
-    """Whether a node is one of these tensors, which only the backend that made them can read."""
+    """Whether a node is `c` or `gates` of `lstm_layer`, which only the same backend can read."""
     source = node.args[0] if node.target is getitem else None
     if not isinstance(source, fx.Node) or source.target is not torch.ops.hetpipe.lstm_layer.default:
         return False
@@ -204,7 +206,7 @@ lstm_layer_backward = define(
     schema=f"(Tensor grad_y, Tensor? grad_last_c, {_X}, {_Y})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""Gradients of x, h0, c0, w_ih, w_hh and bias."""
+"""Returns the gradients of x, h0, c0, w_ih, w_hh and bias."""
 
 
 @lstm_layer.register_fake
@@ -245,4 +247,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.lstm.default: unrolled_lstm,
     torch.ops.hetpipe.lstm_backward.default: unrolled_lstm_backward,
 }
-"""To core ATen, once their operators are decomposed in turn."""
+"""Decompositions to core ATen, after their operators are decomposed in turn."""

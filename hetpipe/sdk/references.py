@@ -1,4 +1,4 @@
-"""Backends by reference: the text by which a worker process loads a class of the controller's."""
+"""References to backends: texts by which a worker process loads a class of the controller."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _executing: list[Path] = []  # the script that this process loads at the moment
 
 
 def backend_reference(name: str) -> str | None:
-    """`module:class`, or `FILE.py:class` for a class of the script that is run; None for a class
-    inside a function, or typed at a prompt."""
+    """Return `module:class`, or `FILE.py:class` for a class of the script that runs.
+
+    Returns None for a class inside a function, or typed at a prompt.
+    """
     cls = type(get_backend(name))
     if "<locals>" in cls.__qualname__:
         return None
@@ -34,7 +36,7 @@ def backend_reference(name: str) -> str | None:
 
 
 def _place(module: str) -> str | None:
-    """The module by which another process imports this one; a file for the script that is run."""
+    """Return the name by which another process imports a module; a file for the running script."""
     if module == "__main__":
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -50,7 +52,7 @@ def _place(module: str) -> str | None:
 def load_reference(reference: str) -> type[Backend]:
     """Load and register the backend of a reference. Raises `BackendError` if that fails.
 
-    A script is executed as a module, so what stands under `if __name__ == "__main__"` is not.
+    A script runs as a module, without the code under `if __name__ == "__main__"`.
     """
     place, _, name = reference.rpartition(":")
     path = Path(place)
@@ -63,8 +65,9 @@ def load_reference(reference: str) -> type[Backend]:
 
 
 def operator_origins(operators: Iterable[str]) -> list[str]:
-    """The modules, scripts and libraries in which these operators (`mine.square.default`) are
-    defined; none for operators of torch and hetpipe.
+    """Return the modules, scripts and libraries that define operators (`mine.square.default`).
+
+    Operators of torch and hetpipe have none.
 
     Raises `BackendError` for an operator whose origin is unknown.
     """
@@ -92,7 +95,7 @@ _KNOWN_SPACES = ("aten", "prims", "hetpipe", "getitem")
 
 
 def _origin(name: str) -> str | None:
-    """The module or script that defines an operator in Python."""
+    """Return the module or script that defines an operator in Python."""
     definition = OPDEFS.get(name)
     if definition is not None:
         return _place(definition._init_fn.__module__)

@@ -1,7 +1,7 @@
-"""Where backends are found: entry points of the group `hetpipe.backends`, and the user's own.
+"""The registry of backends: entry points of the group `hetpipe.backends`, and user's classes.
 
-A backend is imported on first use. It is other people's code: any exception, any result other than
-a list of devices, and a silence of some seconds disable that backend alone.
+A backend is imported on first use. It is other people's code: an exception, a result other than a
+list of devices, or no answer within some seconds disables that backend alone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hetpipe.sdk.validation import check_class, check_devices
 
 GROUP = "hetpipe.backends"
 LOAD_LIMIT_S = 120.0
-"""The longest that the import of a backend may take; a first import of torch takes 20 seconds."""
+"""Most seconds for the import of a backend; a first import of torch takes 20 seconds."""
 
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
-_options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: those that it has
-_silent: dict[str, NoAnswerError] = {}  # by backend: nobody waits for an answer twice
+_options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: its options, their folder
+_silent: dict[str, NoAnswerError] = {}  # by backend: nobody waits for it again
 
 
 @dataclass(frozen=True)
 class Provider:
-    """Where a backend comes from: an installed package, or a file of the user."""
+    """The origin of a backend: an installed package, or a file of the user."""
 
     source: str
     """`module:class` of an entry point, or the file that registers the class."""
@@ -45,14 +45,14 @@ class Provider:
 
     @property
     def ours(self) -> bool:
-        """Whether hetpipe brings it."""
+        """Whether the backend is a part of hetpipe."""
         return self.package == __name__.partition(".")[0]
 
 
 def register_backend(backend: type[Backend]) -> type[Backend]:
     """Make a backend class known under its `name`; usable as a decorator.
 
-    Raises `BackendError` if it is no backend, or if another class already has the name.
+    Raises `BackendError` if the class is no backend, or if another class has the name.
     """
     qualified = f"{getattr(backend, '__module__', '?')}.{getattr(backend, '__qualname__', backend)}"
     check_class(backend, qualified)
@@ -67,12 +67,12 @@ def register_backend(backend: type[Backend]) -> type[Backend]:
 
 
 def backend_names() -> list[str]:
-    """Names of all known backends, loaded or not, in order."""
+    """Return the names of all known backends, loaded or not, sorted."""
     return sorted(_registered.keys() | {point.name for point in entry_points(group=GROUP)})
 
 
 def provider_of(name: str) -> Provider:
-    """Where a backend comes from, without loading it. Raises `BackendError` if it is unknown."""
+    """Return the origin of a backend, which is not loaded. Raises `BackendError` if unknown."""
     if point := _entry_point(name):
         distribution = point.dist
         package = "" if distribution is None else distribution.metadata["Name"]
@@ -84,9 +84,9 @@ def provider_of(name: str) -> Provider:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name, loaded and made on first use.
+    """Return the backend of that name, which the first call loads and creates.
 
-    Raises `BackendError` with the reason if it is unknown or cannot be loaded.
+    Raises `BackendError` with the reason if the backend is unknown or cannot be loaded.
     """
     if name not in _instances:
         loaded = _load(name)
@@ -96,9 +96,9 @@ def get_backend(name: str) -> Backend:
 
 
 def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> None:
-    """Give a backend the options of a cluster file in `folder`; the same again change nothing.
+    """Give a backend the options of a cluster file in `folder`, unless it has them already.
 
-    Raises `BackendError` if there is no such backend, or if it refuses them.
+    Raises `BackendError` if there is no such backend, or if it refuses the options.
     """
     if _options.get(name) == (options, folder):
         return
@@ -110,14 +110,17 @@ def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> No
 
 
 def forget_options(name: str) -> None:
-    """Take back the options of an earlier cluster file, if there were any."""
+    """Remove a backend's options from an earlier cluster file, if there were any."""
     if name in _options:
         configure_backend(name, {}, _options[name][1])
         del _options[name]
 
 
 def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:
-    """The decompositions of a backend, the same object every time. Raises `BackendError`."""
+    """Return a backend's decompositions, the same object until options change.
+
+    Raises `BackendError`.
+    """
     return _decompositions(get_backend(name))
 
 
@@ -153,7 +156,7 @@ def _load(name: str) -> type[Backend]:
 
 
 def _entry_point(name: str) -> EntryPoint | None:
-    """The entry point of that name. Raises `BackendError` if packages disagree about it."""
+    """Return the entry point of that name. Raises `BackendError` if packages disagree about it."""
     points = {point.value: point for point in entry_points(group=GROUP) if point.name == name}
     if len(points) > 1:
         raise BackendError(
@@ -168,7 +171,7 @@ def _unknown(name: str) -> BackendError:
 
 
 def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any]) -> Any:
-    """The answer of a backend; one that does not answer is not asked again."""
+    """Return a backend's answer. A backend that has not answered once is not asked again."""
     if name in _silent:
         raise _silent[name]
     try:
@@ -179,7 +182,7 @@ def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any])
 
 
 def devices_of(name: str) -> list[DeviceInfo]:
-    """The devices that a backend finds.
+    """Return the devices that a backend finds.
 
     Raises `BackendError` with the reason if the backend cannot be loaded, fails, blocks, or returns
     anything but a list of valid descriptions.
@@ -190,7 +193,7 @@ def devices_of(name: str) -> list[DeviceInfo]:
 
 
 def findings_of(name: str) -> list[Finding]:
-    """The findings of `Backend.describe`, and the reason for its lack of devices if it fails.
+    """Return the findings of `Backend.describe`, and the error of its search for devices, if any.
 
     Raises `BackendError` if `describe` itself fails.
     """
@@ -215,7 +218,7 @@ def findings_of(name: str) -> list[Finding]:
 def discover_devices(
     names: list[str] | None = None,
 ) -> tuple[list[DeviceInfo], dict[str, str]]:
-    """All devices of the named backends (default all), and per failed backend the reason."""
+    """Return the devices of the named backends (default: all), and the error of each failed one."""
     devices: list[DeviceInfo] = []
     failures: dict[str, str] = {}
     for name in backend_names() if names is None else names:
@@ -227,7 +230,7 @@ def discover_devices(
 
 
 def absent(device_id: str, found: Iterable[str]) -> BackendError:
-    """The error for a device that its backend does not find, with what the backend finds broken."""
+    """Return the error for a device that its backend does not find, with the broken findings."""
     broken = [
         text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
     ]
@@ -238,7 +241,7 @@ def absent(device_id: str, found: Iterable[str]) -> BackendError:
 def open_device(device_id: str) -> Device:
     """Open the device of that id, with its companion if its backend asks for one.
 
-    Raises `BackendError`, with the list of devices, if there is none of that id.
+    Raises `BackendError`, with the list of devices, if no device has that id.
     """
     device = open_bare(device_id)
     companion = companion_of(device.info.backend)
@@ -250,7 +253,7 @@ def open_device(device_id: str) -> Device:
 
 
 def companion_of(name: str) -> DeviceInfo | None:
-    """The device that runs the operators which a backend's devices lack, if its author asks.
+    """Return the device that runs the operators that a backend's devices lack, or None.
 
     Raises `BackendError`, which names both, if there is no such device.
     """
@@ -272,7 +275,7 @@ def companion_of(name: str) -> DeviceInfo | None:
 
 
 def open_bare(device_id: str) -> Device:
-    """Open the device of that id alone; errors are those of `open_device`."""
+    """Open the device of that id without a companion. Raises like `open_device`."""
     name = device_id.partition(":")[0]
     infos = {info.id: info for info in devices_of(name)}
     if device_id not in infos:

@@ -1,8 +1,8 @@
-"""A sum over the replicas of a stage as an operator.
+"""An operator that sums over the replicas of a stage.
 
-Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. One replica with
-all rows has the sum already: there the operator is the identity. No backend gets the operator: the
-engine divides a graph there (`hetpipe.worker.divided`), or leaves it out.
+Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. For a single
+replica, which has all rows, the operator is the identity. No backend gets the operator: the engine
+divides a graph at it (`hetpipe.worker.divided`), or drops it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetpipe.sdk.custom import operator
 
 @operator("replica_sum")
 def replica_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of x over all replicas of the stage, in their order: bit for bit the same on each."""
+    """Sum x over all replicas of the stage, in their order: bit for bit the same on each."""
     return x.clone()
 
 
@@ -28,7 +28,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    """Every replica's part of the loss reads the sum."""
+    """Sum the gradient as well: every replica's part of the loss reads the sum."""
     summed: torch.Tensor = replica_sum(grad)
     return summed
 

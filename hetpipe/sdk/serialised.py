@@ -1,7 +1,7 @@
 """A graph as bytes that any language can read: the serialised form, version 1.
 
 Little-endian, without padding; `u8`, `u32`, `i64` and `f64` are numbers of that many bits. Strings,
-nodes and counts are `u32`: a string its place in the table of strings, a node the number of an
+nodes and counts are `u32`: a string is its place in the table of strings, a node the number of an
 earlier node.
 
     header   "HETGRAPH", u32 version = 1, u32 bytes in all, u32 CRC-32 of the bytes that follow it,
@@ -18,8 +18,8 @@ earlier node.
     argument u8 kind, then 0 none, 1 bool: u8, 2 integer: i64, 3 number: f64, 4 text: string,
              5 dtype: u8, 6 tensor: node, 7 list: count, argument...
 
-The meaning is that of `hetpipe.sdk.graph`; docs/native.md explains it for readers in other
-languages. What one version of hetpipe has written all later ones read.
+A graph means the same as in `hetpipe.sdk.graph`; docs/native.md explains it for readers in other
+languages. Later versions of hetpipe read the graphs of all earlier versions.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 MAGIC = b"HETGRAPH"
 VERSION = 1
 NONE = 0xFFFFFFFF
-"""The string of a node without a layer."""
+"""Stands for the layer of a node without a layer."""
 MOST_DEPTH = 8
-"""Lists within lists, at most."""
+"""The deepest nesting of lists."""
 MOST_RANK = 32
-"""Dimensions of a tensor, at most."""
+"""The most dimensions of a tensor."""
 DTYPES = (
     "float32", "float64", "float16", "bfloat16",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""The dtype of code 1, 2, ...; new ones are added at the end."""
+"""The dtypes of codes 1, 2, ...; new dtypes go at the end."""
 
 INPUT, CALL, ITEM, OUTPUT = 1, 2, 3, 4
 STEADY, CHECKED, IGNORED = 1, 2, 4
@@ -54,19 +54,19 @@ A_NONE, A_BOOL, A_INT, A_FLOAT, A_TEXT, A_DTYPE, A_NODE, A_LIST = range(8)
 
 HEADER = struct.Struct("<8sIIIIII")
 CHECKED_FROM = 20
-"""The checksum covers the bytes from here on."""
+"""The first byte that the checksum covers."""
 U32, I64, F64 = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
 
 
 def serialise(graph: fx.GraphModule | fx.Graph) -> bytes:
-    """A canonical graph in the serialised form. Raises `BackendError` if it is not canonical."""
+    """Serialise a canonical graph. Raises `BackendError` if it is not canonical."""
     from hetpipe.sdk.graph import graph_rows
 
     return serialise_rows(graph_rows(graph))
 
 
 def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
-    """Rows of `hetpipe.sdk.graph.graph_rows` in the serialised form. Raises `BackendError`."""
+    """Serialise the rows of `graph_rows`. Raises `BackendError`."""
     writer = _Writer()
     for row in rows:
         writer.node(row)
@@ -80,10 +80,10 @@ def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
 
 
 def deserialise(data: bytes) -> fx.GraphModule:
-    """The inverse of `serialise`; tensors are on the meta device.
+    """Restore a graph from `serialise`; tensors are on the meta device.
 
-    Raises `BackendError` for bytes of another version or damaged ones, wherever the damage is, and
-    for an operator or overload that torch lacks here, by its name.
+    Raises `BackendError` for bytes of another version, for any damaged bytes, and for an operator
+    or overload that this torch lacks, by its name.
     """
     from hetpipe.sdk.serialised_reader import read
 
@@ -91,17 +91,17 @@ def deserialise(data: bytes) -> fx.GraphModule:
 
 
 class _Writer:
-    """Rows of `graph_rows` to bytes."""
+    """Writes rows of `graph_rows` as bytes."""
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.strings: dict[str, int] = {}
-        self._several: list[int] = []  # by row: its results, or 0 for one tensor
+        self._several: list[int] = []  # by row: the number of its results, or 0 for one tensor
 
     def node(self, row: tuple[Any, ...]) -> None:
         op, name, target, args, kwargs, val, layer, steady, checked = row
         kind = {"placeholder": INPUT, "output": OUTPUT}.get(op, CALL)
-        if kind == CALL and target == "getitem":  # an input may have the name, too
+        if kind == CALL and target == "getitem":  # an input may have the same name
             kind = ITEM
         self.data.append(kind)
         self._text(name)

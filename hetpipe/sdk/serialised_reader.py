@@ -1,4 +1,4 @@
-"""Reads the serialised form of a graph (`hetpipe.sdk.serialised`) from bytes that nobody trusts."""
+"""Reads the serialised form of a graph (`hetpipe.sdk.serialised`) from untrusted bytes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from hetpipe.sdk.serialised import (
 if TYPE_CHECKING:
     from torch import fx
 
-_MOST_ELEMENTS = 1 << 59  # so that the bytes of a tensor are a number of 63 bits
+_MOST_ELEMENTS = 1 << 59  # the bytes of a tensor then fit in 63 bits
 
 
 def read(data: bytes) -> fx.GraphModule:
-    """The graph; see `hetpipe.sdk.serialised.deserialise`."""
+    """Return the graph in `data`; see `hetpipe.sdk.serialised.deserialise`."""
     rows = _Reader(data).rows()
     graph = graph_of_rows(rows)
     for node, row in zip(graph.graph.nodes, rows, strict=True):
@@ -55,7 +55,7 @@ def read(data: bytes) -> fx.GraphModule:
 
 
 class _Reader:
-    """Bytes to rows of `graph_rows`; every number is checked before it is used."""
+    """Reads rows of `graph_rows` from bytes, and checks every number before it uses it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data = bytes(data)
@@ -189,7 +189,7 @@ class _Reader:
         return shape, _dtype_of(code)
 
     def _count(self, nbytes: int) -> int:
-        """A count of entries of so many bytes at least: no more than there may be left."""
+        """Read a count of entries of at least `nbytes`; refuse more than the data can hold."""
         count = self._u32()
         if count * nbytes > len(self._data) - self._at:
             raise _damaged(f"it counts {count} entries at byte {self._at} of {len(self._data)}")

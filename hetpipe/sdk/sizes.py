@@ -38,7 +38,7 @@ class Size:
     text: str
 
     def __post_init__(self) -> None:
-        """Raises `BackendError` for a text that is no expression of sizes."""
+        """Raise `BackendError` for a text that is no expression of sizes."""
         self._tree()
 
     def __str__(self) -> str:
@@ -46,12 +46,15 @@ class Size:
 
     @property
     def name(self) -> str | None:
-        """The name, if the size is nothing but one."""
+        """The name, if the size is a single name; else None."""
         return self.text if self.text.isidentifier() else None
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """The number, by the named sizes. Raises `BackendError` for an unknown name, a division by
-        0, and for numbers below 0 or above `MOST`."""
+        """Return the number for the named sizes.
+
+        Raises `BackendError` for an unknown name, a division by 0, and a number below 0 or above
+        `MOST`.
+        """
         try:
             number = _value(self._tree(), sizes)
         except ZeroDivisionError as error:
@@ -90,7 +93,7 @@ class Size:
 
 
 def _check(tree: ast.expr, text: str) -> None:
-    """Raises `BackendError` where an expression has other parts than sizes have."""
+    """Raise `BackendError` if an expression has parts that sizes do not allow."""
     if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATORS:
         _check(tree.left, text)
         _check(tree.right, text)

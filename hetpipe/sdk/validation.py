@@ -1,4 +1,4 @@
-"""The one place where the words of a backend about itself and its devices are checked."""
+"""Checks of the information that a backend gives about itself and its devices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from hetpipe.sdk.isolation import type_name
 from hetpipe.words import short
 
 Ran = tuple[Sequence[Buffer], Event, Sequence[Chunk]]
-"""The outputs of a run, the event of its end, and the chunks."""
+"""The outputs of a run, its event, and the chunks."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 def check_class(backend: Any, source: str) -> type[Backend]:
-    """The class of a backend. Raises `BackendError`, which begins with `source`, for anything else,
-    for a name that ids cannot have, and for another version of the contract."""
+    """Return `backend` if it is a backend's class.
+
+    Raises `BackendError`, which begins with `source`, for anything else, for a name that ids cannot
+    have, and for an unsupported version of the contract.
+    """
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(f"{source} is not a Backend class")
     check_name(getattr(backend, "name", None), source)
@@ -115,7 +118,7 @@ def _wrong_type(record: Any, owner: str) -> str:
     for field in fields(record):
         value, hint = getattr(record, field.name), hints[field.name]
         expected = get_origin(hint) or hint
-        # A bool is an int to Python, but not to a reader.
+        # To Python, a bool is an int.
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             return (
                 f"{field.name} of {owner} {getattr(record, 'id', '')!r} is {type_name(value)} "

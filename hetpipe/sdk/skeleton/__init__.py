@@ -1,4 +1,4 @@
-"""The skeleton of a backend's package. `backend.py` is the tutorial of docs/backends.md."""
+"""The skeleton of a backend's package. docs/backends.md shows `backend.py` as a tutorial."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PLACES = {
     "backend.py": "hetpipe_{module}/__init__.py",
     "test_conformance.py": "tests/test_conformance.py",
 }
-"""Where each of our files goes in a new package."""
+"""Path of each of our files in a new package."""
 
 
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a package with backend `name` into `folder`, and return its files.
 
-    Raises `HetpipeError` for a name that ids cannot have, and where one of the files is there
-    already: nothing is overwritten.
+    Raises `HetpipeError` for a name that ids cannot have, and if one of the files exists already:
+    it overwrites nothing.
     """
     check_name(name, "a new backend")
     module = name.replace("-", "_")

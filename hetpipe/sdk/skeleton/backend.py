@@ -1,4 +1,4 @@
-"""A backend for Skeleton devices. It runs as it is, with numpy: put your driver in its place."""
+"""A backend for Skeleton devices. It runs on numpy: replace numpy with your driver."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from hetpipe.sdk import dtype_name, operator_name
 
 
 def along(index, dim):
-    """numpy's indices of the elements that `index` names along `dim`."""
+    """Return numpy's indices of the elements that `index` names along `dim`."""
     return tuple(index if d == dim else each for d, each in enumerate(np.indices(index.shape)))
 
 
@@ -17,7 +17,7 @@ def scatter(x, dim, index, value):
     return x
 
 
-# Operator -> your kernel, which takes the operator's own arguments. These train a perceptron;
+# Operator -> your kernel, which takes the operator's arguments. These train a perceptron;
 # `hetpipe coverage MODEL skeleton:cpu:0` names the operators that another model needs.
 KERNELS = {
     "aten._to_copy.default": lambda x, **_: x,  # all results are cast below
@@ -49,7 +49,7 @@ DTYPES = ("float32", "int64", "bool")
 
 
 class SkeletonBuffer(sdk.Buffer):
-    """A row-major tensor; `array` stands for memory of the device."""
+    """A row-major tensor; `array` stands for the device's memory."""
 
     def __init__(self, device, array):
         self.device, self.array = device, array
@@ -80,13 +80,13 @@ class SkeletonDevice(sdk.BlockingDevice):
             return list(map(value, arg)) if isinstance(arg, list) else values.get(arg, arg)
 
         for node in calls:
-            for bound in sdk.index_bounds(node):  # no index out of range may pass in silence
+            for bound in sdk.index_bounds(node):  # an index out of range must raise
                 bound.check(self.info.id, values[bound.index])
             with np.errstate(all="ignore"):  # infinities and NaN are ordinary results
                 result = KERNELS[operator_name(node)](*map(value, node.args), **node.kwargs)
             values[node] = np.asarray(result, dtype_name(node.meta["val"].dtype))
         for node in outputs:
-            if node not in buffers:  # a copy: results share memory with nothing
+            if node not in buffers:  # copy: results share no memory
                 buffers[node] = SkeletonBuffer(self, values[node].copy(order="C"))
         return [buffers[node] for node in outputs]
 
