@@ -70,7 +70,7 @@ class Lines:
             self._lines.setdefault(place[:end], number)
 
     def _opened(self, names: list[str], repeated: bool) -> Place:
-        """Return the place of a header's table; a name of repeated tables means the last of them."""
+        """Return the place of a header's table; a name of repeated tables means the last table."""
         place: Place = ()
         for name in names[:-1]:
             place = (*place, name)

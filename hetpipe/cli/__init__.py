@@ -17,7 +17,7 @@ INTERRUPTED = 130  # exit status
 def main() -> None:
     """Run a command. A `HetpipeError` becomes a red message and exit 1; Ctrl-C exits 130.
 
-    A warning is one line, too.
+    A warning becomes one line.
     """
     end_on_interrupt()
     try:
@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def end_on_interrupt() -> None:
-    """The first Ctrl-C ends the command, which closes its workers within seconds.
+    """End the command at the first Ctrl-C; it closes its workers within seconds.
 
-    The second prints a note, a third exits at once: the workers die with this process.
+    The second Ctrl-C prints a note. The third exits at once, and the workers die with this process.
     """
     presses = count(1)
 
@@ -54,10 +54,10 @@ def end_on_interrupt() -> None:
         os._exit(INTERRUPTED)
 
     def leave() -> None:
-        # The interpreter ends with the default handler, which kills.
+        # At its end, the interpreter restores the default handler, which kills.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if next(presses) > 1:
-            # An interrupt that passed through `exec` of a text would end Python by a signal.
+            # After an interrupt inside an `exec` of text, Python would end itself by a signal.
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`python -m hetpipe.cli`."""
+"""The program `python -m hetpipe.cli`."""
 
 import sys
 from pathlib import Path

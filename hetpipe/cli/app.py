@@ -1,4 +1,4 @@
-"""The commands, each in a file of its own."""
+"""The application with all commands; each command has a file."""
 
 from __future__ import annotations
 

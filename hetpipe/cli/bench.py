@@ -1,4 +1,4 @@
-"""`hetpipe bench`: unlike devices together, against each alone and against their sum."""
+"""`hetpipe bench`: different devices together, compared with each alone and with their sum."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _settings(
     rehearse: str,
     common: dict[str, Any],
 ) -> list[Setting]:
-    """Each model on the cluster; the first also on two workers, one at half speed."""
+    """Return each model on the cluster; the first also on two workers, one at half speed."""
     from hetpipe.bench.outcome import Setting
 
     if twice is not None:
@@ -189,7 +189,7 @@ def _settings(
 
 
 def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
-    """Load all workloads first: measuring one takes minutes, and a later name may be wrong."""
+    """Load all workloads first: a measurement takes minutes, and a later name may be wrong."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.zoo.load import load_workload
 
@@ -228,7 +228,7 @@ def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
 
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
-    """The balanced pipelines' last steps, measured above predicted."""
+    """Draw the last steps of the balanced pipelines, measured above predicted."""
     from hetpipe.report.picture import draw_workloads
 
     draw_workloads(path, [outcome.timelines for outcome in outcomes], "One mini-batch")

@@ -1,4 +1,4 @@
-"""`hetpipe boards`: hardware that is described, not attached; every number and its source."""
+"""`hetpipe boards`: described hardware that need not be attached; every number and its source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
 
 
 def _overview(boards: dict[str, Board]) -> Table:
-    """A line for each board."""
+    """Return a table with a line for each board."""
     from hetpipe.report.tables import make_table
 
     numbers = ("memory", "bandwidth", "to its host", "to its equal")
@@ -60,7 +60,7 @@ def _overview(boards: dict[str, Board]) -> Table:
 
 
 def _page(board: Board) -> Table:
-    """A line for each number of a board, and for its compiler."""
+    """Return a table with a line for each number of a board, and for its compiler."""
     from hetpipe.report.tables import make_table
 
     title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
@@ -78,7 +78,7 @@ def _arithmetic(board: Board) -> str:
 
 
 def _value(board: Board, key: str) -> str:
-    """What a key of the file has, for people."""
+    """Return the value of a key of the board's file, as text."""
     if key == "offline":
         assert board.offline is not None
         return board.offline.compiler
@@ -86,7 +86,7 @@ def _value(board: Board, key: str) -> str:
 
 
 def _number(board: Board, key: str) -> float:
-    """The number of a key such as `fabric.dsp`."""
+    """Return the number of a key such as `fabric.dsp`."""
     value: Any = board
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -94,7 +94,7 @@ def _number(board: Board, key: str) -> float:
 
 
 def _shown(key: str, value: float) -> str:
-    """A number with its unit, which its key tells."""
+    """Return a number with the unit that its key implies."""
     from hetpipe.report.units import format_nbytes, format_s
 
     if key.endswith("_nbytes"):
@@ -110,7 +110,7 @@ def _shown(key: str, value: float) -> str:
 
 
 def _prefixed(value: float, unit: str) -> str:
-    """9e11 B/s -> "900 GB/s"."""
+    """Return a number with an SI prefix: 9e11 B/s -> "900 GB/s"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"

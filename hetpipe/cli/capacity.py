@@ -66,7 +66,7 @@ def command(
 
 
 def parse_block(text: str) -> tuple[int, int]:
-    """`"2:9"` -> `(2, 9)`. Raises `PlanError`."""
+    """Parse a block of layers: `"2:9"` -> `(2, 9)`. Raises `PlanError`."""
     first, colon, last = text.partition(":")
     if not colon or not first.strip().isdigit() or not last.strip().isdigit():
         raise PlanError(f"--repeat {text!r}: write first and last layer, for instance 2:9")

@@ -1,4 +1,4 @@
-"""Checks of options alone, before anything is loaded or measured."""
+"""Checks of options, before anything is loaded or measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_options(
     mini_batch: int | None,
     rebalance: str | None = None,
 ) -> PlanOptions:
-    """The options of a plan, checked without a model. Raises `HetpipeError`."""
+    """Return the options of a plan, checked without a model. Raises `HetpipeError`."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.pipeline.rebalance import fixed_by
@@ -42,7 +42,7 @@ def read_options(
 
 
 def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
-    """Raises `HetpipeError` for a plan that cannot be run, or for options that it fixes already."""
+    """Raise `HetpipeError` for a plan that cannot run, or for options that the plan fixes."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
         raise HetpipeError(
@@ -53,7 +53,7 @@ def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
 
 
 def check_devices(asked: PlanOptions, count: int) -> None:
-    """Raises `PlanError` if `count` devices are too few for the stages."""
+    """Raise `PlanError` if `count` devices are too few for the stages."""
     from hetpipe.schedule.rule import rule_of
 
     if asked.schedule != "auto" and rule_of(asked.schedule).several_stages:
@@ -68,7 +68,7 @@ def check_devices(asked: PlanOptions, count: int) -> None:
 
 
 def check_synchronous(schedule: str) -> None:
-    """Raises `HetpipeError` for a schedule that does not flush, or is unknown."""
+    """Raise `HetpipeError` for a schedule that does not flush, or is unknown."""
     from hetpipe.schedule.rule import rule_of
 
     if schedule != "auto" and not rule_of(schedule).flushes:
@@ -79,7 +79,7 @@ def check_synchronous(schedule: str) -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raises `HetpipeError` for a picture that cannot be drawn."""
+    """Raise `HetpipeError` if the picture cannot be drawn."""
     from hetpipe.report.picture import FORMATS
 
     if path is not None and path.suffix not in FORMATS:

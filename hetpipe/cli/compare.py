@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hetpipe.study.comparison import Comparison
 
 DRAWN = 4
-"""The number of plans in a picture, the quickest ones."""
+"""The number of quickest plans in a picture."""
 
 
 def command(
@@ -97,7 +97,7 @@ def command(
 
 
 def timelines(comparison: Comparison) -> list[Timeline]:
-    """The simulated steps of the quickest plans, each labelled by its planner."""
+    """Return the simulated steps of the quickest plans, each labelled by its planner."""
     from hetpipe.plan.pricing import predict
 
     return [
@@ -108,7 +108,7 @@ def timelines(comparison: Comparison) -> list[Timeline]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A row for each planner, the quickest predicted first."""
+    """Return a table with a row for each planner, the quickest prediction first."""
     from hetpipe.report.tables import make_table
     from hetpipe.report.units import format_nbytes, format_s
 

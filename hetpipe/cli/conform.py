@@ -1,4 +1,4 @@
-"""`hetpipe conform BACKEND`: the conformance suite on its devices."""
+"""`hetpipe conform BACKEND`: the conformance suite on the backend's devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LevelName(str, Enum):
-    """The levels, each with those before it."""
+    """The levels; each includes the earlier levels."""
 
     core = "core"
     training = "training"
@@ -57,8 +57,10 @@ def conform(
     json: str | None,
     several: bool,
 ) -> None:
-    """Test these devices; with `several`, `junit` may be a folder. Raises `HetpipeError` if one
-    breaks a rule."""
+    """Test these devices; with `several`, `junit` may be a folder.
+
+    Raises `HetpipeError` if a device breaks a rule.
+    """
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators
     from hetpipe.conformance.junit import write_junit
     from hetpipe.errors import HetpipeError
@@ -100,7 +102,7 @@ def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
 
 
 def _run(output: Output, info: DeviceInfo, level: LevelName, groups: Sequence[str]) -> list[Result]:
-    """The results; failures are shown as they come."""
+    """Return the results, and print failures as they come."""
     from rich.markup import escape
 
     from hetpipe.conformance.check import Level

@@ -1,4 +1,4 @@
-"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, by share of the time."""
+"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, by share of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hetpipe doctor`: tests of backends and devices, repairs, and cures for the rest."""
+"""`hetpipe doctor`: tests of backends and devices, repairs, and cures for other faults."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
 
 
 def examine(name: str) -> list[dict[str, str]]:
-    """A backend's findings about itself, or the reason why it has none."""
+    """Return a backend's findings about itself, or the reason why it has none."""
     from hetpipe.errors import BackendError
     from hetpipe.sdk.registry import findings_of
 
@@ -85,7 +85,7 @@ def _tested(result: dict[str, Any]) -> str:
 
 
 def _joins(info: DeviceInfo) -> bool:
-    """Whether it may join a cluster unasked."""
+    """Whether the device may join a cluster unasked."""
     return not (info.capabilities.emulated or info.capabilities.reference)
 
 

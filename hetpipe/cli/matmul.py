@@ -1,4 +1,4 @@
-"""`hetpipe matmul`: matrix products of the processors here, against torch's."""
+"""`hetpipe matmul`: matrix products of this machine's processors, compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hetpipe new-backend NAME`: writes a backend that runs as it is, in Python or in C."""
+"""`hetpipe new-backend NAME`: writes a working backend, in Python or in C."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ MiniBatchOption = Annotated[
 
 
 def _known_schedule(value: str) -> str:
-    """A schedule's name; a file with a schedule as text registers it under the file's name."""
+    """Return a schedule's name; a text file with a schedule is registered under its name."""
     if not value.endswith(".txt"):
         return value
     from hetpipe.schedule.fixed import register_file
@@ -112,14 +112,14 @@ JsonOption = Annotated[
 
 
 def split_names(text: str | None) -> list[str] | None:
-    """`"a, b"` -> `["a", "b"]`; None stays None."""
+    """Split names: `"a, b"` -> `["a", "b"]`; None stays None."""
     if text is None:
         return None
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def split_numbers(text: str | None, option: str) -> list[int] | None:
-    """`"2, 1"` -> `[2, 1]`; None stays None. Raises `PlanError`."""
+    """Split numbers: `"2, 1"` -> `[2, 1]`; None stays None. Raises `PlanError`."""
     names = split_names(text)
     if names is None:
         return None
@@ -129,7 +129,7 @@ def split_numbers(text: str | None, option: str) -> list[int] | None:
 
 
 def parse_speeds(entries: list[str] | None) -> dict[str, float]:
-    """`["a=0.5"]` -> `{"a": 0.5}`. Raises `ClusterError`."""
+    """Parse speeds: `["a=0.5"]` -> `{"a": 0.5}`. Raises `ClusterError`."""
     speeds: dict[str, float] = {}
     for entry in entries or []:
         member, _, number = entry.rpartition("=")
@@ -145,7 +145,7 @@ def parse_speeds(entries: list[str] | None) -> dict[str, float]:
 def make_cluster(
     file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
 ) -> Cluster:
-    """The cluster that the options describe, else the local one. Raises `ClusterError`."""
+    """Return the cluster that the options describe, else the local one. Raises `ClusterError`."""
     from hetpipe.cluster.cluster import Cluster, load_or_published
 
     emulated = parse_speeds(speeds)

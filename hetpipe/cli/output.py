@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERSION = 1
-"""Version of a command's JSON, unless that has a version of its own."""
+"""Version of a command's JSON, for commands that do not set another version."""
 
 
 class Output:
-    """Destination of a command's results. With `--json -` text moves to standard error."""
+    """The destination of a command's results. With `--json -`, text goes to standard error."""
 
     def __init__(self, json_target: str | None) -> None:
         self._target = json_target
@@ -27,7 +27,7 @@ class Output:
             self.console = _console(stderr=json_target == "-", width=160)
 
     def text(self, text: str) -> None:
-        """Print text as it is: brackets and numbers are not markup."""
+        """Print text without markup or highlighting."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, data: Mapping[str, Any]) -> None:
@@ -35,14 +35,15 @@ class Output:
         self._write({"version": VERSION, **data})
 
     def keep(self, data: Mapping[str, Any]) -> None:
-        """Write the result so far to the user's JSON file, for the case that the command ends
-        early. Raises `HetpipeError`.
+        """Write the result so far to the user's JSON file, in case the command ends early.
+
+        Raises `HetpipeError`.
         """
         if self._target != "-":
             self.finish(data)
 
     def finish_list(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`finish` for a result that is a list. Raises `HetpipeError`."""
+        """Write a result that is a list, like `finish`. Raises `HetpipeError`."""
         self._write(rows)
 
     def _write(self, data: Any) -> None:
@@ -56,7 +57,7 @@ class Output:
 
 @contextmanager
 def logged(output: Output) -> Iterator[None]:
-    """Print the lines that hetpipe logs meanwhile."""
+    """Print the lines that hetpipe logs inside the block."""
     logger, handler = logging.getLogger("hetpipe"), _Lines(output)
     level = logger.level
     logger.addHandler(handler)
@@ -69,7 +70,7 @@ def logged(output: Output) -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Prints what is logged, as it is."""
+    """Prints log messages unchanged."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()
@@ -80,12 +81,12 @@ class _Lines(logging.Handler):
 
 
 def error_console() -> Console:
-    """Standard error."""
+    """Return the console of standard error."""
     return _console(stderr=True)
 
 
 def _console(stderr: bool, width: int | None = None) -> Console:
-    """A console that leaves `:factory:` as it is, and escapes what the terminal cannot show."""
+    """Return a console that leaves `:factory:` alone and escapes unprintable characters."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

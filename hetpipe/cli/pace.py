@@ -1,4 +1,4 @@
-"""The time of a training's steps as `hetpipe train` says it: measured, or modelled for boards."""
+"""The step time that `hetpipe train` prints: measured, or modelled for boards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Pace:
     """Seconds of a step by this machine's clock, and modelled seconds if the plan has boards.
 
-    The clock's are those of the boards' numerics then, and nothing compares the two.
+    With boards, the clock times the devices that stand in for them, so the two do not compare.
     """
 
     plan: Plan
@@ -23,15 +23,15 @@ class Pace:
     wall_label: str
     modelled_s: float | None
     correction: Correction | None
-    boards: dict[str, tuple[str, str]]  # by member, board and numerics
+    boards: dict[str, tuple[str, str]]  # by member: board and numerics
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step under the plan's label."""
+        """Seconds of a step, of the kind that the plan's label names."""
         return self.wall_s if self.modelled_s is None else self.modelled_s
 
     def lines(self) -> list[str]:
-        """The rate, in words."""
+        """Return the rate in words."""
         rate = f"{self.plan.mini_batch / self.step_s:.1f} samples/s ({self.plan.label}; "
         if self.modelled_s is None:
             median = f"median step {self.wall_s * 1e3:.1f} ms"
@@ -46,7 +46,7 @@ class Pace:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Its part of the command's JSON."""
+        """Return its part of the command's JSON."""
         correction = None if self.boards else self.correction
         predicted_s = self.plan.step_s if self.boards else correction and correction.raw_s
         return {
@@ -63,7 +63,7 @@ class Pace:
 
 
 def pace_of(pipe: Pipeline, wall_s: float) -> Pace:
-    """The pace of a pipeline whose median step took `wall_s`. Probes its devices for drift."""
+    """Return the pace of a pipeline with median step `wall_s`. Probes its devices for drift."""
     used = set(pipe.plan.all_devices)
     boards = {m.id: (m.board, m.numerics) for m in pipe.boards if m.id in used}
     correction = None if boards or pipe.costs is None else pipe.corrected()

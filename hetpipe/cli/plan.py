@@ -1,7 +1,7 @@
 """`hetpipe plan`: the stages, their devices, and the predicted time of a step.
 
-Costs are measured on attached devices, or read from a file; boards without numerics, a
-published profile or a planner by name make it a study (`hetpipe.study`).
+Costs are measured on attached devices, or read from a file. With boards without numerics, a
+published profile or a named planner, the command is a study (`hetpipe.study`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def command(
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """The plan's JSON, with its first and last layers and its figures by plain names."""
+    """Return the plan's JSON, with stages' first and last layers, and figures by plain names."""
     data = plan.to_json()
     for stage in data["stages"]:
         stage["layers"] = [stage["lo"], stage["hi"] - 1]
@@ -142,7 +142,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 def _studied(
     subject: Subject, members: Cluster, planner: str, asked: PlanOptions, recompute: bool
 ) -> tuple[Plan, CostTable]:
-    """The plan of a planner by name. Raises `PlanError` for options that it would choose itself."""
+    """Return the plan of a named planner. Raises `PlanError` for options that it chooses itself."""
     from hetpipe.plan.proposal import PlannerOptions
     from hetpipe.study.planning import plan
 
@@ -168,7 +168,7 @@ def _measured(
     mini_batch: int | None,
     asked: PlanOptions,
 ) -> tuple[Plan, CostTable]:
-    """The plan of a pipeline on these devices, after profiling them."""
+    """Profile these devices, and return the plan of a pipeline on them."""
     members = make_cluster(*where)
     check_devices(asked, len(members.members))
     from hetpipe.bench.open import open_pipeline
@@ -181,14 +181,14 @@ def _measured(
             load_workload(model), members, mini_batch=mini_batch, progress=progress, **options
         ) as pipe,
     ):
-        assert pipe.costs is not None  # it was asked for a price
+        assert pipe.costs is not None  # `priced` asks for costs
         return pipe.plan, pipe.costs
 
 
 def _priced(
     model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
 ) -> tuple[Plan, CostTable]:
-    """The plan from a table of costs alone."""
+    """Return the plan from a table of costs alone."""
     from hetpipe.cli.priced import check_layers, plan_by
     from hetpipe.cost.cost_file import read_costs
 

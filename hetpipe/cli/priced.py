@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def plan_by(
     costs: CostTable, devices: list[str] | None, mini_batch: int, asked: PlanOptions
 ) -> Plan:
-    """The plan with the quickest prediction. `devices` of the table, by default all.
+    """Return the plan with the quickest prediction, on `devices` of the table (default: all).
 
     The plan has the table's micro-batches. Raises `PlanError`.
     """
@@ -39,7 +39,7 @@ def plan_by(
 
 
 def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int:
-    """Number of micro-batches of the table's size in a mini-batch. Raises `PlanError`."""
+    """Count the micro-batches of the table's size in a mini-batch. Raises `PlanError`."""
     count = -(-mini_batch // costs.samples)
     samples = -(-mini_batch // (asked or count))
     if samples != costs.samples:
@@ -52,7 +52,7 @@ def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int
 
 
 def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
-    """Raises `PlanError` if the table is of another model."""
+    """Raise `PlanError` if the table is of another model."""
     from hetpipe.capture.captured import Captured
 
     example = next(workload.batches(mini_batch, 0))

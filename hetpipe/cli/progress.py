@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, or else lines at intervals."""
+"""Progress on standard error: a bar on a terminal, else lines at intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A callable (text, done, total) that shows the progress of a command."""
+    """Yield a callable (text, done, total) that shows the progress of a command."""
     from hetpipe.cli.output import error_console
 
     console = error_console()
@@ -41,7 +41,7 @@ def _write(line: str) -> None:
 
 
 class Lines:
-    """Progress as lines of text: one when a phase begins, one every `every_s` while it goes on."""
+    """Progress as lines of text: one when a phase begins, then one every `every_s`."""
 
     def __init__(self, write: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._write = write
@@ -54,7 +54,7 @@ class Lines:
 
     def show(self, text: str, done: int, total: int) -> None:
         """Note the progress of a command; print a line at the start of a phase."""
-        with self._lock:  # the beat reads both fields and writes lines of its own
+        with self._lock:  # the beating thread reads both fields and also writes lines
             self._count = (done, total)
             if text != self._text:
                 self._text, self._begin_s = text, time.monotonic()
@@ -62,7 +62,7 @@ class Lines:
 
     @contextmanager
     def beating(self) -> Iterator[Lines]:
-        """Write a line at intervals, on a thread of its own: a phase may take minutes."""
+        """Write a line at intervals, on another thread: a phase may take minutes."""
         thread = threading.Thread(target=self._beat, name="progress", daemon=True)
         thread.start()
         try:
@@ -73,7 +73,7 @@ class Lines:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
-            with self._lock:  # of `show`
+            with self._lock:  # the lock of `show`
                 if self._text:
                     self._write(f"{self._text}{self._far()}")
 

@@ -1,4 +1,4 @@
-"""`hetpipe reproduce PAPER [TABLE]`: tables of the papers beside ours."""
+"""`hetpipe reproduce PAPER [TABLE]`: tables of a paper beside ours."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def command(
 
 
 def worker_table(simulation: Simulation) -> Table:
-    """A row for each worker of the step."""
+    """Return a table with a row for each worker of the step."""
     from hetpipe.report.tables import make_table
     from hetpipe.report.units import format_nbytes
 

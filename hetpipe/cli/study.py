@@ -90,7 +90,7 @@ def subject_from(
     cut_nbytes: int | None,
     unit_s: float,
 ) -> Subject:
-    """The model or profile that the options name. Raises `HetpipeError`."""
+    """Return the model or profile that the options name. Raises `HetpipeError`."""
     from hetpipe.study.models import of_file, of_model
 
     if (model is None) == (profile is None):
@@ -104,7 +104,7 @@ def subject_from(
 
 
 def cluster_from(name: str | None) -> Cluster:
-    """The cluster of a file or of a published name. Raises `ClusterError`."""
+    """Return the cluster of a file or of a published name. Raises `ClusterError`."""
     from hetpipe.cluster.cluster import Cluster
 
     if name is None:
@@ -115,7 +115,7 @@ def cluster_from(name: str | None) -> Cluster:
 def options_from(
     subject: Subject, schedules: str | None, microbatches: int | None, recompute: bool
 ) -> PlannerOptions:
-    """What a planner may choose. Raises `HetpipeError`."""
+    """Return the options for a planner. Raises `HetpipeError`."""
     from hetpipe.cli.options import split_names
 
     return subject.options(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.zoo.workload import Workload
 
-LINES = 10  # losses printed in a run, beside the progress bar
+LINES = 10  # losses that a run prints, beside the progress bar
 
 
 def command(
@@ -211,10 +211,13 @@ def _keep(
 
 
 def _panels(pipe: Pipeline) -> list[list[Timeline]]:
-    """The timelines of a step: measured, or modelled for boards, and predicted if there is another
-    prediction, on one time axis. On another axis that of the boards' numerics."""
+    """Return groups of timelines of a step; each group shares a time axis.
+
+    The first group has the measured or modelled timeline, and the predicted one if it differs. For
+    boards, a second group has the timeline of the devices that stand in for them.
+    """
     boards = {board.id for board in pipe.boards}
-    known = pipe.costs is None or boards >= {*pipe.plan.all_devices}  # they take what is predicted
+    known = pipe.costs is None or boards >= {*pipe.plan.all_devices}  # boards take predicted times
     timelines = [pipe.timeline] if known else [pipe.timeline, pipe.predicted]
     return [timelines] if pipe.modelled_step_s is None else [timelines, [pipe.wall_timeline]]
 
@@ -287,9 +290,9 @@ def _conclude(
     seed: int,
     used: InUse,
 ) -> None:
-    """Rate, memory, validation, equality; then JSON.
+    """Print rate, memory, validation and equality; then write JSON.
 
-    Raises `HetpipeError` if losses are not torch's.
+    Raises `HetpipeError` if losses differ from torch's.
     """
     comparison, diagnosis = judged
     for line in (*pace.lines(), *memory_lines(pace.plan, used)):
@@ -320,14 +323,14 @@ def _conclude(
 
 
 class InUse(NamedTuple):
-    """Measured memory in bytes: the peaks of stages, and what devices count, by member."""
+    """Measured memory in bytes: the peaks of stages, and the devices' own counts, by member."""
 
     peaks: Sequence[int]
     counts: Mapping[str, int]
 
 
 def memory_lines(plan: Plan, used: InUse) -> list[str]:
-    """Measured and predicted memory of each stage's devices, and what devices count themselves."""
+    """Return lines with measured and predicted memory of stages, and the devices' own counts."""
     from hetpipe.report.units import format_nbytes
 
     def planned(nbytes: int) -> str:

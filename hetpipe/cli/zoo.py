@@ -1,4 +1,4 @@
-"""`hetpipe zoo`: one training step of each model of the zoo on a device, against torch."""
+"""`hetpipe zoo`: one training step of each model of the zoo on a device, compared with torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(
                 progress(f"training {name}", number, len(names))
                 results.train(name, samples, stages)
                 output.keep(results.data)
-        finally:  # a model that crashes takes no other's row with it
+        finally:  # a crash of one model must not lose the other rows
             results.show(output)
     output.finish(results.data)
     unequal = [*(row.model for row in results.rows if not row.is_equal), *results.failed]
@@ -76,7 +76,7 @@ def command(
 
 
 class _Results:
-    """The models that were trained on a device, and those that failed with their messages."""
+    """The results of models that a device has trained, and the messages of models that failed."""
 
     def __init__(self, device: Device) -> None:
         self._opened = device

@@ -1,9 +1,9 @@
 """Schedules on devices that only sleep: `python -m hetpipe.papers.clockwork`.
 
-Each schedule has four times: run on workers; by the closed formula of its paper, if it has one;
-simulated with the set times of devices and links; and simulated, as plans are, with measured times
-of passes and transfers. Passes take 10 ms and 20 ms, a transfer 0, 5 or 15 ms. Two passes at once
-share a device. `16 chunks` are devices that send a result in 16 pieces while they compute it.
+Each schedule has four times: measured on workers; by the closed formula of its paper, if there is
+one; simulated with the set times of devices and links; and simulated, like plans, with measured
+times of passes and transfers. Passes take 10 ms and 20 ms, a transfer 0, 5 or 15 ms. Two passes at
+once share a device. `16 chunks` means devices that send a result in 16 pieces while they compute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRANSFERS_S = (0.0, 0.005, 0.015)
 STAGES = (2, 3, 4)
 MICROBATCHES = 8
 MINI_BATCHES = 88  # in a stream
-SETTLE = 12  # mini-batches before and after the steady state
+SETTLE = 12  # mini-batches to ignore at either end of the steady state
 WINDOW = 12  # a multiple of every number of stages
 ROUNDS = 5
 SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so", "fbp")
@@ -61,11 +61,11 @@ class Case:
     simulated_s: float
     profiled_s: float  # simulated with measured costs
     formula_s: float | None
-    busy: float  # computing time of each worker over the measured time
+    busy: float  # computing time of a worker over the measured time
 
 
 def measure() -> list[Case]:
-    """All cases, on worker processes."""
+    """Measure all cases on worker processes."""
     register_backend(SleepingBackend)
     cases = []
     for stages in STAGES:
@@ -85,7 +85,7 @@ def measure() -> list[Case]:
 
 @dataclass(frozen=True)
 class _Times:
-    """Times of a pipeline's passes and transfers: as set, and as measured."""
+    """Times of a pipeline's passes and transfers: the set times, and the measured times."""
 
     stages: int
     transfer_s: float
@@ -95,10 +95,10 @@ class _Times:
 
     @staticmethod
     def of(crew: Crew, stages: int, transfer_s: float, chunks: int) -> _Times:
-        """Measure one pass after the other: the time beyond passes and links is the transfers'.
+        """Measure one pass after the other. Time beyond passes and links is copying.
 
-        As in a plan, the cores that compute also copy: half of a transfer's time beyond its link
-        lengthens the pass at either end.
+        As in a plan, the computing cores also copy: half of a transfer's copying lengthens the pass
+        at either end.
         """
         _load(crew, stages, "flush")
         schedule = generate("naive", stages, MICROBATCHES)
@@ -125,7 +125,7 @@ def _stage_times(
     backward_s: float,
     more_s: float = 0.0,
 ) -> StageTimes:
-    """`more_s`: time of a transfer beyond its link."""
+    """Return the times of stages; a transfer takes `more_s` beyond its link."""
     links = (Transfer(0.0, transfer_s),) * (stages - 1)
     ends = [(n > 0) + (n < stages - 1) for n in range(stages)]
     return StageTimes(
@@ -139,7 +139,7 @@ def _stage_times(
 
 
 def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) -> float | None:
-    """BaPipe's table 1 and GPipe's time, if the case is in their domains; else None."""
+    """Return the step by BaPipe's table 1, or GPipe's formula; None outside their domains."""
     both_s = FORWARD_S + BACKWARD_S
     fill_s = (microbatches + stages - 1) * both_s
     if schedule == "naive":
@@ -224,9 +224,9 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
 
 
 def _interval_s(timeline: Timeline) -> float:
-    """Seconds between mini-batches in the steady state at the input stage.
+    """Return the seconds between mini-batches in the steady state at the input stage.
 
-    The median over some windows of the mean in each.
+    It is the median of the means in some windows.
     """
     ends_s = sorted(
         span.end_s

@@ -1,4 +1,4 @@
-"""Memory and bytes of a model in stages: counted while it trains, and predicted from shapes."""
+"""Memory and traffic of a model in stages: counted in training, and predicted from shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Subject:
         self._costs: dict[int, StageCosts] = {}
 
     def whole(self) -> Subject:
-        """The same model as one stage."""
+        """Return the same model as one stage."""
         single = Subject(self.captured, self.optimizer, (), self._device)
         single._costs = self._costs
         return single
@@ -57,14 +57,14 @@ class Subject:
     def graphs(
         self, samples: int, recompute: str = "none", halves: bool = False
     ) -> list[StageGraphs]:
-        """The stages for micro-batches of `samples`."""
+        """Return the stages for micro-batches of `samples`."""
         key = (samples, recompute, halves)
         if key not in self._graphs:
             self._graphs[key] = self._cut(self.cuts, samples, recompute, halves)
         return self._graphs[key]
 
     def costs(self, samples: int) -> StageCosts:
-        """The planner's costs, bytes only."""
+        """Return the planner's costs, with bytes only."""
         if samples not in self._costs:
             graph = self.captured.layer_graph(samples)
             stages = self._cut(range(1, len(graph)), samples, "none", False)
@@ -98,7 +98,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The peaks of each stage: micro-batches in flight, versions of the weights, bytes."""
+    """Peaks by stage: micro-batches in flight, versions of the weights, bytes."""
 
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
@@ -106,7 +106,7 @@ class Footprint:
 
 
 def crew_of(stages: int, device: str = DEVICE) -> Crew:
-    """A worker for every stage, all in this process."""
+    """Start a worker for every stage, all in this process."""
     members = tuple(Member(f"stage {n}", device) for n in range(stages))
     return Crew.start(Cluster(members, transport="local"))
 
@@ -120,7 +120,7 @@ def flushed(
     in_flight: Sequence[int] | None = None,
     recompute: str = "none",
 ) -> Footprint:
-    """One step of a synchronous schedule over the stages."""
+    """Run one step of a synchronous schedule over the stages."""
     rows = generate(schedule, len(subject.cuts) + 1, microbatches, in_flight=in_flight)
     request = _request(subject, batch, microbatches, rows)
     halves = any(action.op in HALVES for row in rows for action in row)
@@ -132,7 +132,7 @@ def flushed(
 def streamed(
     crew: Crew, subject: Subject, batch: Batch, in_flight: Sequence[int] | None = None
 ) -> Footprint:
-    """PipeDream with stashed weights, run until all versions of the weights are in use."""
+    """Run PipeDream with stashed weights until all versions of the weights are in use."""
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
@@ -149,7 +149,7 @@ def streamed(
 
 
 def predicted_nbytes(subject: Subject, samples: int, depths: Footprint) -> tuple[int, ...]:
-    """The planner's peaks by stage, for micro-batches of `samples` and counted depths."""
+    """Predict the peak bytes of each stage for micro-batches of `samples` and counted depths."""
     costs = subject.costs(samples)
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
     return tuple(
@@ -159,10 +159,10 @@ def predicted_nbytes(subject: Subject, samples: int, depths: Footprint) -> tuple
 
 
 def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
-    """Bytes per sample: of the pipeline, over all cuts both ways, and of data parallelism.
+    """Return bytes per sample of the pipeline, over all cuts both ways, and of data parallelism.
 
-    A ring of m workers, each with a mini-batch of its own, moves 2 (m - 1) / m times the weights
-    per worker and mini-batch.
+    In a ring of m workers with a mini-batch each, a worker moves 2 (m - 1) / m times the weights
+    per mini-batch.
     """
     passes = [stage.passes[samples] for stage in subject.graphs(samples)]
     ahead = sum(_nbytes(p.forward.outputs, CUT) for p in passes)
@@ -173,7 +173,7 @@ def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
 
 
 def weights_nbytes(subject: Subject) -> int:
-    """Of all parameters."""
+    """Return the bytes of all parameters."""
     return sum(array.nbytes for array in subject.captured.parameters.values())
 
 

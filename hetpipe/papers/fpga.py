@@ -1,8 +1,8 @@
-"""BaPipe's table 6: ResNet-50 on FPGA boards, a pipeline beside data parallelism.
+"""BaPipe's table 6: ResNet-50 on FPGA boards, as a pipeline and in data parallelism.
 
-The shapes are those of PipeDream's profile of ResNet-50; numbers are of 16 bits. Convolutions and
-the last layer count, with three products of equal size: forward, error, and weights' gradient; the
-first layer has no error. All else follows from their streams without time of its own. Updates are
+The shapes come from PipeDream's profile of ResNet-50; numbers have 16 bits. Convolutions and the
+last layer count, with three products of equal size: forward, error, and weights' gradient. The
+first layer has no error. Other layers work on the same streams and take no extra time. Updates are
 not counted.
 """
 
@@ -33,14 +33,14 @@ CLUSTERS = {
 }
 """The published cluster of each row."""
 PROFILED = 128
-"""Samples of the profile, whose numbers have 4 bytes."""
+"""Samples per micro-batch of the profile, whose numbers have 4 bytes."""
 NBYTES, DTYPE = 2, "float16"
 MINI_BATCH = 128
-"""Micro-batches of one sample."""
+"""Micro-batches of one sample each."""
 SLICES = 8
-"""Slices of output channels of a layer; a cut may lie between two (BaPipe, section 3.3.2)."""
+"""Slices of a layer's output channels; a cut may separate two slices (BaPipe, section 3.3.2)."""
 PRECISION = 1e-4
-"""Of the slowest stage, relative, in the search for cuts."""
+"""Relative precision of the slowest stage's time in the search for cuts."""
 IMAGE = 3 * 224 * 224
 _CONVOLUTION = re.compile(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\)")
 _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
@@ -48,10 +48,10 @@ _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
 
 @dataclass(frozen=True)
 class Assumption:
-    """How much of a board a simulated design uses.
+    """The share of a board that a simulated design uses.
 
-    `efficiency` is the share of cycles in which its DSPs work (None: what the board's file says),
-    `memory_share` that of the memory's bandwidth.
+    `efficiency` is the share of cycles in which its DSPs work (None: the value of the board's
+    file), `memory_share` the share of the memory's bandwidth.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Assumption:
     memory_share: float
 
     def rates(self, of: Board) -> Rates:
-        """The rates of a board's layers."""
+        """Return the rates of layers on a board."""
         assert of.fabric is not None  # the clusters are of FPGAs
         efficiency = of.fabric.efficiency if self.efficiency is None else self.efficiency
         return Rates(
@@ -86,10 +86,10 @@ class Network:
         return sum(layer.params_nbytes for layer in self.layers)
 
     def sliced(self, count: int) -> Network:
-        """Each layer as so many slices of its output channels.
+        """Return the network with each layer cut into `count` slices of its output channels.
 
-        A cut inside a layer carries its input and the part of the output that is there. The input
-        is kept once, a part with each slice.
+        A cut inside a layer carries the layer's input and the finished part of its output. The
+        input is kept once: each slice keeps a part.
         """
         layers = [
             LayerShape(*(value / count for value in vars(layer).values()))
@@ -107,7 +107,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Seconds of a mini-batch on a cluster: the pipeline's, and data parallelism's.
+    """Seconds of a mini-batch on a cluster, in a pipeline and in data parallelism.
 
     Data parallelism divides the samples by the boards' speeds, or evenly.
     """
@@ -118,17 +118,17 @@ class Speedup:
 
     @property
     def by_speed(self) -> float:
-        """The pipeline's speed-up where samples are divided by speed."""
+        """The pipeline's speed-up if samples are divided by speed."""
         return self.by_speed_s / self.pipeline_s
 
     @property
     def evenly(self) -> float:
-        """The pipeline's speed-up where samples are divided evenly."""
+        """The pipeline's speed-up if samples are divided evenly."""
         return self.evenly_s / self.pipeline_s
 
 
 def table6(data: Path) -> tuple[str, list[Row]]:
-    """The title and the rows of table 6; `data` is the folder of published profiles and figures."""
+    """Return title and rows of table 6; `data` is the folder of published profiles and figures."""
     figures = expected(data, "bapipe")["resnet50_batch_time_speedup_over_dp"]
     network = resnet50(data)
     rows = []
@@ -161,7 +161,7 @@ def table6(data: Path) -> tuple[str, list[Row]]:
 
 
 def resnet50(data: Path) -> Network:
-    """ResNet-50 by the node descriptions of PipeDream's profile."""
+    """Return ResNet-50 from the node descriptions of PipeDream's profile."""
     profile = read_profile(data / "profiles" / "pipedream" / "resnet50.txt").without_inputs()
     chain = profile.chain()
     by_name = {node.name: node for node in profile.nodes}
@@ -174,14 +174,14 @@ def resnet50(data: Path) -> Network:
         if not weights:
             continue
         inputs = _numbers(by_name[writer_of[name]]) if name in writer_of else IMAGE
-        backward = 2 * operations if layers else operations  # the first one has no error to send on
+        backward = 2 * operations if layers else operations  # the first layer has no error
         layers.append(LayerShape(operations, backward, weights * NBYTES, inputs * NBYTES))
         cuts.append(chain.cut_nbytes[place - 1] * NBYTES / 4 / PROFILED if place else 0.0)
     return Network(tuple(layers), tuple(cuts))
 
 
 def _weights_and_operations(node: ProfileNode) -> tuple[int, float]:
-    """Weights, and operations of one product for one sample; zeros for all other nodes."""
+    """Return a node's weights, and the operations of one product per sample, or zeros."""
     if convolution := _CONVOLUTION.match(node.description):
         inputs, outputs, height, width = map(int, convolution.groups())
         filter_size = inputs * height * width
@@ -193,16 +193,16 @@ def _weights_and_operations(node: ProfileNode) -> tuple[int, float]:
 
 
 def _numbers(node: ProfileNode) -> float:
-    """Numbers that a node's output has for one sample."""
+    """Return how many numbers a node's output has for one sample."""
     return node.activation_nbytes / 4 / PROFILED
 
 
 def speedup(
     network: Network, cluster: Cluster, assumption: Assumption, slices: int = SLICES
 ) -> Speedup:
-    """A mini-batch on a chain of boards, as a pipeline and in data parallelism.
+    """Return the times of a mini-batch on a chain of boards, in a pipeline and in data parallelism.
 
-    A layer may be cut between its `slices`; with one, only layers as a whole are divided.
+    A cut may separate `slices` of a layer; with one slice, stages have whole layers.
     """
     rates = [assumption.rates(board(member.board)) for member in cluster.members]
     links = link_costs(cluster)
@@ -233,15 +233,15 @@ def speedup(
 
 
 def in_flight(stage: int, stages: int) -> int:
-    """Micro-batches that a stage of FBP-AS keeps (BaPipe, table 1)."""
+    """Return how many micro-batches a stage of FBP-AS keeps (BaPipe, table 1)."""
     return 2 * (stages - stage)
 
 
 def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int, ...]:
-    """Cuts with the lowest slowest stage, by bisection on it to a relative `PRECISION`.
+    """Return the cuts whose slowest stage is quickest, by bisection to a relative `PRECISION`.
 
-    A stage's time grows with its layers, so each takes as many as it can. Prefix sums do not give
-    that time, as the layers of a stage share the chip.
+    A stage's time grows with its layers, so each stage takes as many layers as fit a trial time.
+    Prefix sums do not give the time, as the layers of a stage share the chip.
     """
     depth = in_flight(0, len(rates))
     shortest_s, longest_s = 0.0, max(sum(stage_s(layers, each, depth)) for each in rates)
@@ -253,14 +253,14 @@ def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int,
             shortest_s = limit_s
         else:
             cuts, longest_s = trial, limit_s
-    assert cuts is not None  # the longest time is enough for all layers on any board
+    assert cuts is not None  # the longest time allows all layers on any board
     return cuts
 
 
 def _filled(
     layers: Sequence[LayerShape], rates: Sequence[Rates], limit_s: float
 ) -> tuple[int, ...] | None:
-    """Cuts after which no stage takes longer; None if there are none. Each stage has a layer."""
+    """Return cuts whose stages take at most `limit_s` and have layers; None if there are none."""
     cuts = [0]
     for stage, each in enumerate(rates):
         taken = _taken(layers[cuts[-1] :], each, in_flight(stage, len(rates)), limit_s)
@@ -273,7 +273,7 @@ def _filled(
 
 
 def _taken(layers: Sequence[LayerShape], rates: Rates, depth: int, limit_s: float) -> int:
-    """How many of the first layers a stage can have within a time."""
+    """Return how many of the first layers a stage can compute within a time."""
 
     def seconds(count: int) -> float:
         return sum(stage_s(layers[:count], rates, depth))

@@ -1,19 +1,19 @@
-"""How training methods learn: `python -m hetpipe.papers.learning [--devices]`.
+"""A comparison of how training methods learn: `python -m hetpipe.papers.learning [--devices]`.
 
 Each method trains the same models from the same weights on the same mini-batches, with one update
-per mini-batch. A validation would flush an asynchronous method, and so change it: all are validated
-once, at the end. Training losses, which a stream gives anyway, show the speed of learning: the
-number of mini-batches until the mean loss of the last `WINDOW` was at most the task's target. The
-target is a fixed number, which unpartitioned training reaches about half way. Under an asynchronous
-method the loss is that of a forward through stages with weights of unlike age.
+per mini-batch. A validation would flush an asynchronous method and so change it: every method is
+validated once, at the end. Training losses show the speed of learning: the number of mini-batches
+until the mean loss of the last `WINDOW` mini-batches is at most the task's target. The target is a
+fixed number, which unpartitioned training reaches about half way. An asynchronous method computes
+its loss with weights of a different age in each stage.
 
-The batch norms of `digits` take their statistics over a micro-batch, so a method compares with the
+The batch norms of `digits` take their statistics over a micro-batch. So compare a method with the
 unpartitioned training that has the same number of micro-batches, M.
 
 Seconds count from the first mini-batch. Stages share the cores of this machine, so the times say
 nothing about a cluster.
 
-With `--devices` the stages of `digits` are on torch, PoCL and the FPGA emulator.
+With `--devices`, the stages of `digits` are on torch, PoCL and the FPGA emulator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hetpipe.files import write_json
 from hetpipe.report.tables import make_table
 
 VERSION = 1
-"""Of the JSON."""
+"""Version of the JSON format."""
 STAGES = 4
 SEEDS = 3
 FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
@@ -56,9 +56,9 @@ SPECTRAIN = Method("SpecTrain", "pipedream", "spectrain")
 PIPEOPTIM = Method("PipeOptim", "pipedream", "pipeoptim")
 ANY_OPTIMIZER = (UNPARTITIONED, IN_MICROBATCHES, GPIPE, PIPEDREAM, TWO_BUFFERED, PIPEOPTIM)
 
-# Rates at which staleness shows and unpartitioned training still learns well. Tried, on seed 0:
-# digits with SGD at 0.01, 0.03, 0.05, 0.1 and 0.2 and with AdamW at 1e-3, 3e-3 and 1e-2, lstm with
-# Adam at 2e-3, 5e-3, 1e-2 and 2e-2.
+# At these rates staleness shows and unpartitioned training still learns well. Tried rates, on seed
+# 0: digits with SGD at 0.01, 0.03, 0.05, 0.1 and 0.2 and with AdamW at 1e-3, 3e-3 and 1e-2, lstm
+# with Adam at 2e-3, 5e-3, 1e-2 and 2e-2.
 TASKS = (
     Task(
         "digits", optim.sgd(lr=0.05, momentum=0.9), 64, 110, 0.05, "accuracy",
@@ -69,8 +69,8 @@ TASKS = (
 )  # fmt: skip
 
 DEVICES = ("pytorch:cpu:0", "opencl:pocl:0", "opencl:intel-fpga-emulator:0")
-# Five epochs, at a rate that staleness hurts little. The emulator has the last convolution, the
-# pooling and the linear layer.
+# Five epochs, at a rate at which staleness does little harm. The emulator has the last
+# convolution, the pooling and the linear layer.
 ON_DEVICES = Task(
     "digits", optim.sgd(lr=0.01, momentum=0.9), 64, 110, 0.05, "accuracy",
     (UNPARTITIONED, PIPEOPTIM), (5, 11),
@@ -86,7 +86,7 @@ class Row:
     trials: tuple[Trial, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was measured."""
+        """Return all measurements as a dict for JSON."""
         rule = {"name": self.task.optimizer.name, "lr": self.task.optimizer.lr}
         kept = {"model": self.task.model, "mini_batch": self.task.mini_batch}
         kept |= {"target": self.task.target, "figure": self.task.figure}
@@ -95,7 +95,7 @@ class Row:
 
 
 def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
-    """All methods of all tasks, seeds 0, 1, ...; reports progress on standard error."""
+    """Measure all methods of all tasks for seeds 0, 1, ...; print progress on standard error."""
     subjects: dict[tuple[str, int, int], Subject] = {}
     rows = []
     for task in tasks:
@@ -117,13 +117,13 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
 
 
 def on_torch() -> Cluster:
-    """The stages as threads of this process: with more stages than cores quicker than processes."""
+    """Return a cluster of threads, which are quicker than processes if stages outnumber cores."""
     members = tuple(Member(f"stage {n}", "pytorch:cpu:0") for n in range(STAGES))
     return Cluster(members, transport="local")
 
 
 def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
-    """A line per method, under one per task that names its target."""
+    """Return a table with a line for each method, below a line for its task and target."""
     infos = crew.infos.values()
     emulated = any(info.capabilities.emulated for info in infos)
     title = (
@@ -146,7 +146,7 @@ def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Mean (min .. max); or the number of trials with a value, if some have none."""
+    """Return `mean (min .. max)`, or the number of trials with a value if some have none."""
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

@@ -1,9 +1,9 @@
-"""Memory and bytes as the papers count them: `python -m hetpipe.papers.memory`.
+"""Memory and traffic, counted as in the papers: `python -m hetpipe.papers.memory`.
 
-DAPPLE's table 5 (peak memory of GPipe and 1F1B as micro-batches grow in number), PipeDream's figure
+DAPPLE's table 5 (peak memory of GPipe and 1F1B for more and more micro-batches), PipeDream's figure
 16 (memory of every stage of an asynchronous pipeline, against a replica of data parallelism) and
-figure 17 (bytes communicated per sample). Peaks are counted while the stages train, see
-`hetpipe.worker.memory`; predictions are the planner's.
+figure 17 (bytes communicated per sample). Peaks are counted while the stages train (see
+`hetpipe.worker.memory`); the planner makes the predictions.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ CUTS = {
 
 
 class Encoder(nn.Module):
-    """Like BERT (Devlin et al., 2019), without dropout: (n, length) of tokens -> (.., vocabulary).
+    """BERT (Devlin et al., 2019) without dropout: tokens (n, length) -> (n, length, vocabulary).
 
-    Width, heads and blocks are those of the benchmark unless given.
+    By default, it has the sizes of the benchmark.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Encoder(nn.Module):
 
 
 def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int, ...]:
-    """For each prefix, the number of the first layer whose name begins with it."""
+    """Return the number of the first layer whose name begins with each of `names`."""
     layers = [layer.name for layer in captured.layer_graph(samples).layers]
     return tuple(next(i for i, n in enumerate(layers) if n.startswith(name)) for name in names)
 
 
 def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: int) -> Subject:
-    """An encoder in equal stages, for micro-batches of `samples`."""
+    """Return an encoder in equal stages, for micro-batches of `samples`."""
     torch.manual_seed(0)
     model = Encoder(**sizes)
     x = tokens(samples, len(model.embedding.positions), model.head.out_features)
@@ -98,13 +98,13 @@ def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: 
 
 
 def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Batch:
-    """A batch of random tokens, always the same."""
+    """Return a batch of random tokens, always the same."""
     x = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
     return x, x
 
 
 def zoo(name: str) -> tuple[Subject, Batch]:
-    """A workload cut by `CUTS`, with its own optimizer, and a mini-batch of its own size."""
+    """Return a workload cut by `CUTS`, with its optimizer, and one of its mini-batches."""
     workload = load_workload(name)
     if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
         head = workload.model.head
@@ -116,7 +116,7 @@ def zoo(name: str) -> tuple[Subject, Batch]:
 
 
 def dapple_table(crew: Crew) -> Table:
-    """DAPPLE, table 5."""
+    """Return DAPPLE's table 5."""
     table = _table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
         f"2 stages, micro-batches of {SAMPLES}; K in flight. Peak MiB by stage, counted "
@@ -139,7 +139,7 @@ def dapple_table(crew: Crew) -> Table:
 
 
 def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
-    """PipeDream, figures 16 and 17."""
+    """Return PipeDream's figures 16 and 17 as tables."""
     memory = _table(
         f"PipeDream's figure 16: {STAGES} stages, NOAM, weight stashing; DP: the whole model and "
         "one mini-batch on every device. Peak MiB, counted (measured); in brackets predicted",
@@ -175,7 +175,7 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
 
 
 def _peaks(counted: Footprint, predicted: Sequence[int]) -> list[str]:
-    """MiB by stage, each with its prediction in brackets if there is one."""
+    """Return MiB by stage, each with its prediction in brackets if there is one."""
     brackets = [f" ({nbytes / MIB:.1f})" for nbytes in predicted] or [""] * len(counted.peak_nbytes)
     return [f"{n / MIB:.1f}{p}" for n, p in zip(counted.peak_nbytes, brackets, strict=True)]
 

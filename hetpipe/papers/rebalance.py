@@ -1,9 +1,9 @@
-"""A device that slows in mid-run, and recovers: `python -m hetpipe.papers.rebalance`.
+"""A device that slows down during a run, and recovers: `python -m hetpipe.papers.rebalance`.
 
-Two torch workers train a model under `rebalance="auto"`. One of them is slowed, by an emulated
-speed or by a process that computes on its core, and left alone again. A second pair of workers on
-the same cores is slowed with it, and has a plan that is made afresh for each of these phases. The
-two trainings make their steps in turn, so that other work on the machine hits both.
+Two torch workers train a model under `rebalance="auto"`. One of them slows down, by an emulated
+speed or because of a process that computes on its core, and later recovers. A second pair of
+workers on the same cores slows down with it, and gets a new plan for each of these phases. The two
+trainings make their steps in turn, so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PHASE = 60
 GROUP = 10
 """Steps in a line of the table."""
 BACK = 0.9
-"""The share of the best plan's throughput at which a training is back."""
+"""The share of the best plan's throughput at which a training has recovered."""
 SEED = 0
 
 Slow = Callable[[bool], None]
-"""Slow a member down, or leave it alone again."""
+"""Slows a member down (True), or lets it recover (False)."""
 
 
 class Trainings:
-    """Two trainings of one model, on a crew each, captured once."""
+    """Two trainings of one model, which is captured once; each has a crew."""
 
     def __init__(self, model: str, crew: Crew, fresh: Crew, options: dict[str, Any]) -> None:
         self._workload = load_workload(model)
@@ -53,9 +53,9 @@ class Trainings:
         self._captured = Captured(own.model, own.loss_fn, self._example)
 
     def rates(self, phases: int, length: int, slow: Slow) -> list[tuple[float, float]]:
-        """Samples per second of each group of steps: under `auto`, and of the phase's own plan.
+        """Return samples per second of each group of steps: with `auto`, and with the phase's plan.
 
-        Every second phase is slow.
+        The member is slow in every second phase.
         """
         workload, pipe = self._pipeline(self._crew, rebalance="auto")
         times_s: list[tuple[float, float]] = []
@@ -74,7 +74,7 @@ class Trainings:
         return [(auto, best) for auto, best in rates]
 
     def _pipeline(self, crew: Crew, **options: Any) -> tuple[Workload, Pipeline]:
-        """A pipeline for a copy of the model, planned for the present speeds."""
+        """Return a copy of the model and its pipeline, planned for the present speeds."""
         own = replace(self._workload, model=copy.deepcopy(self._workload.model))
         pipe = Pipeline(
             own.model, own.loss_fn, self._example, cluster=crew.cluster, crew=crew,
@@ -85,7 +85,7 @@ class Trainings:
 
 @contextmanager
 def neighbour(core: int) -> Iterator[Slow]:
-    """A process that computes on a core, when it is told to."""
+    """Yield a function that starts, or ends, a process that computes on a core."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def slow(on: bool) -> None:
@@ -104,7 +104,7 @@ def neighbour(core: int) -> Iterator[Slow]:
 
 @contextmanager
 def emulated(crews: Sequence[Crew], member: str) -> Iterator[Slow]:
-    """A member of each crew at an emulated speed, when it is told to."""
+    """Yield a function that sets, or resets, an emulated speed of a member of each crew."""
 
     def slow(on: bool) -> None:
         for crew in crews:
@@ -114,7 +114,7 @@ def emulated(crews: Sequence[Crew], member: str) -> Iterator[Slow]:
 
 
 def table_of(rates: Sequence[tuple[float, float]], length: int) -> Iterator[str]:
-    """Lines: the steps, their throughput, and its share of that of the phase's own plan."""
+    """Yield lines: steps, throughput, and its share of the throughput of the phase's plan."""
     yield "    steps   samples/s   best plan   share"
     for number, (rate, best) in enumerate(rates):
         first = number * GROUP

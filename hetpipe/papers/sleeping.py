@@ -1,8 +1,8 @@
-"""A device whose passes take a set time and do nothing, for measurements of schedules alone.
+"""A device whose passes take a set time and compute nothing, to measure only schedules.
 
-`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two passes at once have half of
-its speed each. `sleeping:10,20,16` streams its outputs in 16 chunks. They run graphs without
-operators, such as those of `hetpipe.papers.overhead.empty_stage`.
+`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two passes at once each
+have half the speed. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run graphs
+without operators, such as those of `hetpipe.papers.overhead.empty_stage`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPIN_S = 0.3e-3
 
 
 class SleepingBackend(Backend):
-    """The name of a device sets its times, so any may be opened; one is listed."""
+    """The backend of sleeping devices. The id of a device sets its times; some ids are listed."""
 
     name = "sleeping"
 
@@ -65,16 +65,16 @@ class _Held(Buffer):
 
 
 class SharedSpeed:
-    """A device's speed, shared evenly by the passes that run at a time."""
+    """A device's speed, which the passes that run at the same time share evenly."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._left_s: dict[object, float] = {}  # time left to each pass, at full speed
-        self._since_s = 0.0  # the moment of `_left_s`
+        self._since_s = 0.0  # the time for which `_left_s` is valid
         self._changed = threading.Condition()
 
     def begin(self, seconds: float) -> object:
-        """Begin a pass that takes `seconds` alone; returns its key."""
+        """Begin a pass that takes `seconds` at full speed; return its key."""
         mine = object()
         with self._changed:
             self._elapse()
@@ -102,7 +102,7 @@ class SharedSpeed:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 
     def _elapse(self) -> None:
-        """Bring times up to date; the end of a pass, noticed late or not, speeds up the others."""
+        """Bring times up to date; from its exact end on, a pass no longer slows the others."""
         now_s = self._now_s()
         while self._left_s:
             first = min(self._left_s, key=self._left_s.__getitem__)
@@ -118,7 +118,7 @@ class SharedSpeed:
 
 
 class SleepingDevice(BlockingDevice):
-    """Sleeps to a deadline, so that its own small work does not add up."""
+    """A device that sleeps until a deadline, so that its bookkeeping adds no time."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -148,7 +148,7 @@ class SleepingDevice(BlockingDevice):
 
 
 class StreamingDevice(SleepingDevice):
-    """Passes run asynchronously; parts of their outputs are ready at even intervals."""
+    """A device with asynchronous passes; parts of their outputs are ready at even intervals."""
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)

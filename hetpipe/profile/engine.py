@@ -1,7 +1,7 @@
 """The engine's part of an action: the seconds beyond the device's program.
 
-A worker that has waited for its device finds few of its own data in the caches of its core. So the
-measurement runs a product as long as a probe's, and not the smallest program.
+A worker that has waited for its device finds little of its data in the caches of its core. So the
+measurement runs a product as long as a probe's product, and not the smallest program.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Signal(Event):
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the event, once. With `error`, the work has failed, and every waiter gets the error."""
+        """End the event, once. With `error`, the work has failed, and each waiter raises it."""
         self._error = error
         self._ended.set()
 

@@ -1,7 +1,7 @@
-"""Studies: plans for clusters that are attached or only described, and what they would gain.
+"""Studies: plans for clusters, attached or only described, and predictions of their gains.
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
-`coverage`. None of them needs the devices, unless it is asked to measure.
+`coverage`. None of them needs the devices, except to measure.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The new step time if a cluster had another device, one less, or another link."""
+"""The step time of a cluster with another device, one less, or another link."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FORMS = (
 class Alternative:
     """A change of a cluster and the plan that follows, or why there is none."""
 
-    change: str  # empty: the cluster as it is
+    change: str  # empty: the unchanged cluster
     plan: Plan | None
     why_not: str = ""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The cluster as it is, and each change by itself."""
+    """The plan of the unchanged cluster, and the plan after each single change."""
 
     subject: str
     now: Alternative
     changes: tuple[Alternative, ...]
 
     def factor(self, changed: Alternative) -> float | None:
-        """The step after a change over the step before; below 1 is quicker."""
+        """Return the step time after a change over the time before; below 1 is quicker."""
         if changed.plan is None or self.now.plan is None or not self.now.plan.step_s:
             return None
         return changed.plan.step_s / self.now.plan.step_s
@@ -69,9 +69,9 @@ def whatif(
     options: PlannerOptions | None = None,
     planner: str = "auto",
 ) -> WhatIf:
-    """The planner's step on the cluster as it is, and after each of the changes by itself.
+    """Plan the unchanged cluster, and the cluster after each single change.
 
-    Raises `ClusterError` for a change that is written in no form of `FORMS`, or names nothing.
+    Raises `ClusterError` for a change that has no form of `FORMS`, or an unknown name.
     """
     clusters = [(change, changed(cluster, change)) for change in changes]
 
@@ -105,7 +105,7 @@ def changed(cluster: Cluster, change: str) -> Cluster:
 
 
 def _without(cluster: Cluster, gone: str) -> Cluster:
-    """Without a member and its links."""
+    """Return the cluster without a member and its links."""
     gone = cluster.member(gone).id
     members = tuple(member for member in cluster.members if member.id != gone)
     links = {pair: link for pair, link in cluster.links.items() if gone not in pair}
@@ -113,7 +113,7 @@ def _without(cluster: Cluster, gone: str) -> Cluster:
 
 
 def _with(cluster: Cluster, board: str, server: str) -> Cluster:
-    """With one more board, at the end, in a server if that is named."""
+    """Return the cluster with one more board at the end, in `server` if that is not empty."""
     taken = [re.fullmatch(rf"{re.escape(board)}\.(\d+)", id) for id in cluster.ids]
     number = max((int(match[1]) for match in taken if match), default=-1) + 1
     new = Member(f"{board}.{number}", "", board=board, server=server)
@@ -121,7 +121,7 @@ def _with(cluster: Cluster, board: str, server: str) -> Cluster:
 
 
 def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
-    """With a board in the place of a member, under its id."""
+    """Return the cluster with a board instead of a member, under the member's id."""
     old = cluster.member(name)
     new = replace(old, device="", board=board)
     members = tuple(new if member is old else member for member in cluster.members)
@@ -129,7 +129,7 @@ def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
 
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:
-    """With another network between servers, of the same shape."""
+    """Return the cluster with a network of the same shape and another speed between servers."""
     if cluster.network is None:
         raise ClusterError("the cluster has no network between servers; change a link, as a~b=LINK")
     link = parse_link(text)

@@ -1,4 +1,4 @@
-"""A comparison of plans: every planner's, and those that one would make by hand."""
+"""A comparison of plans: the planners' plans, and simple plans made by hand."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hetpipe.study.planning import costs_for
 from hetpipe.study.subject import Subject, sizes_of
 
 BY_HAND = ("even", "speed-sorted", "data-parallel")
-"""Plans that one would make by hand."""
+"""Names of plans made by hand."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A plan by the name of its planner, or why there is none."""
+    """A planner's plan, or the reason why it has none."""
 
     planner: str
     plan: Plan | None = None
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans of one subject on one cluster, the quickest predicted first."""
+    """Plans of one subject on one cluster, sorted by predicted step time."""
 
     subject: str
     mini_batch: int
@@ -52,7 +52,7 @@ class Comparison:
         raise PlanError("no planner has a plan: " + "; ".join(row.why_not for row in self.rows))
 
     def share(self, row: Row) -> float | None:
-        """The predicted throughput of a row as a share of the sum of all devices'."""
+        """Return the predicted throughput of a row as a share of `sum_samples_per_s`."""
         if row.plan is None or isinf(self.sum_samples_per_s):
             return None
         return row.plan.samples_per_s / self.sum_samples_per_s if self.sum_samples_per_s else None
@@ -83,10 +83,10 @@ def compare(
     planners: Sequence[str] = (*PLANNERS, *BY_HAND),
     measured: bool = False,
 ) -> Comparison:
-    """The plans of these planners, priced by one cost model and one simulator.
+    """Return the plans of these planners, priced by one cost model and one simulator.
 
-    `measured` plans are also run; all devices must be attached. Raises `HetpipeError` where costs
-    are missing, or where the subject is a profile, which cannot be run.
+    With `measured`, the plans also run; all devices must be attached. Raises `HetpipeError` if
+    costs are missing, or if the plans should run and the subject is a profile.
     """
     options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
@@ -99,8 +99,11 @@ def compare(
 
 
 def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """The proposals of a way to plan by hand: equal layers for the devices, in the cluster's order
-    or the quickest first, or the whole model on each."""
+    """Yield the proposals of a way to plan by hand.
+
+    `even` gives devices equal numbers of layers, in the cluster's order; `speed-sorted` too, the
+    quickest device first; `data-parallel` puts the whole model on each device.
+    """
     options, members = priced.options, list(cluster.ids)
     table = priced.tables[max(priced.tables)]
     layers = len(table.layers)
@@ -116,9 +119,9 @@ def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
-    """Samples per second of all devices, each with the whole model at its best micro-batch.
+    """Return samples per second of all devices, each with the whole model at its best micro-batch.
 
-    Infinite where a device takes no time.
+    The sum is infinite if a device takes no time.
     """
     total = 0.0
     for member in cluster.ids:
@@ -131,7 +134,7 @@ def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
 
 
 def _measured(subject: Subject, cluster: Cluster, row: Row) -> Row:
-    """The row with its measured step; as it is without a plan."""
+    """Return the row with its measured step; a row without a plan stays unchanged."""
     if subject.measure is None:
         raise HetpipeError(f"{subject.name} is a profile, which cannot be run: give the model")
     if row.plan is None or row.costs is None:

@@ -1,8 +1,9 @@
 """Throughput on mixed clusters that are only described: `python -m hetpipe.study.gain`.
 
 All figures are simulated with modelled costs, from the profiles in the folder that HETPIPE_DATA
-names. Beside the planner auto stand equal layers in the cluster's order and the quickest first, and
-PipeDream's planner, which takes all devices for equal; and the sum of all devices' throughputs.
+names. The table compares the planner auto with equal numbers of layers, in the cluster's order and
+with the quickest device first, and with PipeDream's planner, which assumes equal devices. It also
+relates auto to the sum of all devices' throughputs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PLANNERS = ("auto", "pipedream", "even", "speed-sorted")
 
 
 def main() -> None:
-    """Print a table for all clusters and models. Raises `HetpipeError` without the profiles."""
+    """Print a table of all clusters and models. Raises `HetpipeError` without the profiles."""
     folder = environment.path("HETPIPE_DATA")
     if folder is None:
         raise HetpipeError("HETPIPE_DATA is unset: it names the folder of the published profiles")
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def cluster_of(boards: tuple[str, ...]) -> Cluster:
-    """These boards, each by itself on the network."""
+    """Return a cluster of these boards, each connected to the network alone."""
     members = tuple(Member(f"{board}.{n}", "", board=board) for n, board in enumerate(boards))
     return Cluster(members, network=NETWORK)
 

@@ -1,8 +1,7 @@
-"""The operators that a device lacks for a model, by their share of its time, and those that a
-companion runs for it, with their cost.
+"""The operators that a device lacks for a model, and operators that a companion runs for it.
 
-Shares are modelled: those of the operators' seconds on a processor that is only described. The cost
-of lent operators is measured, each call alone, with its copies there and back.
+Missing operators have their share of the model's time, modelled on a described processor. Lent
+operators have their cost, measured for each call alone, with its copies there and back.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from hetpipe.sdk.companion import CompanionDevice
 
 RUNS = 4
-"""Of a lent operator, of which the shortest counts; the first warms up."""
+"""Runs of a lent operator, the first as a warm-up; the shortest run counts."""
 JUDGE = "desktop-cpu"
-"""The board whose modelled seconds weigh the operators."""
+"""The board whose modelled seconds weight the operators."""
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """An operator that a device refuses: how often, its share of the model's time, and why."""
+    """An operator that a device refuses: its calls, share of the model's time, and the reason."""
 
     operator: str
     calls: int
@@ -42,8 +41,10 @@ class Lacking:
 
 @dataclass(frozen=True)
 class LentCost:
-    """An operator that a companion runs: its calls in a mini-batch's programs, the bytes that cross
-    and the seconds that they take, copies included, measured."""
+    """An operator that a companion runs, with its calls in the programs of a mini-batch.
+
+    `nbytes` counts the copied bytes, `measured_s` the measured seconds of calls and copies.
+    """
 
     operator: str
     calls: int
@@ -54,7 +55,7 @@ class LentCost:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a device lacks for one model, the largest share of time first."""
+    """The operators that a device lacks for one model, the largest share of time first."""
 
     model: str
     device: str
@@ -82,11 +83,10 @@ class Coverage:
 
 
 def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage:
-    """The operators of a workload's forwards, backwards and updates that a device refuses.
+    """Return the operators of a workload's forwards, backwards and updates that a device refuses.
 
-    The model is captured in the operators of the device's backend. Opens the device; runs nothing
-    but lent operators, on ones.
-    Raises `HetpipeError` if there is no such model or device.
+    The model is captured in the operators of the device's backend. The device is opened, but runs
+    only lent operators, on ones. Raises `HetpipeError` if there is no such model or device.
     """
     from hetpipe.profile.count import count_calls
     from hetpipe.sdk.companion import CompanionDevice
@@ -136,7 +136,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
 
 
 def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[LentCost]:
-    """The operators of graphs that the companion runs, the most expensive first."""
+    """Return the operators of graphs that the companion runs, the most expensive first."""
     from hetpipe.sdk.graph import graph_structure, operator_name
     from hetpipe.sdk.parts import part_of, units_of
 
@@ -161,7 +161,7 @@ def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[Len
 
 
 def _seconds(device: CompanionDevice, graph: fx.GraphModule) -> float:
-    """The shortest of some runs of a graph on ones."""
+    """Return the seconds of the shortest of `RUNS` runs of a graph on ones."""
     from hetpipe.sdk.inputs import input_forms
 
     arrays = [np.ones(shape, dtype) for shape, dtype in input_forms(graph)]

@@ -17,12 +17,12 @@ from hetpipe.schedule.rule import rule_of
 from hetpipe.study.subject import Subject, sizes_of
 
 MOST = 2**20
-"""Nobody's cluster holds more repetitions, or samples."""
+"""More repetitions or samples than any cluster holds."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: a schedule with its weights, or data parallelism; with recompute or not."""
+    """A way to train: a schedule with its weights, or data parallelism, and recompute or not."""
 
     schedule: str
     weights: str = "auto"
@@ -47,7 +47,10 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Capacity:
-    """By method, the largest count on the first so many devices of the cluster; 0: none fits."""
+    """By method, the largest count on the first 1, 2, 4, ... devices; 0 if nothing fits.
+
+    `devices` are these numbers of devices.
+    """
 
     subject: str
     counted: str  # "repetitions of layers 2..9", "samples of a micro-batch"
@@ -74,11 +77,11 @@ def capacity(
     block: tuple[int, int] | None = None,
     methods: Sequence[Method] = METHODS,
 ) -> Capacity:
-    """The most repetitions of a block of layers (first, last) that fit, or without a block the most
-    samples of a micro-batch, on 1, 2, 4, ... and all devices of the cluster.
+    """Return the largest model or micro-batch that 1, 2, 4, ... and all devices hold.
 
-    A stage on each device, with the best cuts for its memory. `microbatches` of a mini-batch are by
-    default two for each stage. Raises `PlanError` for a block that the model has not.
+    With a block of layers (first, last), count its repetitions, else the samples of a micro-batch.
+    Each device has a stage, with the best cuts for its memory. `microbatches` of a mini-batch are
+    two for each stage by default. Raises `PlanError` if the model lacks the block.
     """
     tables = subject.costs(cluster, sizes_of(subject.mini_batch))
     layers = len(next(iter(tables.values())).layers)
@@ -110,9 +113,9 @@ def capacity(
 
 
 def repeated(table: CostTable, first: int, last: int, times: int) -> CostTable:
-    """The table of a model whose layers first..last stand there `times` times, one after another.
+    """Return the table of a model that repeats layers first..last `times` times in a row.
 
-    Parameters that layers share are shared no more.
+    Its layers share no parameters.
     """
 
     def again(entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -130,7 +133,7 @@ def fits(
     microbatches: int,
     cuts: tuple[int, ...] | None = None,
 ) -> bool:
-    """Whether these cuts, or without them some, give every stage enough memory."""
+    """Whether every stage has enough memory with these cuts; without `cuts`, with any cuts."""
     if rule_of(method.schedule).replicates:
         costs = StageCosts(table, method.recompute)
         need = costs.memory_nbytes(0, costs.count, 1)
@@ -147,7 +150,7 @@ def fits(
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """The largest number that fits, where all smaller ones do; 0 if not even 1 does."""
+    """Return the largest number that fits, if all smaller numbers fit; 0 if 1 does not."""
     if not holds(1):
         return 0
     low = 1

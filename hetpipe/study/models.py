@@ -1,4 +1,4 @@
-"""Models and profiles as subjects: a workload of the user's, or a file of costs."""
+"""Models and profiles as subjects: a user's workload, or a file of costs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 MEASURED_PARTS = (4, 32)
-"""The sizes that are measured on attached devices: a mini-batch over these numbers."""
+"""Measured micro-batches are a mini-batch divided by these numbers."""
 WARM_STEPS, TIMED_STEPS = 2, 5
 
 
 class Model:
-    """A workload as a subject: counted for boards, profiled on attached devices."""
+    """A workload as a subject. Boards' costs are modelled, attached devices' are measured."""
 
     def __init__(self, workload: Workload, mini_batch: int | None = None) -> None:
         self.workload = workload
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def samples(self) -> int:
-        """The micro-batch for which it is captured first."""
+        """The micro-batch size of the first capture."""
         return -(-self.mini_batch // MEASURED_PARTS[0])
 
     @property
@@ -50,9 +50,9 @@ class Model:
         )
 
     def costs(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
-        """The costs of all members; boards' are modelled, those of attached devices measured.
+        """Return the costs of all members, modelled for boards and measured for attached devices.
 
-        Raises `HetpipeError` where a device cannot be opened or a link is not described.
+        Raises `HetpipeError` if a device cannot be opened or a link is not described.
         """
         from hetpipe.profile.boards import attached_cluster, merge_tables
 
@@ -67,24 +67,24 @@ class Model:
         return {size: merge_tables(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
-        """Output channels of the layers that can be split; none if the optimizer forbids it."""
+        """Return output channels of layers that can be split; none if the optimizer forbids it."""
         from hetpipe.capture.passes.elementwise import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 
         captured = self.captured()
         matrices = [name for name, value in captured.parameters.items() if value.ndim >= 2]
         try:
-            first = dict.fromkeys(matrices[:1], 1)  # the optimizer treats all of them alike
+            first = dict.fromkeys(matrices[:1], 1)  # the optimizer treats all in the same way
             check_elementwise(optimizer_of(self.workload), first, captured.parameters)
         except HetpipeError:
             return {}
         return captured.channels
 
     def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
-        """Seconds of a step of the plan on attached devices, the median of some."""
+        """Return the median seconds of some steps of the plan on attached devices."""
         from hetpipe.bench.open import open_pipeline
 
-        captured = None if plan.splits else self.captured()  # a split model is captured anew
+        captured = None if plan.splits else self.captured()  # a split model is captured again
         with open_pipeline(
             self.workload, cluster, plan=plan, costs=costs, captured=captured
         ) as pipe:
@@ -119,7 +119,7 @@ class Model:
 
 
 def of_model(name: str, mini_batch: int | None = None) -> Model:
-    """A workload by name. Raises `HetpipeError` if there is none of that name."""
+    """Return a workload by name as a subject. Raises `HetpipeError` for an unknown name."""
     from hetpipe.zoo.load import load_workload
 
     return Model(load_workload(name), mini_batch)
@@ -134,9 +134,9 @@ def of_file(
     cut_nbytes: int | None = None,
     unit_s: float = 1e-3,
 ) -> Subject:
-    """The costs in a file, of the form that its content shows.
+    """Return the costs in a file, whose content shows its format.
 
-    `cut_nbytes` and `unit_s` are what JSON profiles do not say (`read_chain`). Raises `CostError`.
+    JSON profiles lack `cut_nbytes` and `unit_s` (see `read_chain`). Raises `CostError`.
     """
     if path.suffix == ".json":
         data = read_json(path, CostError)

@@ -17,7 +17,7 @@ def plan(
     options: PlannerOptions | None = None,
     planner: str = "auto",
 ) -> tuple[Plan, CostTable]:
-    """The plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
+    """Return the plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
     options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
     chosen = planned(tables, cluster, options, planner)
@@ -25,7 +25,7 @@ def plan(
 
 
 def costs_for(priced: Priced, plan: Plan) -> CostTable:
-    """The costs at a plan's micro-batches, or at the nearest size that is known."""
+    """Return the costs at a plan's micro-batches, or at the nearest known size."""
     size = priced.options.size(plan.microbatches)
     least, most = min(priced.tables), max(priced.tables)
     table = priced.table(min(max(size, least), most))

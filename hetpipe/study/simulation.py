@@ -1,4 +1,4 @@
-"""A plan in the simulator: its timeline, and what the step does to memory and links."""
+"""A plan in the simulator: its timeline, memory, and traffic of links."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hetpipe.simulate.timeline import Timeline
 class Simulation:
     """The timeline of one step, and its outcome.
 
-    Without flushes, the timeline has some mini-batches from an empty pipeline on, and the outcome
-    is that of one mini-batch in a full pipeline; memory is that of the whole timeline.
+    Without flushes, the timeline has several mini-batches and starts with an empty pipeline. The
+    outcome then describes one mini-batch in a full pipeline, but memory over the whole timeline.
     """
 
     plan: Plan
     timeline: Timeline
     outcome: Outcome
     step_s: float
-    """Seconds per mini-batch, as a plan predicts them: with the controller's overhead."""
+    """Predicted seconds per mini-batch, with the controller's overhead."""
 
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write."""
@@ -59,11 +59,11 @@ class Simulation:
 
 
 def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Simulation:
-    """Simulate a plan by the costs at its micro-batches; devices need not be there.
+    """Simulate a plan by the costs at its micro-batches, without the devices.
 
-    With a `cluster` messages and sums over replicas share what its links share: buses, half-duplex
-    links, uplinks of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` where the
-    costs lack a device or link of the plan, `ClusterError` where the cluster does.
+    With a `cluster`, messages and sums over replicas share its buses, half-duplex links and uplinks
+    of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` if the costs lack a
+    device or link of the plan, and `ClusterError` if the cluster lacks it.
     """
     times = stage_times(plan, costs)
     if cluster is not None:
@@ -77,7 +77,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
 
 
 def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
-    """The outcome of one mini-batch in a full pipeline, from that of all in a timeline."""
+    """Return the outcome of one mini-batch in a full pipeline, from a whole timeline's."""
     count = 1 + max(s.action.number for s in timeline.spans if s.action.op is Op.UPDATE)
     busy_s = ((1 - bubble) * whole.step_s / count for bubble in whole.bubble)
     return replace(
@@ -89,9 +89,9 @@ def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
 
 
 def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
-    """By stage, the bytes that stay, and those that each micro-batch in flight adds.
+    """Return by stage the constant bytes, and the bytes that each micro-batch in flight adds.
 
-    Half of them are taken to wait for the second half of a backward, where it has two.
+    If a backward has two halves, half of the added bytes are assumed to wait for the second.
     """
     stages = StageCosts(costs, plan.recompute)
     parts = []

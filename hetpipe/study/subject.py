@@ -1,4 +1,4 @@
-"""Subjects: a model as a study sees it, which has costs on any cluster."""
+"""Subjects: models with their costs on any cluster, for studies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
 
 Costs = Callable[[Cluster, Sequence[int]], Mapping[int, CostTable]]
-"""A cluster and sizes of micro-batches -> the costs at each."""
+"""A cluster and sizes of micro-batches -> the costs at each size."""
 Measure = Callable[[Cluster, Plan, CostTable], float]
-"""Attached devices, a plan and its costs -> the seconds of a step, measured."""
+"""Attached devices, a plan and its costs -> the measured seconds of a step."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Subject:
     mini_batch: int
     costs: Costs
     measure: Measure | None = None
-    """Runs a plan; None where nothing but costs is known."""
+    """Runs a plan and measures it; None if only costs are known."""
     channels: Callable[[], Mapping[str, int]] = dict
-    """Output channels of the layers that can be split between two stages; none of a profile."""
+    """Returns output channels of layers that two stages can share; none for a profile."""
 
     def options(self, **chosen: Any) -> PlannerOptions:
-        """What a planner may choose for it."""
+        """Return the options of a planner for this subject."""
         return PlannerOptions(self.mini_batch, channels=self.channels(), **chosen)
 
 
 def of_profile(path: Path, samples: int, mini_batch: int, reference: str = REFERENCE) -> Subject:
-    """A published profile, measured at micro-batches of `samples` on the board `reference`.
+    """Return a published profile, measured at micro-batches of `samples` on board `reference`.
 
-    On other boards its times are scaled (`hetpipe.cost.placed`). Raises `CostError`.
+    For other boards, its times are scaled (`hetpipe.cost.placed`). Raises `CostError`.
     """
     return of_chain(
         path.stem, read_profile(path).without_inputs().chain(), samples, mini_batch, reference
@@ -63,7 +63,7 @@ def of_chain(
     reference: str = REFERENCE,
     state_copies: int = 1,
 ) -> Subject:
-    """A chain of layers, measured at micro-batches of `samples` on the board `reference`.
+    """Return a chain of layers, measured at micro-batches of `samples` on board `reference`.
 
     Optimizer state is `state_copies` times the parameters: 1 for momentum, 2 for Adam.
     """
@@ -80,7 +80,7 @@ def of_chain(
 
 
 def of_table(table: CostTable, mini_batch: int) -> Subject:
-    """Costs as they are, of devices that a cluster names."""
+    """Return a subject with the costs of a table, for clusters of the table's devices."""
 
     def costs(cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         for member in cluster.ids:
@@ -93,7 +93,7 @@ def of_table(table: CostTable, mini_batch: int) -> Subject:
 
 
 def described(cluster: Cluster) -> dict[str, Board]:
-    """The board of every member. Raises `ClusterError` for one that is attached."""
+    """Return the board of every member. Raises `ClusterError` for an attached device."""
     for member in cluster.members:
         if not member.board:
             raise ClusterError(
@@ -105,5 +105,5 @@ def described(cluster: Cluster) -> dict[str, Board]:
 
 @cache
 def sizes_of(mini_batch: int) -> tuple[int, ...]:
-    """Sizes of micro-batches that divide a mini-batch by powers of two, down to one sample."""
+    """Return a mini-batch divided by powers of two, rounded up, down to one sample."""
     return tuple(sorted({-(-mini_batch // 2**k) for k in range(mini_batch.bit_length() + 1)}))

@@ -1,4 +1,4 @@
-"""`hetpipe kernels`: the bench where kernels are tested, each command in a file of its own."""
+"""`hetpipe kernels`: the workbench for kernels; each command has a file."""
 
 from __future__ import annotations
 

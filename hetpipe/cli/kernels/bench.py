@@ -1,4 +1,4 @@
-"""`hetpipe kernels bench`: kernels against the ceilings of a core, and against torch on it."""
+"""`hetpipe kernels bench`: kernels compared with the ceilings of a core, and with torch on it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def _check_sets(sets: str) -> None:
 
 
 def processors(named: list[str]) -> list[DeviceInfo]:
-    """Those of that id; else the processors of all backends with kernels, at their own speed."""
+    """Return the devices with these ids; without ids, the processors of backends with kernels.
+
+    The processors exclude devices at an emulated speed.
+    """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.registry import devices_of
     from hetpipe.workbench.trial import runners
@@ -102,7 +105,7 @@ def _table(info: DeviceInfo, rates: list[dict[str, Any]]) -> Any:
 
 
 def _conclude(output: Output, info: DeviceInfo, rates: list[dict[str, Any]]) -> None:
-    """By group and kernel the geometric mean of torch's time over ours."""
+    """Print the geometric mean of torch's time over ours, by group and kernel."""
     from statistics import geometric_mean
 
     for key in dict.fromkeys((row["group"], row["kernel"]) for row in rates):

@@ -1,4 +1,4 @@
-"""`hetpipe kernels build BUNDLE`: binaries of a bundle's sources, beside them."""
+"""`hetpipe kernels build BUNDLE`: compiles a bundle's sources to binaries beside them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def command(
 
 
 def build_bundle(place: Path, device: str | None = None, binary: Path | None = None) -> Manifest:
-    """Compile a bundle's sources, or take `binary` in their place; the manifest with the result.
+    """Compile a bundle's sources, or take `binary` instead; return the new manifest.
 
     Raises `HetpipeError`.
     """

@@ -1,4 +1,4 @@
-"""`hetpipe kernels export PLAN`: a bundle of sources for each stage, for offline compilers."""
+"""`hetpipe kernels export PLAN`: writes each stage's sources for offline compilers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.exporting import Written
     from hetpipe.plan.plan import Plan
 
-SHOWN = 2  # commands of a vendor's compiler; the manifest has them all
+SHOWN = 2  # printed commands of a vendor's compiler; the manifest has all
 
 
 def command(
@@ -107,8 +107,11 @@ def command(
 def _members(
     plan: Plan, cluster: Path | None, devices: str | None, backends: str | None, device: str | None
 ) -> Cluster:
-    """The cluster whose workers write the kernels: that of the options, or the plan's devices, or
-    one device for all stages. Raises `HetpipeError`."""
+    """Return the cluster whose workers write the kernels.
+
+    It is the cluster of the options, or the plan's devices, or one device for all stages. Raises
+    `HetpipeError`.
+    """
     if device is not None:
         if devices:
             raise HetpipeError(f"--device {device} is for all stages: leave out --devices")
@@ -130,7 +133,7 @@ def _members(
 
 
 def _boards(plan: Plan, cluster: Path | None, board: str | None) -> dict[str, Board]:
-    """By the plan's members, the board of the option, or that of the cluster file."""
+    """Return the boards by the plan's members, from the option or else the cluster file."""
     from hetpipe.cost.board import board as board_of
 
     named = dict.fromkeys(plan.all_devices, board)
@@ -141,7 +144,7 @@ def _boards(plan: Plan, cluster: Path | None, board: str | None) -> dict[str, Bo
 
 
 def _again(plan: Path, options: Mapping[str, Any], build: bool, evaluate: bool) -> str:
-    """The command that exports the same again."""
+    """Return the command that repeats this export."""
     given = [part for name, value in options.items() if value for part in (name, str(value))]
     flags = {"--build": build, "--evaluate": evaluate}
     words = ["hetpipe", "kernels", "export", str(plan), *given]

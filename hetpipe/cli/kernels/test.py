@@ -1,4 +1,4 @@
-"""`hetpipe kernels test`: a kernel of one's own on every device, or a backend's operators."""
+"""`hetpipe kernels test`: tests a user's kernel on every device, or a backend's operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hetpipe.workbench.trial import Outcome, Trial
 
 GROUPS = ("operators", "lengths", "strides", "dtypes", "values")
-"""Of the conformance suite: the checks that show a wrong kernel."""
+"""Groups of the conformance suite that reveal a wrong kernel."""
 
 
 def command(
@@ -78,7 +78,7 @@ def command(
 
 
 def _operators(device_ids: list[str], json: str | None) -> None:
-    """The conformance suite's checks of operators, on these devices or all with kernels."""
+    """Run the conformance suite's checks of operators, on these devices or all with kernels."""
     from hetpipe.cli.conform import LevelName, conform
     from hetpipe.errors import BackendError
     from hetpipe.sdk.registry import devices_of
@@ -95,8 +95,10 @@ def _operators(device_ids: list[str], json: str | None) -> None:
 def _show_flaws(
     output: Output, trial: Trial, outcome: Outcome, shown: set[tuple[object, ...]]
 ) -> None:
-    """Print a case's flaws, each with the command that repeats it; the same one of another device
-    or case in a line."""
+    """Print a case's flaws, each with the command that repeats it.
+
+    A flaw that another device or case has shown takes one line.
+    """
     where = f"{outcome.device_id}, case {outcome.case}"
     for flaw, text in zip(outcome.flaws, trial.texts(outcome), strict=True):
         if (flaw.kind, flaw.line) in shown:
@@ -127,11 +129,11 @@ def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
 
 
 MANY_ULP = 1000.0
-"""An error that needs words beside a case that passes."""
+"""An error in ulp that needs an explanation when its case passes."""
 
 
 def _show_notes(output: Output, results: list[Outcome]) -> None:
-    """Print why devices were skipped, warnings, and what a large error in ulp means; each once."""
+    """Print once each: why devices were skipped, warnings, the meaning of a large error in ulp."""
     lines: dict[str, None] = {}
     for each in results:
         if each.skipped:

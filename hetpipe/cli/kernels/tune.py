@@ -1,4 +1,4 @@
-"""`hetpipe kernels tune`: measures the ways to divide work, and keeps the best for a device."""
+"""`hetpipe kernels tune`: measures ways to divide work, and keeps the best for a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(
 
 
 def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict[str, Any]:
-    """The shares of the ceiling by way, and the way that is used from now on."""
+    """Measure the ways. Return their shares of the ceiling, and the way in use from now on."""
     from statistics import median
 
     from hetpipe.errors import BackendError
@@ -75,7 +75,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
 
 
 def _share(info: DeviceInfo, variables: Mapping[str, str], seconds: float) -> float:
-    """The geometric mean over the products, in a process of its own."""
+    """Return the geometric mean over the products, measured in a new process."""
     from statistics import geometric_mean
 
     from hetpipe.bench.pinned import run_pinned

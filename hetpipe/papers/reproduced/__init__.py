@@ -1,4 +1,5 @@
-"""Tables of the four papers beside ours, computed by the planners and the simulator.
+"""Tables of the four papers beside ours, which the planners and the simulator compute.
 
-A file for each paper; each of its tables is a function from the folder of published data to rows.
+Each paper has a file, and each of its tables is a function from the folder of published data to
+rows.
 """

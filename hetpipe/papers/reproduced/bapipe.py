@@ -23,14 +23,14 @@ from hetpipe.study.subject import Subject, of_profile, sizes_of
 PROFILES = {"vgg16": ("vgg16", 128), "resnet50": ("resnet50", 128), "gnmt8": ("gnmt", 32)}
 """The profile of a model, and its batch."""
 BATCH = 64
-"""Samples a device of data parallelism and PipeDream; of BaPipe too, where the table has none."""
+"""Samples per device of data parallelism and PipeDream, and the default for BaPipe."""
 GPIPE = {"vgg16": (8, 32), "gnmt8_4": (8, 64), "gnmt8_8": (12, 64)}
-"""GPipe's micro-batches and samples a device, by case or model."""
+"""GPipe's micro-batches and samples per device, by case or model."""
 HALF_BATCH = {4: 0.62, 8: 0.55}
-"""Throughput of data-parallel VGG-16 at 32 samples a device over that at 64, by devices."""
+"""Throughput of data-parallel VGG-16 at 32 samples per device over 64, by devices."""
 
 PCIE, SUMS, GLOO = "PCIe", "Gloo's sums", "all Gloo"
-"""The links: all by the data sheet, sums of gradients at Gloo's rate, or all at Gloo's rate."""
+"""Links at the data sheet's rate, the same but gradients' sums at Gloo's, or all at Gloo's."""
 LINKS = (PCIE, SUMS, GLOO)
 METHODS = ("pipedream", "gpipe", "bapipe")
 
@@ -61,12 +61,12 @@ LARGEST_NOTES = {
 }
 
 GNMT_PARAMS = {32: 445.6, 42: 550.6, 60: 739.5, 74: 886.4, 118: 1350.0, 158: 1780.0}
-"""Millions of parameters by layers, as table 4 has them."""
+"""Millions of parameters by layers, from table 4."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many devices of the paper's cluster; `microbatches` 0: data parallelism."""
+    """A model on some devices of the paper's cluster; 0 micro-batches mean data parallelism."""
 
     key: str
     path: Path
@@ -90,17 +90,17 @@ class Case:
         return of_profile(self.path, PROFILES[self.model][1], self.devices * BATCH)
 
     def priced(self, cluster: Cluster, options: PlannerOptions) -> Priced:
-        """The costs on a cluster, for these options."""
+        """Return the costs on a cluster, for these options."""
         return Priced(self.subject.costs(cluster, sizes_of(options.mini_batch)), options)
 
     def data_parallel(self, cluster: Cluster, batch: int = BATCH) -> Plan:
-        """The whole model on each device, with so many samples of a mini-batch."""
+        """Return the plan with the whole model and `batch` samples on each device."""
         priced = self.priced(cluster, PlannerOptions(self.devices * batch))
         return priced.plan(Proposal((), (cluster.ids,), "data-parallel", 1), "data-parallel")
 
 
 def speedups(data: Path) -> tuple[str, list[Row]]:
-    """Table 3, with three views of the links."""
+    """Return table 3, with three assumptions about the links."""
     figures = expected(data, "bapipe")["speedup_over_dp"]
     rates = {devices: gloo_Bps(data, devices) for devices in HALF_BATCH}
     rows = []
@@ -123,16 +123,16 @@ def speedups(data: Path) -> tuple[str, list[Row]]:
 
 
 def case_of(data: Path, key: str, figure: Mapping[str, float]) -> Case:
-    """A case of table 3."""
+    """Return a case of table 3."""
     path = data / "profiles" / "pipedream" / f"{PROFILES[key.rpartition('_')[0]][0]}.txt"
     return Case(key, path, int(figure.get("M", 0)), int(figure.get("B", BATCH)))
 
 
 def plans(case: Case, links: str, rate_Bps: float) -> dict[str, Plan | None]:
-    """The plan of each method and of data parallelism; None: it lacks memory.
+    """Return the plans of all methods and of data parallelism; None if memory is short.
 
-    GPipe has the stages of BaPipe's pipeline (section 4.2.1), and is data parallelism where the
-    paper has no pipeline.
+    GPipe has the stages of BaPipe's pipeline (section 4.2.1), and is data parallelism if the paper
+    has no pipeline.
     """
     slow = slower(case.cluster, rate_Bps)
     cluster = slow if links == GLOO else case.cluster
@@ -155,10 +155,10 @@ def plans(case: Case, links: str, rate_Bps: float) -> dict[str, Plan | None]:
 
 
 def gloo_Bps(data: Path, devices: int) -> float:
-    """The rate of a link in all-reduces of the paper's data-parallel runs.
+    """Return the rate of a link in all-reduces of the paper's data-parallel runs.
 
-    Between 32 and 64 samples a device, passes grow and the sum does not; the ratio of throughputs
-    and the profile's passes give the sum's time, and a ring's bytes its rate.
+    From 32 to 64 samples per device, passes grow and the sum does not. So the ratio of throughputs
+    and the profile's passes give the sum's time; with the bytes of a ring, they give the rate.
     """
     case = case_of(data, f"vgg16_{devices}", {})
     passes_s = []
@@ -172,7 +172,7 @@ def gloo_Bps(data: Path, devices: int) -> float:
 
 
 def slower(cluster: Cluster, rate_Bps: float) -> Cluster:
-    """The cluster with another rate between all devices of its one server."""
+    """Return the cluster with another rate between all devices of its one server."""
     (server,) = cluster.servers
     assert server.inside is not None  # the file of the cluster has it
     inside = replace(server.inside, bandwidth_Bps=rate_Bps)
@@ -180,7 +180,7 @@ def slower(cluster: Cluster, rate_Bps: float) -> Cluster:
 
 
 def _pipedream(case: Case, links: str, rate_Bps: float) -> Plan:
-    """PipeDream's plan; its planner knows one rate, which with slow sums is theirs."""
+    """Return PipeDream's plan. Its planner knows one rate: with slow sums, the rate of sums."""
     options = PlannerOptions(BATCH, (1,), ("pipedream",))
     slow = slower(case.cluster, rate_Bps)
     cluster = case.cluster if links == PCIE else slow
@@ -217,7 +217,7 @@ def _pipeline(
 
 
 def speedup(by_method: Mapping[str, Plan | None], method: str) -> float | None:
-    """Throughput over that of data parallelism; None: it lacks memory."""
+    """Return the throughput over data parallelism's; None if memory is short."""
     plan, parallel = by_method[method], by_method["data-parallel"]
     assert parallel is not None  # data parallelism fits in all cases of the paper
     return None if plan is None else plan.samples_per_s / parallel.samples_per_s
@@ -228,7 +228,7 @@ def _times(factor: float | None) -> str:
 
 
 def _note(case: Case, method: str, by_links: Mapping[str, Mapping[str, Plan | None]]) -> str:
-    """Why a row differs, and what the links leave to gain."""
+    """Return why a row differs, and the gain that the links allow."""
     parallel = by_links[SUMS]["data-parallel"]
     assert parallel is not None
     free = parallel.step_s / (parallel.step_s - parallel.stages[0].all_reduce_s)
@@ -240,7 +240,7 @@ def _note(case: Case, method: str, by_links: Mapping[str, Mapping[str, Plan | No
 
 
 def largest_gnmt(data: Path) -> tuple[str, list[Row]]:
-    """Table 4: layers of GNMT-L on 1, 2, 4, 8 devices, and its parameters."""
+    """Return table 4: layers of GNMT-L on 1, 2, 4, 8 devices, and its parameters."""
     figures = expected(data, "bapipe")["largest_gnmt_layers"]
     gnmt = Gnmt(data)
     rows = []

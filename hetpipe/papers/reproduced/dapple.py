@@ -1,4 +1,4 @@
-"""DAPPLE: gains of deeper warm-ups, plans on 16 devices, the largest BERT with recomputation."""
+"""DAPPLE: gains of deeper warm-ups, plans on 16 devices, largest BERT with recomputation."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ GAINS = {
     "VGG-19": (0.16, 2048 // 32, 1.1),
     "GNMT-16": (0.10, 1024 // 64, 1.31),
 }
-"""Ratio of transfers to a stage's passes (section 6.4, table 4), micro-batches of the profile's
-size (tables 1 and 4), and P_B's throughput over P_A's (table 3)."""
+"""Ratio of transfers to a stage's passes (section 6.4, table 4), number of micro-batches of the
+profile's size (tables 1 and 4), and P_B's throughput over P_A's (table 3)."""
 GAIN_NOTES = {
     "BERT-48": "a ratio of 0.06 leaves a gain of half of it, which the paper does not see",
     "GNMT-16": "no hidden transfer gains more than its ratio, 1.10x here: the paper's figure has "
     "another cause, which it does not say",
 }
 TIMES_S = (10.0, 20.0)
-"""Forward and backward of each of two equal stages; their ratio alone counts."""
+"""Forward and backward of each of two equal stages; only their ratio matters."""
 
 PROFILES = {"VGG-19": "vgg-19-pbs-32", "GNMT-16": "gnmt-16-pbs-64", "BERT-48": "bert-48-pbs-2"}
-"""Their names end with the samples of a micro-batch."""
+"""The profiles by model; their names end with the samples of a micro-batch."""
 SLOW = 10 / 25
-"""Config C's Ethernet by that of the others."""
+"""The rate of config C's Ethernet over the other configs' rate."""
 PLAN_NOTES = {
     ("VGG-19", "C"): "of the layers with weights; the cut is between convolutions and dense "
     "layers, as the paper's text has it",
@@ -48,14 +48,14 @@ PLAN_NOTES = {
 }
 
 BERT = {1: (48, 640), 2: (106, 1400), 4: (215, 2700), 8: (428, 5500)}
-"""Layers and millions of parameters by devices (table 7)."""
+"""Layers and millions of parameters by number of devices (table 7)."""
 BERT_LAYERS, BERT_SAMPLES = 48, 2
 BLOCK = "node5"
-"""The profile's first encoder layer; the others equal it."""
+"""The profile's first encoder layer, equal to the others."""
 
 
 def warmups(data: Path) -> tuple[str, list[Row]]:
-    """Table 3: throughput with P_B's forwards in flight over that with P_A's."""
+    """Return table 3: throughput with P_B's forwards in flight over P_A's throughput."""
     rows = []
     for model, (ratio, microbatches, paper) in GAINS.items():
         ours = f"{gain(ratio, microbatches):.2f}x"
@@ -65,9 +65,9 @@ def warmups(data: Path) -> tuple[str, list[Row]]:
 
 
 def gain(ratio: float, microbatches: int) -> float:
-    """P_B's throughput over P_A's on two equal stages.
+    """Return P_B's throughput over P_A's on two equal stages.
 
-    `ratio` is that of both ways' transfers to both passes of a stage.
+    `ratio` is the time of transfers, both ways, over the time of both passes of a stage.
     """
     forward_s, backward_s = TIMES_S
     link = (Transfer(0.0, ratio * (forward_s + backward_s) / 2),)
@@ -80,7 +80,7 @@ def gain(ratio: float, microbatches: int) -> float:
 
 
 def plans(data: Path) -> tuple[str, list[Row]]:
-    """Table 4: replicas and layers of the stages on 16 devices."""
+    """Return table 4: replicas and layers of the stages on 16 devices."""
     rows = []
     for entry in expected(data, "dapple")["plan"]:
         model = entry["model"]
@@ -101,14 +101,14 @@ def plans(data: Path) -> tuple[str, list[Row]]:
 
 
 def profile_of(data: Path, model: str) -> tuple[ProfileGraph, int]:
-    """The profile, and the samples of its micro-batch."""
+    """Return the profile, and the samples of its micro-batch."""
     name = PROFILES[model]
     path = data / "profiles" / "dapple" / f"{name}.txt"
     return read_profile(path), int(name.rsplit("-", 1)[1])
 
 
 def configs(data: Path) -> dict[str, Machines]:
-    """The paper's three clusters with 16 devices, with the constants of the released planner."""
+    """Return the paper's three clusters of 16 devices, with the released planner's constants."""
     constants = expected(data, "dapple")["constants"]
     inside = Wire(constants["nvlink_Bps"], constants["nvlink_Bps"])
     speeds = constants["ethernet_p2p_Bps"], constants["ethernet_allreduce_Bps"]
@@ -118,7 +118,7 @@ def configs(data: Path) -> dict[str, Machines]:
 
 
 def shape_of(graph: ProfileGraph, model: str, plan: PublishedPlan) -> str:
-    """A plan as the table prints it."""
+    """Return a plan in the notation of the table."""
     if len(plan.replicas) == 1:
         return "DP"
     if set(plan.replicas) == {1}:
@@ -127,7 +127,10 @@ def shape_of(graph: ProfileGraph, model: str, plan: PublishedPlan) -> str:
 
 
 def split_at(graph: ProfileGraph, model: str, cut: int) -> list[int]:
-    """The paper's layers before and after a cut: with weights, LSTMs, or the encoder's."""
+    """Count the layers before and after a cut.
+
+    The paper counts layers with weights for VGG-19, LSTMs for GNMT-16, and the encoder's for BERT.
+    """
     nodes = graph.order()
     if model == "VGG-19":
         layers = [node.params_nbytes > 0 for node in nodes]
@@ -144,7 +147,7 @@ def _shape(replicas: Sequence[int], split: Sequence[int]) -> str:
 
 
 def largest_bert(data: Path) -> tuple[str, list[Row]]:
-    """Table 7: layers of BERT-L on 1, 2, 4, 8 devices."""
+    """Return table 7: layers of BERT-L on 1, 2, 4, 8 devices."""
     layers = bert_layers(data)
     rows = []
     for devices, ours in layers.items():
@@ -168,7 +171,7 @@ def largest_bert(data: Path) -> tuple[str, list[Row]]:
 
 
 def bert_layers(data: Path) -> dict[int, int]:
-    """The most layers by number of devices."""
+    """Return the most layers by number of devices."""
     chain = _chain(data)
     subject = of_chain("bert", chain, BERT_SAMPLES, BERT_SAMPLES, state_copies=2)
     cluster = Cluster.published("dapple-a")
@@ -181,7 +184,7 @@ def bert_layers(data: Path) -> dict[int, int]:
 
 
 def bert_params(data: Path, layers: int) -> float:
-    """The number of parameters of so many layers."""
+    """Return the number of parameters with `layers` layers."""
     chain = _chain(data)
     own_nbytes = chain.params_nbytes[chain.names.index(BLOCK)]
     return (sum(chain.params_nbytes) + (layers - BERT_LAYERS) * own_nbytes) / 4

@@ -1,4 +1,4 @@
-"""GNMT-L: GNMT with any number of LSTM layers, and how many of them devices hold."""
+"""GNMT-L: GNMT with any number of LSTM layers, and the most layers that devices hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES = {"gpipe": "gpipe", "bapipe": "1f1b-sno"}
 
 
 class Gnmt:
-    """GNMT with L/2 encoder and L/2 decoder layers (BaPipe, section 4.2.2), by Adam's bytes."""
+    """GNMT with L/2 encoder and L/2 decoder layers (BaPipe, section 4.2.2), trained with Adam."""
 
     def __init__(self, data: Path) -> None:
         path = data / "profiles" / "pipedream" / "gnmt.txt"
@@ -32,30 +32,30 @@ class Gnmt:
 
     @property
     def params_nbytes(self) -> float:
-        """Parameters of a layer, the mean of an encoder's and a decoder's."""
+        """Bytes of a layer's parameters, the mean of an encoder's and a decoder's layer."""
         return sum(layer.params_nbytes for layer in self._block_layers()) / len(self.blocks)
 
     @property
     def saved_nbytes(self) -> float:
-        """What a layer keeps for the backward of 32 samples, the mean of both kinds."""
+        """Bytes that a layer keeps for the backward of 32 samples, the mean of both kinds."""
         return sum(layer.saved_nbytes for layer in self._block_layers()) / len(self.blocks)
 
     def params(self, layers: int) -> float:
-        """The number of parameters of so many LSTM layers."""
+        """Return the number of parameters with `layers` LSTM layers."""
         table = self.table(_cluster(1), BATCH, layers)
         return sum(layer.params_nbytes for layer in table.layers) / 4
 
     def table(self, cluster: Cluster, samples: int, layers: int) -> CostTable:
-        """The costs at micro-batches of `samples`."""
+        """Return the costs at micro-batches of `samples`."""
         table = self.subject.costs(cluster, [samples])[samples]
-        for block in reversed(self.blocks):  # the decoder's first: it moves nothing before it
+        for block in reversed(self.blocks):  # the decoder's first: it moves no earlier layer
             table = repeated(table, block, block, 1 + (layers - LAYERS) // 2)
         return table
 
     def largest(self, method: str) -> list[int]:
-        """The most layers on 1, 2, 4 and 8 devices; one device trains plainly.
+        """Return the most layers on 1, 2, 4 and 8 devices; one device trains without a pipeline.
 
-        `method` is "dp", "pipedream", whose stages are balanced by time, "gpipe" or "bapipe".
+        `method` is "dp", "pipedream" (with stages balanced by time), "gpipe" or "bapipe".
         """
         return [self._largest(method, devices) for devices in (1, 2, 4, 8)]
 
@@ -81,7 +81,7 @@ class Gnmt:
 
 
 def by_weights(chain: ChainCosts) -> ChainCosts:
-    """The chain with a layer for each of those with parameters, which takes all up to the next."""
+    """Return the chain with layers without parameters merged into the layer before them."""
     starts = [n for n, nbytes in enumerate(chain.params_nbytes) if nbytes]
     ends = [*starts[1:], len(chain.names)]
     spans = [slice(lo, hi) for lo, hi in zip([0, *starts[1:]], ends, strict=True)]
@@ -96,7 +96,7 @@ def by_weights(chain: ChainCosts) -> ChainCosts:
 
 
 def even_cuts(table: CostTable, members: Sequence[str]) -> tuple[int, ...]:
-    """The cuts whose slowest stage is quickest, whatever memory it needs."""
+    """Return the cuts whose slowest stage is quickest, regardless of memory."""
     costs = StageCosts(table)
     matrices = [costs.matrix(members, n, 1, "max", bounded=False) for n in range(len(members))]
     cuts = exact(matrices)

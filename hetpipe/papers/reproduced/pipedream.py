@@ -1,4 +1,4 @@
-"""PipeDream: the plans of its published optimizer on its published profiles."""
+"""PipeDream: plans of its published optimizer on its published profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.plan.pipedream import Level, data_parallel_s, plan_pipedream
 
 
 def plans(data: Path) -> tuple[str, list[Row]]:
-    """Replicas of each stage and time of a mini-batch, by the rule of the published code."""
+    """Return replicas of stages and times of a mini-batch, by the rule of the published code."""
     rows = []
     for entry in expected(data, "pipedream")["flat"]:
         profile = read_profile(data / "profiles" / "pipedream" / f"{entry['profile']}.txt")

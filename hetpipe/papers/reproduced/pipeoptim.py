@@ -24,9 +24,9 @@ LARGEST = {
     "GNMT-8": (130, 136, 140, 142),
     "GNMT-16": (124, 116, 120, 120),
 }
-"""Samples a device by model, in the order of the methods (table V)."""
+"""Samples per device by model, in the order of the methods (table V)."""
 PROFILES = {"GNMT-8": ("pipedream/gnmt", 32), "GNMT-16": ("dapple/gnmt-16-pbs-64", 64)}
-"""The profile of a model, and its batch; none of ResNet-101 is published."""
+"""The profile of a model, and its batch; ResNet-101 has no published profile."""
 MOST_SAMPLES = 512
 NOTES = {
     "GPipe": "its last stage keeps the outputs over all words of 4 micro-batches, an asynchronous "
@@ -38,7 +38,7 @@ NOTES = {
 
 
 def largest_batches(data: Path) -> tuple[str, list[Row]]:
-    """Table V: samples a device on 4 devices of 16 GB."""
+    """Return table V: samples per device on 4 devices of 16 GB."""
     rows = []
     for model, figures in LARGEST.items():
         ours = batches(data, model) if model in PROFILES else {}
@@ -57,7 +57,7 @@ def largest_batches(data: Path) -> tuple[str, list[Row]]:
 
 
 def batches(data: Path, model: str) -> dict[str, int]:
-    """The most samples of a mini-batch, for GPipe of a micro-batch, by method."""
+    """Return the most samples of a mini-batch by method; for GPipe, of a micro-batch."""
     name, samples = PROFILES[model]
     chain = read_profile(data / "profiles" / f"{name}.txt").without_inputs().chain()
     cluster = Cluster.published("pipeoptim-b")

@@ -27,7 +27,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: as the paper has it, as we have it, and the difference in a line."""
+    """One figure: the paper's, ours, and a line about the difference."""
 
     name: str
     paper: str
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper; all figures of ours are modelled or simulated."""
+    """A table of a paper; our figures are modelled or simulated."""
 
     paper: str
     name: str
@@ -54,7 +54,7 @@ Maker = Callable[[Path], tuple[str, list[Row]]]
 
 
 def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> list[Table]:
-    """The tables of a paper, or one of them. `data` is by default what HETPIPE_DATA names.
+    """Return the tables of a paper, or one of them. HETPIPE_DATA names the default of `data`.
 
     Raises `HetpipeError` for an unknown paper or table, or without the data.
     """
@@ -74,7 +74,7 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
 
 
 def expected(data: Path, paper: str) -> dict[str, Any]:
-    """The published figures of a paper. Raises `HetpipeError`."""
+    """Return the published figures of a paper. Raises `HetpipeError`."""
     path = data / "expected" / f"{paper}.toml"
     return parse_toml(read_text(path, HetpipeError), path, HetpipeError)
 
