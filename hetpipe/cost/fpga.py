@@ -133,7 +133,7 @@ def stage_s(
 def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
     """Return how many bytes of each entry cross the memory in a micro-batch; their sum is minimal.
 
-    The entries that save most traffic per byte go on the chip first; the last of them may go in
+    Entries go on the chip in the order of saved traffic per byte; the last entry may be there in
     part.
     """
     crossing = [kept.traffic_nbytes for kept in everything]

@@ -2,7 +2,7 @@
 
 `sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two passes at once each
 have half the speed. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run graphs
-without operators, such as those of `hetpipe.papers.overhead.empty_stage`.
+without operators, such as the graphs of `hetpipe.papers.overhead.empty_stage`.
 """
 
 from __future__ import annotations

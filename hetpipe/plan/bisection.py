@@ -5,7 +5,7 @@ With prefix sums W of a device's times, layers i..j are a stage of at most T sec
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`
 
-so the cuts that k devices can reach follow from those of fewer devices by one running maximum. Only
+so one running maximum gives the cuts that k devices can reach from the cuts of k - 1 devices. Only
 a band of cuts matters: by computation alone, the devices before can reach each of them, and the
 devices after can reach the end from it. If memory may be short within a band, the search tries all
 its pairs. Each partition found lowers T to its slowest stage, until none exists below; so the

@@ -129,7 +129,7 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
 def _replicated_s(
     rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level, sharing: int
 ) -> Array:
-    """Return T^k: a stage on `replicas` components, each of which takes `time_s` for a mini-batch.
+    """Return T^k of a stage on `replicas` components, which take `time_s` each for a mini-batch.
 
     By the published code, `sharing` parts of a component share the synchronisation.
     """

@@ -1,4 +1,4 @@
-"""Placement: which devices of which servers a stage gets (DAPPLE, section 4.2, figure 5).
+"""Placement: the devices of each server that a stage gets (DAPPLE, section 4.2, figure 5).
 
 An occupancy, or a group of devices, is a tuple of counts, one per server. Devices of a server are
 equal, and fresh servers are used in their order: identical servers give one state, not many.

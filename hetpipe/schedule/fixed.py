@@ -22,7 +22,7 @@ _texts: dict[str, str] = {}
 def register_text(name: str, text: str) -> None:
     """Register the schedule of a text (see `hetpipe.schedule.text`) under `name`.
 
-    Transfers and updates are added if the text has none; if it has any, it is validated as it is.
+    Transfers and updates are added if the text has neither; otherwise it is validated unchanged.
     Raises `ScheduleError` if the text is not a schedule or deadlocks, or if another schedule has
     the name.
     """

@@ -1,7 +1,7 @@
 """Tables: a fast test that a plain schedule is valid, by comparing all its actions at once.
 
 A table has a number for each stage, operation and micro-batch. The validator first runs this test,
-which most schedules pass; otherwise it reads the schedule action by action, to say what is wrong.
+which most schedules pass; otherwise it reads the schedule action by action to find the fault.
 """
 
 from __future__ import annotations

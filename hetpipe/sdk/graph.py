@@ -57,17 +57,17 @@ def operator_name(node: fx.Node) -> str:
 
 
 def graph_inputs(graph: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders in order."""
+    """Return the placeholders in order."""
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def graph_outputs(graph: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that the graph returns, in order."""
+    """Return the nodes that the graph returns, in order."""
     return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The operator calls in order, `getitem` included."""
+    """Return the operator calls in order, `getitem` included."""
     return (node for node in graph.graph.nodes if node.op == "call_function")
 
 
@@ -175,7 +175,7 @@ def why_not_strided(node: fx.Node) -> str | None:
 
 
 def strided_offset(node: fx.Node) -> int:
-    """The first element that an `as_strided` reads."""
+    """Return the first element that an `as_strided` reads."""
     offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     return int(offset or 0)
 

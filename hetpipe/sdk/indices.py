@@ -63,7 +63,7 @@ class Bound:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """The bounds of a call's index tensors that the caller has not checked; mostly none."""
+    """Return the bounds that a call's index tensors must keep, except for checked ones."""
     rule = _RULES.get(operator_name(node).rpartition(".")[0])
     return [] if rule is None else [bound for bound in rule(node) if not bound.holds]
 

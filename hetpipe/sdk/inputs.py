@@ -17,14 +17,14 @@ Form = tuple[tuple[int, ...], str]
 
 
 def input_forms(graph: fx.GraphModule) -> tuple[Form, ...]:
-    """The form of every placeholder, in order."""
+    """Return the form of every placeholder, in order."""
     from hetpipe.sdk.graph import graph_inputs
 
     return tuple(map(form_of, graph_inputs(graph)))
 
 
 def form_of(node: fx.Node) -> Form:
-    """The form that a graph declares for a node's tensor."""
+    """Return the form that a graph declares for a node's tensor."""
     from hetpipe.sdk.graph import dtype_name
 
     value = node.meta["val"]

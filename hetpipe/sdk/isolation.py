@@ -63,5 +63,5 @@ def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result])
 
 
 def type_name(value: Any) -> str:
-    """The name of a value's type, for errors."""
+    """Return the name of a value's type, for errors."""
     return type(value).__name__

@@ -82,7 +82,7 @@ class KernelRunner(ABC):
 
     @abstractmethod
     def functions(self, source: str) -> Sequence[str]:
-        """The names of the kernels in a source, in order."""
+        """Return the names of the kernels in a source, in order."""
 
     @abstractmethod
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:

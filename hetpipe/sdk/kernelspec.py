@@ -182,7 +182,7 @@ class KernelSpec:
         return tuple({**sizes, **each} for each in macros for sizes in self.case)
 
     def options_of(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The compiler's options, with the defined values of a case."""
+        """Return the compiler's options, with the defined values of a case."""
         return (*self.options, *(f"-D{name}={sizes[name]}" for name in self.define))
 
     @property
@@ -203,7 +203,7 @@ class KernelSpec:
 
 
 def read_spec(path: Path) -> KernelSpec:
-    """The specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
+    """Read the specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
     text = read_text(path, BackendError)
     return spec_of(parse_toml(text, path, BackendError), text, path)
 

@@ -54,7 +54,7 @@ def check_name(name: Any, source: str) -> None:
 
 
 def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
-    """The result of `discover`. Raises `BackendError` with the first fault in it."""
+    """Return the result of `discover`. Raises `BackendError` with the first fault in it."""
     if not isinstance(infos, (list, tuple)):
         raise BackendError(
             f"backend {name!r}: discover returns {type_name(infos)}, not a list of DeviceInfo"
@@ -128,7 +128,7 @@ def _wrong_type(record: Any, owner: str) -> str:
 
 
 def _wrong_value(name: str, info: DeviceInfo) -> str:
-    """The first fault of a description whose fields have the right types."""
+    """Return the first fault of a description whose fields have the right types."""
     device, can = f"device {info.id!r}", info.capabilities
     prefix, _, rest = info.id.partition(":")
     if prefix != name or info.backend != name or not rest:

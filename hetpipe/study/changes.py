@@ -46,7 +46,7 @@ class WhatIf:
         return changed.plan.step_s / self.now.plan.step_s
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return {
             "subject": self.subject,
             "rows": [
@@ -86,7 +86,7 @@ def whatif(
 
 
 def changed(cluster: Cluster, change: str) -> Cluster:
-    """The cluster after a change. Raises `ClusterError`."""
+    """Return the cluster after a change. Raises `ClusterError`."""
     text = change.strip()
     if text.startswith("-"):
         return _without(cluster, text[1:].strip())

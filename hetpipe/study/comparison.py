@@ -58,7 +58,7 @@ class Comparison:
         return row.plan.samples_per_s / self.sum_samples_per_s if self.sum_samples_per_s else None
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return {
             "subject": self.subject,
             "mini_batch": self.mini_batch,

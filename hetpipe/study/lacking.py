@@ -70,7 +70,7 @@ class Coverage:
         return 1 - sum(each.share for each in self.lacking)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return {
             "model": self.model,
             "device": self.device,

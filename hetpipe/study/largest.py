@@ -58,7 +58,7 @@ class Capacity:
     largest: Mapping[Method, tuple[int, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return {
             "subject": self.subject,
             "counted": self.counted,

@@ -32,7 +32,7 @@ class Simulation:
     """Predicted seconds per mini-batch, with the controller's overhead."""
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         names, outcome = self.outcome.workers, self.outcome
         return {
             "plan": self.plan.to_json(),

@@ -45,7 +45,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that `json` can write."""
+        """Return a dict that `json` can write."""
         return asdict(self)
 
 
