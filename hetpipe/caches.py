@@ -23,7 +23,7 @@ from hetpipe.errors import HetpipeError
 LEAST_NBYTES = 16 << 20
 """Free bytes that a cache's folder must have: a worker's kernels take a few MiB."""
 WARNED = "HETPIPE_WARNED_CACHE"
-"""Variable with the folder of the last warning, so that workers do not repeat the warning."""
+"""Environment variable with the folder of the last warning: workers do not repeat it."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _usable: set[Path] = set()

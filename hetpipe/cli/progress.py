@@ -73,7 +73,7 @@ class Lines:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
-            with self._lock:  # the lock of `show`
+            with self._lock:  # shared with `show`
                 if self._text:
                     self._write(f"{self._text}{self._far()}")
 

@@ -213,7 +213,7 @@ def _keep(
 def _panels(pipe: Pipeline) -> list[list[Timeline]]:
     """Return groups of timelines of a step; each group shares a time axis.
 
-    The first group has the measured or modelled timeline, and the predicted one if it differs. For
+    The first group has the measured or modelled timeline, and any other prediction. For
     boards, a second group has the timeline of the devices that stand in for them.
     """
     boards = {board.id for board in pipe.boards}

@@ -36,7 +36,7 @@ PROFILED = 128
 """Samples per micro-batch of the profile, whose numbers have 4 bytes."""
 NBYTES, DTYPE = 2, "float16"
 MINI_BATCH = 128
-"""Micro-batches of one sample each."""
+"""Samples of a mini-batch; each is a micro-batch."""
 SLICES = 8
 """Slices of a layer's output channels; a cut may separate two slices (BaPipe, section 3.3.2)."""
 PRECISION = 1e-4

@@ -2,10 +2,10 @@
 
 Each method trains the same models from the same weights on the same mini-batches, with one update
 per mini-batch. A validation would flush an asynchronous method and so change it: every method is
-validated once, at the end. Training losses show the speed of learning: the number of mini-batches
-until the mean loss of the last `WINDOW` mini-batches is at most the task's target. The target is a
-fixed number, which unpartitioned training reaches about half way. An asynchronous method computes
-its loss with weights of a different age in each stage.
+validated once, at the end. Training losses, which need no flush, show the speed of learning: the
+number of mini-batches until the mean loss of the last `WINDOW` mini-batches is at most the task's
+target. The target is a fixed number, which unpartitioned training reaches about half way. An
+asynchronous method computes its loss with weights of a different age in each stage.
 
 The batch norms of `digits` take their statistics over a micro-batch. So compare a method with the
 unpartitioned training that has the same number of micro-batches, M.

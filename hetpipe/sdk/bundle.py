@@ -248,7 +248,7 @@ def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
 def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[Binary, bytes]:
     """Return the record and the content of a source's binary.
 
-    Raises `BundleError` if there is no binary, if its source has changed, or if it has.
+    Raises `BundleError` if there is no binary, or if the binary or its source has changed.
     """
     binary, build = source.binary, f"{BUILD} {folder} --device {manifest.device}"
     if binary is None:

@@ -1,4 +1,4 @@
-"""Ready-made events: an asynchronous device needs to define no event class.
+"""Ready-made events, so that an asynchronous device need not define an event class.
 
 | the end of the work shows as ...            | use           |
 |---------------------------------------------|---------------|
@@ -87,7 +87,7 @@ class FdEvent(Event):
 class PolledEvent(Event):
     """An event that has happened once `poll()` is true; it raises if the work failed.
 
-    Any thread may call `poll`, until it has been true once. A wait pauses between two calls for 20
+    Any thread may call `poll`, until it returns true once. A wait pauses between two calls for 20
     microseconds at first, and for a millisecond at most.
     """
 

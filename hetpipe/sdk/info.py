@@ -41,7 +41,10 @@ class Capabilities:
     """Optional abilities of a device. Every default is safe for any device."""
 
     queues: int = 1
-    """Passes that may run at once, each with a thread and a `queue` of `run`, below this number."""
+    """Number of passes that may run at once, each on its own thread.
+
+    Their `queue` in `Executable.run` is below this number.
+    """
     chunks: bool = False
     """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
@@ -53,7 +56,7 @@ class Capabilities:
     exports: bool = False
     """Whether `export` writes kernels as sources, and `build` compiles these."""
     untried: bool = False
-    """Whether its backend does not know the runtime: it joins a cluster only after a self-test."""
+    """Whether its backend does not know the runtime: it joins unasked only after a self-test."""
     flushes_denormals: bool = False
     """Whether results, or operands, below the smallest normal number may become zero."""
 

@@ -37,7 +37,7 @@ class Argument:
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """The factor of `normal` values in the run with other values; 1 keeps `ones` as well."""
+    """The factor of `normal` values in the run that changes values; 1 also keeps `ones`."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which stay below `high`."""

@@ -38,7 +38,7 @@ def philox(
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both words of a 32 x 32 bit product, by halves: int64 cannot hold all 64 bits."""
+    """Return the high and low word of a 32 x 32 bit product; int64 cannot hold all 64 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = low + ((high & 0xFFFF) << 16)
     return ((high >> 16) + (middle >> 32)) & _MASK, middle & _MASK

@@ -112,8 +112,8 @@ def _slopes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return three derivatives for all steps.
 
-    The first is by the gates before squashing, of c for i, f, g and of h for o [T, N, 4H]; then h
-    by c [T, N, H], and f, which is c by the previous c [T, N, H].
+    They are c (for i, f, g) or h (for o) by the gates before squashing [T, N, 4H], h by c
+    [T, N, H], and c by the previous c, which is f [T, N, H].
     """
     i, f, g, o = gates.chunk(4, 2)
     before = torch.cat([c0.unsqueeze(0), c[:-1]])

@@ -27,7 +27,7 @@ LOAD_LIMIT_S = 120.0
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
 _options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: its options, their folder
-_silent: dict[str, NoAnswerError] = {}  # by backend: nobody waits for it again
+_silent: dict[str, NoAnswerError] = {}  # by backend: its missing answer
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _unknown(name: str) -> BackendError:
 
 
 def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any]) -> Any:
-    """Return a backend's answer. A backend that has not answered once is not asked again."""
+    """Return a backend's answer. After one missing answer, the backend is not asked again."""
     if name in _silent:
         raise _silent[name]
     try:

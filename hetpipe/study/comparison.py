@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans of one subject on one cluster, sorted by predicted step time."""
+    """Plans of one subject on one cluster, the shortest predicted step first."""
 
     subject: str
     mini_batch: int

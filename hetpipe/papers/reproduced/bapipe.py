@@ -27,10 +27,10 @@ BATCH = 64
 GPIPE = {"vgg16": (8, 32), "gnmt8_4": (8, 64), "gnmt8_8": (12, 64)}
 """GPipe's micro-batches and samples per device, by case or model."""
 HALF_BATCH = {4: 0.62, 8: 0.55}
-"""Throughput of data-parallel VGG-16 at 32 samples per device over 64, by devices."""
+"""Data-parallel throughput of VGG-16 at 32 samples per device over 64 samples, by devices."""
 
 PCIE, SUMS, GLOO = "PCIe", "Gloo's sums", "all Gloo"
-"""Links at the data sheet's rate, the same but gradients' sums at Gloo's, or all at Gloo's."""
+"""Links: all at the data sheet's rate, gradients' sums at Gloo's rate, or all at Gloo's rate."""
 LINKS = (PCIE, SUMS, GLOO)
 METHODS = ("pipedream", "gpipe", "bapipe")
 
