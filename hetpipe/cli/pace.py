@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Pace:
     """Seconds of a step by this machine's clock, and modelled seconds if the plan has boards.
 
-    With boards, the clock times the devices that stand in for them, so the times are not comparable.
+    With boards, the clock times the devices that stand in for them: do not compare the times.
     """
 
     plan: Plan

@@ -1,6 +1,4 @@
-"""The backend contract: the classes that a hardware maker implements.
-
-`API_VERSION` counts its changes.
+"""The backend contract, which hardware makers implement; `API_VERSION` counts its changes.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
 runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is
@@ -133,9 +131,8 @@ class Device(ABC):
     def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:  # noqa: B027
         """Start work on graphs that will be compiled soon, while others are being traced.
 
-        Called if `capabilities.compiles_ahead` is true. Override it, and set the capability, if the
-        device can keep built programs that make the later `compile_all` quick. Raises like
-        `compile`.
+        Called if `capabilities.compiles_ahead` is true. Override it if something that it keeps,
+        such as built programs, makes the later `compile_all` quick. Raises like `compile`.
         """
 
     def export(self, programs: Mapping[str, torch.fx.GraphModule]) -> Exported:
@@ -237,9 +234,8 @@ class Backend(ABC):
     api_version: int = 1
     """The version of this contract that the backend was written for: write the number down."""
     lends: str = ""
-    """The backend, or the id of a device, that runs the operators that this backend's devices
-    refuse; empty for none. Values cross through the host's memory. Plans and `hetpipe coverage`
-    name these operators."""
+    """The backend, or device id, that runs operators that its devices refuse; empty for none.
+    Values cross through the host's memory. Plans and `hetpipe coverage` name these operators."""
     discover_limit_s: float = 20.0
     """Most seconds for `discover`; a slower backend is disabled, and a message names it."""
     open_limit_s: float = 120.0
