@@ -133,8 +133,8 @@ def stage_s(
 def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
     """Return how many bytes of each entry cross the memory in a micro-batch; their sum is minimal.
 
-    Entries go on the chip in the order of saved traffic per byte; the last entry may be there in
-    part.
+    The chip keeps the entries that save most traffic per byte, and possibly a part of the next
+    entry.
     """
     crossing = [kept.traffic_nbytes for kept in everything]
     free_nbytes = on_chip_nbytes
