@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import run
+from found_devices import run, trace
 from torch import nn
 
 from hetpipe.capture import capture
 from hetpipe.check.selftest import selftest
+from hetpipe.conformance.check import Level
+from hetpipe.conformance.run import checks_of, rig_of, run_check
 from hetpipe.optim import sgd
 from hetpipe.sdk import primitive_decompositions, registry
 from hetpipe.sdk.backend import Device
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
 SKELETON = (ROOT / "hetpipe" / "sdk" / "skeleton" / "backend.py").read_text(encoding="utf-8")
 MOST_LINES = 120
+EMPTY = torch.empty(2, 0, dtype=torch.int64)
 
 
 @pytest.fixture
@@ -54,6 +57,22 @@ def test_the_guide_shows_the_skeleton_and_it_is_short() -> None:
 def test_the_guides_backend_passes_the_selftest(device: Device) -> None:
     result = selftest(device)
     assert result.ok, result.message
+
+
+def test_the_guides_backend_passes_the_operators_of_the_suite(device: Device) -> None:
+    """`hetpipe conform` passes on a new backend before its author changes anything."""
+    rig = rig_of(device.info.id)
+    checks = [check for check in checks_of(Level.TRAINING) if check.name.startswith("operators/")]
+    results = [run_check(check, rig) for check in checks]
+    assert [f"{result.name}: {result.text}" for result in results if result.failed] == []
+    assert sum(result.outcome == "passed" for result in results) >= 27
+
+
+def test_the_guides_backend_writes_nothing_by_an_empty_index_of_any_rank(device: Device) -> None:
+    scatter = torch.ops.aten.scatter.value
+    graph = trace(lambda x, i: scatter(x, 0, i, 2.0), [torch.ones(5), EMPTY], {})
+    (written,) = run(device, graph, [np.ones(5, np.float32), EMPTY.numpy()])
+    np.testing.assert_array_equal(written, np.ones(5, np.float32))
 
 
 def test_the_guides_backend_trains_a_perceptron_as_the_reference_does(device: Device) -> None:

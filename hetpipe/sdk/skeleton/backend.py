@@ -13,7 +13,7 @@ def along(index, dim):
 
 def scatter(x, dim, index, value):
     x = x.copy()
-    x[along(index, dim)] = value
+    x[along(index, dim) if index.size else np.zeros(x.shape, bool)] = value
     return x
 
 
@@ -27,7 +27,7 @@ KERNELS = {
     "aten.div.Tensor": np.true_divide,
     "aten.exp.default": np.exp,
     "aten.full_like.default": lambda x, value, **_: np.full(x.shape, value),
-    "aten.gather.default": lambda x, dim, index, **_: x[along(index, dim)],
+    "aten.gather.default": lambda x, d, i, **_: x[along(i, d)] if i.size else i,  # of any rank
     "aten.le.Scalar": np.less_equal,
     "aten.log.default": np.log,
     "aten.mm.default": np.matmul,
