@@ -17,6 +17,7 @@ from hetpipe.cli.app import app
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, run_suite
 from hetpipe.errors import BackendError
+from hetpipe.sdk.kernels import Flaw
 from hetpipe.sdk.kernelspec import Tolerance, read_spec
 from hetpipe.sdk.registry import devices_of
 from hetpipe.sdk.sizes import Size
@@ -296,6 +297,11 @@ def spec_for(expect: str, *changes: tuple[str, str]) -> str:
     return text
 
 
+def place(flaw: Flaw) -> tuple[str, str, int | None]:
+    """Return a flaw's kind, kernel and line."""
+    return flaw.kind, flaw.kernel, flaw.line
+
+
 @needs_checker
 def test_each_finding_of_the_checker_belongs_to_its_case(tmp_path: Path) -> None:
     (tmp_path / "f.cl").write_text(kernel("y[n > 50 ? i / 2 : i] = n > 50 ? x[i] : 3.0f * x[i];"))
@@ -311,7 +317,8 @@ def test_each_finding_of_the_checker_belongs_to_its_case(tmp_path: Path) -> None
     words = trial.again(CHECKER, 1).split()
     number, seed = (int(words[words.index(f"--{name}") + 1]) for name in ("case", "seed"))
     (again,) = outcomes(replace(trial, seed=seed), [CHECKER], [number])
-    assert again.flaws == results[1].flaws
+    # Oclgrind's threads decide which of several racing work-items it names.
+    assert [place(flaw) for flaw in again.flaws] == [place(flaw) for flaw in results[1].flaws]
 
 
 CHEATS = {
