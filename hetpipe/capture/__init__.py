@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured as Captured
     from hetpipe.capture.captured import capture as capture
     from hetpipe.capture.export.training_modes import EvalModeWarning as EvalModeWarning
-    from hetpipe.capture.layers import LayerGraph as LayerGraph
-    from hetpipe.capture.program import Program as Program
-    from hetpipe.capture.program import StageGraphs as StageGraphs
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -7,8 +7,5 @@ from hetpipe._lazy import lazy
 if TYPE_CHECKING:
     from hetpipe.cost.cost_file import read_costs as read_costs
     from hetpipe.cost.table import CostTable as CostTable
-    from hetpipe.cost.table import DeviceCost as DeviceCost
-    from hetpipe.cost.table import LayerCost as LayerCost
-    from hetpipe.cost.table import LinkCost as LinkCost
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -11,7 +11,6 @@ from hetpipe._lazy import lazy
 if TYPE_CHECKING:
     from hetpipe.schedule.action import Action as Action
     from hetpipe.schedule.action import Schedule as Schedule
-    from hetpipe.schedule.fixed import register_file as register_file
     from hetpipe.schedule.fixed import register_text as register_text
     from hetpipe.schedule.generators import generate as generate
     from hetpipe.schedule.rule import Rule as Rule

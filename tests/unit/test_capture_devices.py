@@ -12,8 +12,9 @@ from capture_models import CASES
 from found_devices import opened, run
 from torch import nn
 
-from hetpipe.capture import Captured, Program
+from hetpipe.capture import Captured
 from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT
+from hetpipe.capture.program import Program
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.registry import discover_devices, get_backend

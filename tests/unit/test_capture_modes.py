@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from capture_harness import TABLES, Env, Stages, compare, run, total
 from torch import nn
 
-from hetpipe.capture import Captured, EvalModeWarning, Program
+from hetpipe.capture import Captured, EvalModeWarning
+from hetpipe.capture.program import Program
 from hetpipe.sdk.registry import discover_devices, get_backend, open_device
 
 FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
