@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import site
 import sys
 import sysconfig
@@ -13,6 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 START = Path(__file__).with_name("start.py")
+PARENT = "HETPIPE_PARENT"
+"""Environment variable: id of the parent process; the new process ends with it."""
+_PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: object) -> list[str]:
@@ -32,6 +36,18 @@ def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
     if "PYTHONPATH" in variables:
         variables["HETPIPE_PYTHONPATH"] = variables.pop("PYTHONPATH")
     return variables
+
+
+def end_with(parent: int | None) -> None:
+    """Let the system end this process together with the thread of `parent` that started it.
+
+    None undoes this.
+    """
+    import ctypes  # takes 10 ms, which most processes save
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGTERM)
+    if parent not in (None, os.getppid()):
+        os._exit(1)
 
 
 def ordered(path: Sequence[str]) -> list[str]:

@@ -24,6 +24,10 @@ def main() -> None:
     assert spec.loader is not None
     package = sys.modules["hetpipe"] = module_from_spec(spec)
     spec.loader.exec_module(package)
+    if parent := os.environ.pop("HETPIPE_PARENT", ""):
+        from hetpipe.process import end_with
+
+        end_with(int(parent))
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

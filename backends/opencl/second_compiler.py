@@ -1,6 +1,6 @@
 """Compilation in two processes, for runtimes that compile one kernel at a time.
 
-    compute thread                   thread `second compiler`       process `specialise.py`
+    compute thread                   thread `second compiler`       child `specialise.py`
 
     takes a job from the queue:      takes a job from the    --->   builds its program, launches
     builds its program, launches     queue                          its kernels, in another cache
@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hetpipe.child import Child, ChildError
 from hetpipe.entries import key_of
 
 from . import specialise
@@ -38,8 +38,6 @@ BUILD_S, KERNEL_S = 0.2, 0.15
 """Approximate seconds to build a program, and to compile a kernel in it."""
 WORTH_S = 2.5
 """Seconds of work below which this process compiles alone: another one takes 1 s to start."""
-DONE = '""\n'
-"""Answer to a job without an error."""
 
 log = logging.getLogger(__name__)
 
@@ -99,39 +97,21 @@ class SecondCompiler:
     def _compile_elsewhere(
         self, queue: SimpleQueue[Job], cores: frozenset[int], folder: str
     ) -> None:
-        """Let another process compile jobs from the queue until the queue is empty.
+        """Let a child compile jobs from the queue until the queue is empty.
 
-        If that process fails, the kernels of its last job are compiled at their first launch.
+        If the child fails, the kernels of its last job are compiled at their first launch.
         """
+        names = (self._cl_device.platform.name, self._cl_device.name)
+        variables = {CACHE: folder}
         try:
-            answer = self._ask(queue, cores, folder)
-        except OSError as error:
-            answer = str(error)
-        if answer != DONE:
-            log.info("the second compiler of %s failed: %s", self._device_id, answer or "it ended")
-
-    def _ask(self, queue: SimpleQueue[Job], cores: frozenset[int], folder: str) -> str:
-        """Send jobs to another process; return its last answer, empty if the process ended."""
-        place = (self._cl_device.platform.name, self._cl_device.name)
-        numbers = ",".join(map(str, sorted(cores)))
-        answer = DONE
-        with subprocess.Popen(
-            [sys.executable, specialise.__file__, *place, numbers, folder],
-            text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        ) as process:  # fmt: skip
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
+            with Child(specialise.__name__, *names, environment=variables, cores=cores) as child:
                 for job in _rest(queue):
-                    print(job.to_json(), file=process.stdin, flush=True)
-                    answer = process.stdout.readline()
-                    if answer != DONE:
-                        break
-                    _remember(job)
-            finally:
-                process.kill()  # its files are complete when it answers
-        return answer
+                    child.send(asdict(job))
+                    if error := child.receive()["error"]:
+                        raise ChildError(error)
+                    _remember(job)  # the files of a job are complete when the child answers
+        except ChildError as error:
+            log.info("the second compiler of %s failed: %s", self._device_id, error)
 
 
 def _rest(queue: SimpleQueue[Job]) -> Iterator[Job]:

@@ -1,21 +1,23 @@
 """First launches, on zeros, of all kernels of a program: PoCL compiles a kernel when launched.
 
-Run as a script, this module is the second compiler (`second_compiler.py`). It imports nothing of
-hetpipe, since torch alone takes 1 s to import.
+As a child, this module is the second compiler (`second_compiler.py`). It does not import torch,
+which takes seconds.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from hetpipe.child import Parent
 
 CACHE = "POCL_CACHE_DIR"
 """Environment variable with the folder in which PoCL keeps compiled kernels."""
@@ -46,16 +48,11 @@ class Job:
     options: Sequence[str]
     launches: Sequence[FirstLaunch]
 
-    def to_json(self) -> str:
-        """Return the job as one line of JSON."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, line: str) -> Job:
-        """Return the job in a line of JSON."""
-        fields = json.loads(line)
-        fields["launches"] = [FirstLaunch(**launch) for launch in fields["launches"]]
-        return cls(**fields)
+    def of(cls, fields: Mapping[str, Any]) -> Job:
+        """Return the job with the fields that `asdict` returned."""
+        launches = [FirstLaunch(**launch) for launch in fields["launches"]]
+        return cls(fields["source"], fields["options"], launches)
 
 
 def build(cl: Any, context: Any, source: str, options: Sequence[str]) -> Any:
@@ -90,14 +87,13 @@ def _argument(cl: Any, context: Any, arg: int | float | Sequence[int]) -> Any:
     return np.float32(arg) if isinstance(arg, float) else np.int32(arg)
 
 
-def main(platform: str, device: str, cores: str, folder: str) -> None:
-    """Do the jobs from standard input on these cores, with PoCL's cache in `folder`.
+def main(platform: str, device: str) -> None:
+    """Do the parent's jobs; after each job, send an error, which is usually empty.
 
-    Each line is a job; the answer to it is a line of JSON, an empty string or an error. The input
-    ends when the process that sends the jobs ends: then nobody needs the folder.
+    The parent chose the folder of PoCL's cache. Nobody needs the folder after the parent's end.
     """
-    os.sched_setaffinity(0, map(int, cores.split(",")))
-    os.environ[CACHE] = folder
+    parent = Parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # sent when the parent ends
     warnings.simplefilter("ignore")
     import pyopencl as cl
 
@@ -109,14 +105,16 @@ def main(platform: str, device: str, cores: str, folder: str) -> None:
         if each.name == device
     )
     queue = cl.CommandQueue(cl.Context([chosen]))
-    for line in sys.stdin:
-        error = ""
-        try:
-            specialise(cl, queue, Job.from_json(line))
-        except cl.Error as its:
-            error = str(its)
-        print(json.dumps(error), flush=True)
-    shutil.rmtree(folder)
+    try:
+        for fields in parent.requests():
+            error = ""
+            try:
+                specialise(cl, queue, Job.of(fields))
+            except cl.Error as fault:
+                error = str(fault)
+            parent.send({"error": error})
+    finally:
+        shutil.rmtree(os.environ[CACHE])
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
     python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
 
-The command prints a line of JSON, a list of `KernelRate`. The contenders take turns in every round.
-With HETPIPE_CLOCK=process it counts the seconds of this process only, for a busy machine.
+This child sends a list of `KernelRate`. The contenders take turns in every round. With
+HETPIPE_CLOCK=process it counts the seconds of this process only, for a busy machine.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import statistics
 import sys
@@ -23,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hetpipe.bench.kernelcases import SETS, Case
 from hetpipe.bench.machine import keep_memory
 from hetpipe.check.reference import float64_results
+from hetpipe.child import Parent
 from hetpipe.environment import clock
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
@@ -201,7 +201,8 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
+    _parent = Parent()
     _device, _names, _seconds, _rounds = sys.argv[1:]
     _cases = [case for name in _names.split(",") for case in SETS[name]()]
     _rates = measure(_device, _cases, float(_seconds), int(_rounds))
-    print(json.dumps([asdict(rate) for rate in _rates]))
+    _parent.send({"result": [asdict(rate) for rate in _rates]})

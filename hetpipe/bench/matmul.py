@@ -1,25 +1,22 @@
 """Rate of a device's matrix product, against the device's ceiling and against torch.
 
-For figures of one core, pin the process to one core and limit the runtime to one thread
-(`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`), as `hetpipe matmul` does:
-
-    taskset -c 0 python -m hetpipe.bench.matmul opencl:pocl:0
+`python -m hetpipe.bench.matmul DEVICE` is a child of `hetpipe matmul`, which pins it to one core.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
 
+from hetpipe.child import Parent
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import open_device
@@ -182,25 +179,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(x / y for x, y in zip(ours, theirs, strict=True))
 
 
-def table(figures: MatmulFigures) -> str:
-    """Return the figures as a readable text."""
-    lines = [f"{figures.device_id}, n = {figures.n}, {figures.rounds} rounds, float32, GFLOP/s"]
-    for field in fields(figures):
-        rate = getattr(figures, field.name)
-        if isinstance(rate, Rate):
-            name = field.name.removesuffix("_gflops")
-            spread = f"({rate.lowest:.0f} to {rate.highest:.0f})"
-            lines.append(f"  {name:10} {rate.median:6.1f}  {spread}")
-    lines.append(
-        f"  of its ceiling {figures.of_ceiling:.3f}, times torch.mm {figures.of_torch:.2f}"
-    )
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    for argument in [each for each in sys.argv[1:] if each != "--json"]:
-        measured = measure(argument)
-        if "--json" in sys.argv:
-            print(json.dumps(measured and {"version": VERSION, **asdict(measured)}))
-        else:
-            print(table(measured) if measured else f"{argument} cannot tell its ceiling")
+    _parent = Parent()
+    _figures = measure(sys.argv[1])
+    _parent.send({"result": _figures and {"version": VERSION, **asdict(_figures)}})

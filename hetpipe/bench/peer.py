@@ -5,7 +5,7 @@ the blocks that the workload names. A parameter that the model uses twice (a tie
 two parameters, because torch does not keep copies on two stages equal. So the peer has less work,
 and trains a different model from the second step on.
 
-`python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD CORE` answers each request
+`python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD` is a child that answers each request
 {"microbatches", "steps", "warm_up"} with {"step_s", "loss"}: the mean time of `steps` steps after
 `warm_up` untimed steps, and the last step's loss on the last rank, or null on other ranks.
 """
@@ -20,7 +20,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.bench.child import Child, answer, ask, pin, requests
+from hetpipe.child import Child, Parent, ask
+from hetpipe.crew.worker_variables import THREADS
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 START_LIMIT_S = 120.0  # time limit for all processes to join
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**dict.fromkeys(THREADS, "1"), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class PeerTorch:
@@ -42,14 +43,14 @@ class PeerTorch:
         self.loss = float("nan")
         common = (model, rows, seed, port)
         self._children = [
-            Child(__name__, (*common, rank, len(cores)), (core,), LOOPBACK)
+            Child(__name__, *common, rank, len(cores), environment=ENVIRONMENT, cores=[core])
             for rank, core in enumerate(cores)
         ]
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
         """Return the mean seconds of `steps` steps on the slowest process, after untimed steps.
 
-        Set `loss` to the last step's loss. Raises `HetpipeError` if a process has died.
+        Set `loss` to the last step's loss. Raises `ChildEnded` as soon as a process has ended.
         """
         request = {"microbatches": microbatches, "steps": steps, "warm_up": warm_up}
         answers = ask(self._children, request)
@@ -153,18 +154,15 @@ def stepper(
     return step
 
 
-def main(
-    model: str, rows_text: str, seed: str, port: str, rank_text: str, world_text: str, core: str
-) -> None:
-    """Serve requests from standard input until it ends."""
-    threads = pin(core)
-
+def main(model: str, rows_text: str, seed: str, port: str, rank_text: str, world_text: str) -> None:
+    """Answer the parent's requests until it ends."""
+    parent = Parent()
     import torch
 
     from hetpipe.wire.gloo import join
     from hetpipe.zoo.load import load_workload
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     rows, rank, world = int(rows_text), int(rank_text), int(world_text)
     join(rank, world, ("127.0.0.1", int(port)), START_LIMIT_S)
     workload = load_workload(model)
@@ -175,7 +173,7 @@ def main(
     def step_of(microbatches: int) -> Callable[[Any, Any], float | None]:
         return stepper(workload, rank, world, rows, microbatches)
 
-    for request in requests():
+    for request in parent.requests():
         step = step_of(request["microbatches"])
         for x, y in islice(batches, request["warm_up"]):
             step(x, y)
@@ -184,11 +182,8 @@ def main(
         begin_s = time.perf_counter()
         for x, y in fed:
             loss = step(x, y)
-        answer(step_s=(time.perf_counter() - begin_s) / len(fed), loss=loss)
+        parent.send({"step_s": (time.perf_counter() - begin_s) / len(fed), "loss": loss})
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main(*sys.argv[1:])

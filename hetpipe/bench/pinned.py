@@ -1,14 +1,11 @@
-"""Run of a hetpipe module in a separate process on one core, including the device's runtime."""
+"""Runs a module in a child on one core, with the environment of a device's worker."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from hetpipe import process
+from hetpipe.child import Child, ChildError
 from hetpipe.cluster.member import available_cores
 from hetpipe.crew.worker_variables import usual_settings
 from hetpipe.errors import HetpipeError
@@ -23,30 +20,15 @@ def run_pinned(
     limit_s: float,
     variables: Mapping[str, str] = {},
 ) -> Any:
-    """Run `python -m MODULE ARGUMENTS...` and return the JSON of the last line that it prints.
+    """Run `python -m MODULE ARGUMENTS...` as a child and return the "result" that it sends.
 
-    `variables` are added to its environment. Raises `HetpipeError` if the process fails, with the
-    last line of its errors, or if it takes longer than `limit_s`.
+    `variables` are added to its environment. Raises `HetpipeError` if the child fails or takes
+    longer than `limit_s`.
     """
     settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
-    core = available_cores()[0]
-
-    def pin() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {core})
-
+    cores = available_cores()[:1]
     try:
-        done = subprocess.run(
-            process.command(module, *arguments),
-            env=process.environment({**settings, **variables}),
-            preexec_fn=pin,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise HetpipeError(f"{module} on {info.id} did not end within {limit_s:g} s") from error
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise HetpipeError(f"{module} on {info.id} failed: {last}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        with Child(module, *arguments, environment={**settings, **variables}, cores=cores) as child:
+            return child.receive(limit_s)["result"]
+    except ChildError as error:
+        raise HetpipeError(f"{info.id}: {error}") from error

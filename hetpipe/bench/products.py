@@ -39,6 +39,6 @@ def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
 
 def _measure(info: DeviceInfo) -> dict[str, Any] | None:
     figures: dict[str, Any] | None = run_pinned(
-        "hetpipe.bench.matmul", info, "--json", info.id, limit_s=LIMIT_S
+        "hetpipe.bench.matmul", info, info.id, limit_s=LIMIT_S
     )
     return figures

@@ -1,8 +1,8 @@
 """Self-tests of devices in separate processes: a driver that crashes or hangs harms nothing.
 
-    this process  --pairs of reference and device-->  a process that imports torch once
-                                                        |  forks one child per device, in turn
-                  <--one line of JSON per device------  |<--the child's result, its end, or a kill
+    this process  -- reference and device -->  a child that has imported torch
+                                                 `-- forks for each device, one after another
+                  <-- result, or its end ---------'
 
 `trusted` remembers the devices that have passed.
 """
@@ -10,15 +10,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hetpipe import __version__, process
+from hetpipe import __version__
+from hetpipe.child import Child, ChildEnded, ChildLate, Parent
 from hetpipe.entries import Entries, key_of
 from hetpipe.environment import seconds
 from hetpipe.errors import BackendError, HetpipeError
@@ -34,6 +32,8 @@ LIMIT = "HETPIPE_SELFTEST_LIMIT_S"
 
 GRACE_S = 5.0
 """Seconds in which a late test may report where it hangs, before it is killed."""
+START_LIMIT_S = 60.0
+"""Time limit for the child to import torch."""
 
 _PASSED = Entries("selftests", "json", 200)
 
@@ -43,38 +43,34 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
 
     A result has the fields of `SelfTest`, or `ok` and `message` alone.
     """
-    seconds(LIMIT, 60.0)  # raises for a wrong value here, before a device could get the blame
-    pairs = [(backend_reference(info.backend), info.id) for info in infos]
-    for device_id in [device_id for reference, device_id in pairs if reference is None]:
-        yield device_id, _test(device_id)  # another process could not load the backend's class
-    arguments = [f"{reference}={device_id}" for reference, device_id in pairs if reference]
-    if not arguments:
-        return
-    reading, writing = os.pipe()
-    tester = subprocess.Popen(
-        process.command("hetpipe.check.selftest_process", writing, *arguments),
-        env=process.environment(),
-        pass_fds=(writing,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that a kill also reaches the forked children
-    )
-    os.close(writing)
-    waiting = [argument.rpartition("=")[2] for argument in arguments]
+    limit_s = seconds(LIMIT, 60.0)  # raises for a wrong value before a device could get the blame
+    child: Child | None = None
     try:
-        with open(reading) as lines:
-            for line in lines:
-                device_id, result = json.loads(line)
-                waiting.remove(device_id)
-                yield device_id, result
-        code = tester.wait()
-        for device_id in waiting:
-            yield device_id, _failed(f"the process of the self-tests ended with {code}")
+        for info in infos:
+            reference = backend_reference(info.backend)
+            if reference is None:  # another process could not load the backend's class
+                yield info.id, _test(info.id)
+                continue
+            if child is None or not child.is_alive:
+                child = Child("hetpipe.check.selftest_process", limit_s)
+            yield info.id, _result(child, reference, info.id, limit_s)
     finally:
-        if tester.poll() is None:
-            os.killpg(tester.pid, signal.SIGKILL)
-            tester.wait()
+        if child is not None:
+            child.close()
+
+
+def _result(child: Child, reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
+    """Return the result of a device's test in a fork of the child."""
+    try:
+        child.fork(reference, device_id)
+        return child.receive(START_LIMIT_S + limit_s + GRACE_S)
+    except ChildEnded as error:
+        if place := hangs.place(error.log):
+            return _failed(f"did not end within {limit_s:g} s: it hangs {place}")
+        return _failed(f"its process ended in the middle of the test, with {error.how}")
+    except ChildLate:
+        child.close()
+        return _failed(f"did not end within {limit_s:g} s")
 
 
 def trusted(info: DeviceInfo) -> str:
@@ -96,20 +92,25 @@ def trusted(info: DeviceInfo) -> str:
     return ""
 
 
-def main(writing: int, arguments: Sequence[str]) -> None:
-    """Test each device of `reference=device` in a child, and write the results to `writing`."""
+def main(limit_s: float) -> None:
+    """Test the devices that the parent names, each in a fork."""
+    parent = Parent()
+
+    def test(reference: str, device_id: str) -> None:
+        hangs.watch(limit_s, sys.stderr)
+        try:
+            load_reference(reference)
+            result = _test(device_id)
+        except BaseException as error:
+            result = _failed(f"{type(error).__name__}: {error}")
+        parent.send(result)
+
     _prepare()
-    limit_s = seconds(LIMIT, 60.0)
-    with open(writing, "w") as lines:
-        for argument in arguments:
-            reference, _, device_id = argument.rpartition("=")
-            result = _in_child(reference, device_id, limit_s)
-            lines.write(json.dumps([device_id, result]) + "\n")
-            lines.flush()
+    parent.run_forks(test)
 
 
 def _prepare() -> None:
-    """Import torch and trace the step once for all children, without starting threads."""
+    """Import torch and trace the step once for all forks, without starting threads."""
     import torch
 
     threads = torch.get_num_threads()
@@ -119,48 +120,6 @@ def _prepare() -> None:
 
     trace_step(core_decompositions())
     torch.set_num_threads(threads)
-
-
-def _in_child(reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
-    """Return the result of a test in a fork of this process."""
-    import select
-
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        with open(writing, "w") as out:
-            hangs.watch(limit_s, out)
-            try:
-                load_reference(reference)
-                result = _test(device_id)
-            except BaseException as error:
-                result = _failed(f"{type(error).__name__}: {error}")
-            json.dump(result, out)
-        os._exit(0)
-    os.close(writing)
-    text, late = b"", False
-    while True:
-        if not select.select([reading], [], [], limit_s + GRACE_S)[0]:
-            late = True
-            os.kill(child, signal.SIGKILL)
-            break
-        part = os.read(reading, 1 << 16)
-        if not part:
-            break
-        text += part
-    os.close(reading)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    place = hangs.place(text.decode(errors="replace"))
-    if late or place:
-        where = f": it hangs {place}" if place else ""
-        return _failed(f"did not end within {limit_s:g} s{where}")
-    try:
-        result = json.loads(text)
-    except ValueError:
-        end = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return _failed(f"its process ended in the middle of the test, with {end}")
-    return result if isinstance(result, dict) else _failed(f"its process wrote {text[:100]!r}")
 
 
 def _test(device_id: str) -> dict[str, Any]:
@@ -183,4 +142,4 @@ def _failed(message: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(float(sys.argv[1]))

@@ -1,27 +1,22 @@
-"""Run of the checks in a separate process, so that a crash or a hang costs only one check.
+"""Runs the checks in a child process, so that a crash or a hang costs only one check.
 
-    this process  <--one line of JSON per check--  the process that runs the checks
+    this process  <--one message per check--  the child, which runs the checks
         |
-        `--if it dies or is silent for too long: a new process runs the checks after that one
+        `--if the child ends or is late: a new child runs the checks after that one
 
-`python -m hetpipe.conformance.run FD LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` runs the checks.
+`python -m hetpipe.conformance.run LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` runs the checks.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
-from hetpipe import process
+from hetpipe.child import Child, ChildEnded, ChildError, Parent
 from hetpipe.conformance.check import BrokenRule, Check, Level, NotAsked
 from hetpipe.errors import BackendError
 from hetpipe.sdk import hangs
@@ -147,90 +142,46 @@ def run_suite(
 def _results(
     arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
-    """Yield the results of one process: up to the last check, or to the check that ends it."""
-    with tempfile.TemporaryFile() as log:
-        reading, writing = os.pipe()
-        child = subprocess.Popen(
-            process.command("hetpipe.conformance.run", writing, limit_s, *arguments, first),
-            env=process.environment(),
-            pass_fds=(writing,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-        )
-        os.close(writing)
-        try:
-            with os.fdopen(reading, "rb", buffering=0) as lines:
-                for each in checks[first:]:
-                    text, late = _line(lines, limit_s + GRACE_S)
-                    if text:
-                        yield Result(**json.loads(text))
-                        continue
-                    how = f"has not ended after {limit_s:g} s"
-                    if not late:
-                        said, place = _end_of(child, log)
-                        late = place is not None
-                        how = f"{how}: it hangs {place}" if late else said
-                    yield Result(
-                        each.name, "crashed", how, limit_s if late else 0.0,
-                        each.rule, each.suspect, each.family,
-                    )  # fmt: skip
-                    return
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+    """Yield the results of one child: up to the last check, or to the check that ends it."""
+    with Child("hetpipe.conformance.run", limit_s, *arguments, first) as child:
+        for check in checks[first:]:
+            try:
+                message = child.receive(limit_s + GRACE_S)
+            except ChildError as error:
+                yield _crash(check, error, limit_s)
+                return
+            yield Result(**message)
 
 
-def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
-    """Return the next line, empty at the end of the stream; and whether the time ran out."""
-    text, end_s = b"", time.monotonic() + limit_s
-    while not text.endswith(b"\n"):
-        left_s = end_s - time.monotonic()
-        if left_s <= 0 or not select.select([lines], [], [], left_s)[0]:
-            return b"", True
-        part = lines.read(1)
-        if not part:
-            return b"", False
-        text += part
-    return text, False
-
-
-def _end_of(child: subprocess.Popen[bytes], log: BinaryIO) -> tuple[str, str | None]:
-    """Return a description of a process's end, and the place where it hung, if it did."""
-    code = child.wait()
-    log.seek(0)
-    text = log.read().decode(errors="replace")
-    last = (text.strip().splitlines() or ["no output"])[-1]
-    how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit status {code}"
-    return f"the process ended in the middle of it, with {how}: {last}", hangs.place(text)
+def _crash(check: Check, error: ChildError, limit_s: float) -> Result:
+    """Return the result of a check in which the child ended or is late."""
+    text, seconds = f"has not ended after {limit_s:g} s", limit_s
+    if isinstance(error, ChildEnded):
+        if place := hangs.place(error.log):
+            text = f"{text}: it hangs {place}"
+        else:
+            last, seconds = error.last_line or "no output", 0.0
+            text = f"the process ended in the middle of it, with {error.how}: {last}"
+    return Result(check.name, "crashed", text, seconds, check.rule, check.suspect, check.family)
 
 
 def main(
-    writing: int,
-    limit_s: float,
-    reference: str,
-    device_id: str,
-    level: int,
-    groups: Collection[str],
-    first: int,
+    limit_s: float, reference: str, device_id: str, level: int, groups: Collection[str], first: int
 ) -> None:
-    """Run the checks from number `first` on, and write a line of JSON for each result.
+    """Run the checks from number `first` on, and send a message for each result.
 
     The process exits during a check that takes longer than `limit_s`.
     """
+    parent = Parent()
     load_reference(reference)
     rig = rig_of(device_id)
-    with os.fdopen(writing, "w") as lines:
-        for each in checks_of(Level(level), groups)[first:]:
-            hangs.watch(limit_s, sys.stderr)
-            lines.write(json.dumps(asdict(run_check(each, rig))) + "\n")
-            lines.flush()
+    for check in checks_of(Level(level), groups)[first:]:
+        hangs.watch(limit_s, sys.stderr)
+        parent.send(asdict(run_check(check, rig)))
     os._exit(0)  # skips the driver's exit handlers, which may crash
 
 
 if __name__ == "__main__":
-    _writing, _limit_s, _reference, _device, _level, _groups, _first = sys.argv[1:]
+    _limit_s, _reference, _device, _level, _groups, _first = sys.argv[1:]
     _named = [group for group in _groups.split(",") if group]
-    main(int(_writing), float(_limit_s), _reference, _device, int(_level), _named, int(_first))
+    main(float(_limit_s), _reference, _device, int(_level), _named, int(_first))

@@ -1,14 +1,10 @@
-"""Process that runs kernels on one device; its parent watches for crashes and hangs.
+"""Child process whose forks run kernels, each on one device; a fork may crash or hang.
 
-    python -m hetpipe.workbench.child REFERENCE DEVICE SOURCE SPEC FUNCTION SEED CASE...
-
-It writes a line of JSON at the beginning of each run of a case, and one with the case's results.
+A fork sends {"begins": CASE} at the beginning of each run of a case, then the case's results.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hetpipe.child import Parent
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
 from hetpipe.sdk.kernels import (
@@ -33,15 +30,23 @@ from hetpipe.workbench.case import POISONS, Run, call_of, expected, sizes_of
 from hetpipe.workbench.compare import OutputError, output_error
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the cases one after the other, and print their results."""
-    reference, device_id, source_path, spec_path, function, seed, *numbers = argv
+def main() -> None:
+    """Run each list of cases from the parent in a fork."""
+    parent = Parent()
+    parent.run_forks(lambda *arguments: run_cases(parent.send, *arguments))
+
+
+def run_cases(
+    send: Callable[[dict[str, Any]], None], reference: str, device_id: str, source_path: str,
+    spec_path: str, function: str, seed: str, *numbers: str,
+) -> None:  # fmt: skip
+    """Run the cases one after the other, and send their results."""
     load_reference(reference)
     spec, path = read_spec(Path(spec_path)), Path(source_path)
     runner = get_backend(device_id.partition(":")[0]).kernel_runner()
     assert runner is not None, "the parent has asked"
     source = read_text(path, BackendError)
-    bench = _Bench(runner, device_id, spec, Path(spec_path).parent)
+    bench = _Bench(runner, device_id, spec, Path(spec_path).parent, send)
     for number in map(int, numbers):
         try:
             result = bench.case(
@@ -54,21 +59,18 @@ def main(argv: Sequence[str]) -> None:
             result = {"flaws": [], "ulp": {}, "skipped": str(error)}
         except BackendError as error:
             result = {"error": str(error)}
-        _say({"case": number, **result})
-
-
-def _say(data: dict[str, Any]) -> None:
-    print(json.dumps(data), flush=True)
+        send({"case": number, **result})
 
 
 class _Bench:
     """A device with a specification: runs a case several times and judges each run."""
 
     def __init__(
-        self, runner: KernelRunner, device_id: str, spec: KernelSpec, folder: Path
-    ) -> None:
+        self, runner: KernelRunner, device_id: str, spec: KernelSpec, folder: Path,
+        send: Callable[[dict[str, Any]], None],
+    ) -> None:  # fmt: skip
         self._runner, self._device_id = runner, device_id
-        self._spec, self._folder = spec, folder
+        self._spec, self._folder, self._send = spec, folder, send
 
     def case(self, number: int, call_for: Callable[[Run], KernelCall]) -> dict[str, Any]:
         """Run a case; return its flaws, its largest errors by output, and notes.
@@ -83,7 +85,7 @@ class _Bench:
             sizes = sizes_of(self._spec, number, run)
             if flaws or (run == Run.SIZES and sizes == self._spec.cases[number]):
                 break
-            _say({"begins": number})
+            self._send({"begins": number})
             try:
                 call = call_for(run)
                 right = expected(self._spec, sizes, call, self._folder)
@@ -221,4 +223,4 @@ def _unsteady(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

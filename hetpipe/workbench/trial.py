@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
 import queue
-import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetpipe import process
+from hetpipe.child import Child, ChildEnded, ChildLate
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
 from hetpipe.sdk.kernels import Flaw, KernelRunner
@@ -237,86 +234,65 @@ def _run(
 def _process(
     trial: Trial, device_id: str, numbers: Sequence[int], environment: Mapping[str, str]
 ) -> Iterator[Outcome]:
+    """Yield the outcomes of a process, which ends after its last case or with a fault."""
     reference = backend_reference(device_id.partition(":")[0])
     arguments = (reference, device_id, trial.source, trial.spec_path, trial.function, trial.seed)
-    child = subprocess.Popen(
-        process.command("hetpipe.workbench.child", *arguments, *numbers),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        env={**process.environment(), **environment},
-    )  # fmt: skip
-    lines, errors = _reader(child.stdout), _reader(child.stderr)
+    child, has_ended = _idle_child(), False
     limit_s, current = START_LIMIT_S, numbers[0]
     try:
+        child.fork(*arguments, *numbers, environment=environment)
         while True:
-            try:
-                line = lines.get(timeout=limit_s)
-            except queue.Empty:
-                text = f"did not end within {limit_s:g} s on {device_id}"
-                yield _failed(trial, device_id, current, Flaw("hangs", trial.function, text))
-                return
-            if line is None:
-                break
-            said = _said(line)
-            if "begins" in said:
-                current, limit_s = said["begins"], trial.spec.time_limit_s
-            elif "error" in said:
-                raise BackendError(f"{trial.spec_path}: {said['error']}")
-            elif "case" in said:
-                yield _outcome(trial, device_id, said)
+            message = child.receive(limit_s)
+            if "begins" in message:
+                current, limit_s = message["begins"], trial.spec.time_limit_s
+            elif "error" in message:
+                raise BackendError(f"{trial.spec_path}: {message['error']}")
+            else:
+                yield _outcome(trial, device_id, message)
                 limit_s = START_LIMIT_S
-        if child.wait() != 0:
-            last = _drained(errors)[-1:] or ["nothing was said"]
-            text = f"ended the process with {child.returncode} on {device_id}: {last[0].strip()}"
+    except ChildLate:
+        text = f"did not end within {limit_s:g} s on {device_id}"
+        yield _failed(trial, device_id, current, Flaw("hangs", trial.function, text))
+    except ChildEnded as error:
+        has_ended = True
+        if error.code != 0:
+            last = error.last_line or "nothing was said"
+            text = f"ended the process with {error.how} on {device_id}: {last}"
             yield _failed(trial, device_id, current, Flaw("crashes", trial.function, text))
     finally:
-        child.kill()
-        child.wait()
+        if has_ended and child.is_alive:
+            _idle.append(child)
+        else:
+            child.close()
 
 
-def _reader(stream: Any) -> queue.SimpleQueue[str | None]:
-    """Return a queue of a stream's lines, then None; a thread reads and closes the stream."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        with stream:
-            for line in stream:
-                lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
+_idle: list[Child] = []
+"""Children that have imported every module of a trial, and run no trial now."""
 
 
-def _drained(lines: queue.SimpleQueue[str | None]) -> list[str]:
-    end_s = time.monotonic() + 1.0
-    text: list[str] = []
-    while time.monotonic() < end_s:
+def _idle_child() -> Child:
+    while True:
         try:
-            line = lines.get(timeout=0.2)
-        except queue.Empty:
-            break
-        if line is None:
-            break
-        if line.strip():
-            text.append(line)
-    return text
+            child = _idle.pop()
+        except IndexError:
+            return Child("hetpipe.workbench.child")
+        if child.is_alive:
+            return child
+        child.close()
 
 
-def _said(line: str) -> dict[str, Any]:
-    """Parse a line of the process; return an empty dict for lines that a kernel printed."""
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+@atexit.register
+def _close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
 
 
-def _outcome(trial: Trial, device_id: str, said: Mapping[str, Any]) -> Outcome:
-    flaws = tuple(Flaw(**flaw) for flaw in said["flaws"])
-    number = said["case"]
+def _outcome(trial: Trial, device_id: str, message: Mapping[str, Any]) -> Outcome:
+    flaws = tuple(Flaw(**flaw) for flaw in message["flaws"])
+    number = message["case"]
     return Outcome(
-        device_id, number, trial.spec.cases[number], flaws, said["ulp"], said.get("share", {}),
-        tuple(said.get("notes", ())), said.get("skipped", ""),
+        device_id, number, trial.spec.cases[number], flaws, message["ulp"],
+        message.get("share", {}), tuple(message.get("notes", ())), message.get("skipped", ""),
     )  # fmt: skip
 
 

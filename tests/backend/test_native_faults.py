@@ -25,8 +25,8 @@ ASKED = {
     "NO_ENTRY": r"does not export hetpipe_backend_entry",
     "NO_RUN": r"lacks run in its table",
     "HALF_EVENTS": r"has only one of wait and release_event",
-    "CRASH_AT_LOAD": r"crashes \(SIGSEGV\) while it is loaded",
-    "ABORT_IN_COUNT": r"crashes \(SIGABRT\) while its devices are counted; it said: "
+    "CRASH_AT_LOAD": r"crashes with signal 11 \(SIGSEGV\) while it is loaded",
+    "ABORT_IN_COUNT": r"crashes with signal 6 \(SIGABRT\) while its devices are counted; it said: "
     r"libfaulty: assertion failed",
     "COUNT_FAILS": r"its devices cannot be counted: the driver is too old",
     "ENDLESS_COUNT": r"has 1000000 devices; at most 256",

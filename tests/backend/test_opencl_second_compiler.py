@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -84,8 +86,8 @@ def values(device: OpenCLDevice, program: Any, job: Job) -> list[float]:
 
 def test_a_job_goes_through_json() -> None:
     first = job()
-    again = Job.from_json(first.to_json())
-    assert again.to_json() == first.to_json()
+    again = Job.of(json.loads(json.dumps(asdict(first))))
+    assert json.dumps(asdict(again)) == json.dumps(asdict(first))
     assert again.launches[0].nbytes == 64
     assert [type(arg) for launch in again.launches for arg in launch.args] == [
         list,
