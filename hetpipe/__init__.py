@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.pipeline import Pipeline as Pipeline
     from hetpipe.plan.plan import Plan as Plan
     from hetpipe.sdk.backend import Backend as Backend
+    from hetpipe.sdk.host.registry import discover_devices as discover_devices
+    from hetpipe.sdk.host.registry import register_backend as register_backend
     from hetpipe.sdk.info import DeviceInfo as DeviceInfo
-    from hetpipe.sdk.registry import discover_devices as discover_devices
-    from hetpipe.sdk.registry import register_backend as register_backend
     from hetpipe.zoo.workload import Workload as Workload
 else:
     __getattr__, __dir__ = lazy(__name__)

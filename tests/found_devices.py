@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.host.registry import discover_devices, open_device
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import discover_devices, open_device
 
 Array = np.ndarray[Any, Any]
 WAIT_S = 300

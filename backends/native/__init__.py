@@ -15,8 +15,8 @@ from hetpipe.errors import BackendError
 from hetpipe.files import path_in
 from hetpipe.records import Name, Source
 from hetpipe.sdk.backend import Backend, Device, Finding
+from hetpipe.sdk.host.validation import check_devices
 from hetpipe.sdk.info import DTYPE_NBYTES, Capabilities, DeviceInfo
-from hetpipe.sdk.validation import check_devices
 
 if TYPE_CHECKING:
     from .probe import Answer

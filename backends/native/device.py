@@ -14,9 +14,9 @@ from torch import fx
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import graph as graphs
 from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
+from hetpipe.sdk.formats.serialised import serialise, serialise_rows
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import form_of, input_forms
-from hetpipe.sdk.serialised import serialise, serialise_rows
 
 from .events import NativeEvent, drain, keep_for_ever, sweep
 from .library import Handle, Library, interface

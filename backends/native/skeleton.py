@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
-from hetpipe.sdk.validation import check_name
+from hetpipe.sdk.host.validation import check_name
 
 from . import include_folder
 

@@ -1,4 +1,4 @@
-"""A layer of an LSTM, step by step; shapes as in `hetpipe.sdk.recurrent`."""
+"""A layer of an LSTM, step by step; shapes as in `hetpipe.sdk.operators.recurrent`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetpipe.errors import BundleError
-from hetpipe.sdk.bundle import (
+from hetpipe.sdk.formats.bundle import (
     BUILD,
     Binary,
     KernelEntry,

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hetpipe.environment import clock
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 
 from .driver import driver
 

@@ -37,7 +37,7 @@ from .target import Target
 from .tuning import cache_nbytes, tuning_of
 
 if TYPE_CHECKING:
-    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
+    from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
 
 
 class OpenCLDevice(Device):

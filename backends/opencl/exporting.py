@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hetpipe.entries import key_of
 from hetpipe.errors import BackendError
-from hetpipe.sdk.bundle import (
+from hetpipe.sdk.formats.bundle import (
     Argument,
     Exported,
     ExportedSource,

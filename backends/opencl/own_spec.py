@@ -11,8 +11,8 @@ import torch
 
 from hetpipe.errors import BackendError
 from hetpipe.files import path_in
-from hetpipe.sdk.kernelspec import KernelSpec, read_spec
-from hetpipe.sdk.sizes import Size
+from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
+from hetpipe.sdk.formats.sizes import Size
 from hetpipe.words import short, words
 
 from .own import Call, OwnKernel, text_of

@@ -16,10 +16,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.custom import function_of
 from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.inputs import form_of
+from hetpipe.sdk.operators.custom import function_of
 
 from .layout import needs_row_major
 from .memory import sink_shape_only, write_in_place

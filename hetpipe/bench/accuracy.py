@@ -38,7 +38,7 @@ from hetpipe.profile.clock import half_width_s
 from hetpipe.profile.drift import mean_correction
 from hetpipe.profile.measure import profile
 from hetpipe.report.tables import make_table
-from hetpipe.sdk.registry import register_backend
+from hetpipe.sdk.host.registry import register_backend
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 

@@ -26,7 +26,7 @@ from hetpipe.child import Parent
 from hetpipe.environment import clock
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import decompositions_of, open_device
+from hetpipe.sdk.host.registry import decompositions_of, open_device
 
 WAIT_S = 120.0
 

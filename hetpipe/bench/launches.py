@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hetpipe.bench.kernelrates import WAIT_S, time_of
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import decompositions_of, open_device
+from hetpipe.sdk.host.registry import decompositions_of, open_device
 
 KERNELS, WIDTH, ROUNDS = 200, 16, 60
 

@@ -52,7 +52,7 @@ def load(device_id: str, model: str) -> dict[str, Any]:
 
     clock("hetpipe")
     from hetpipe.bench.steprates import Trained
-    from hetpipe.sdk.registry import open_device
+    from hetpipe.sdk.host.registry import open_device
     from hetpipe.zoo.load import load_workload
 
     clock("model")

@@ -19,7 +19,7 @@ from torch import fx
 from hetpipe.child import Parent
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 
 Array = npt.NDArray[np.float32]
 

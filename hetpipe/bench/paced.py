@@ -16,8 +16,8 @@ import numpy as np
 
 from hetpipe.profile.count import count_calls
 from hetpipe.sdk.backend import DONE, Backend, Buffer, Chunk, Device, Event, Executable
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.transport import sleep_until
 
 if TYPE_CHECKING:

@@ -245,7 +245,7 @@ def _captured(
     """
     from hetpipe.bench.inturn import even_cuts
     from hetpipe.capture.captured import Captured
-    from hetpipe.sdk.registry import decompositions_of
+    from hetpipe.sdk.host.registry import decompositions_of
 
     batch, rule = next(workload.batches(samples, 0)), optimizer_of(workload)
     starting = DECISIONS if stages is None else ()

@@ -9,8 +9,8 @@ from hetpipe.child import Child, ChildError
 from hetpipe.cluster.member import available_cores
 from hetpipe.crew.worker_variables import usual_settings
 from hetpipe.errors import HetpipeError
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import get_backend
 
 
 def run_pinned(

@@ -7,8 +7,8 @@ from typing import Any
 
 from hetpipe.bench.pinned import run_pinned
 from hetpipe.errors import HetpipeError
+from hetpipe.sdk.host.registry import discover_devices
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import discover_devices
 
 LIMIT_S = 300.0
 

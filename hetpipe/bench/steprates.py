@@ -33,7 +33,7 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.registry import decompositions_of, open_device
+from hetpipe.sdk.host.registry import decompositions_of, open_device
 from hetpipe.wire.messages import Keep
 from hetpipe.worker.stage import Pass, Stage
 from hetpipe.zoo.load import load_workload, optimizer_of

@@ -23,7 +23,7 @@ from hetpipe.capture.program import (
     Slot,
 )
 from hetpipe.sdk.graph import canonical, dtype_name
-from hetpipe.sdk.parts import extract, reachable
+from hetpipe.sdk.host.parts import extract, reachable
 
 aten = torch.ops.aten
 Key = tuple[str, str]

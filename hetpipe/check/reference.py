@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from hetpipe.check.difference import Array
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import graph_inputs, operator_name
-from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.sdk.operators.recurrent import is_workspace
 
 Value = Any
 """A tensor, or a tuple of tensors and None."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from hetpipe.sdk.graph import operator_name
-from hetpipe.sdk.parts import Unit
+from hetpipe.sdk.host.parts import Unit
 
 Fault = TypeVar("Fault")
 Item = TypeVar("Item")

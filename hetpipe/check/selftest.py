@@ -17,7 +17,7 @@ from hetpipe.check.reference import float64_results
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 
 _EVENT_S = 10.0  # longest wait for one event
 _MEASURE_S = 0.2  # time for each of the two rates

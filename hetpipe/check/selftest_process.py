@@ -20,9 +20,9 @@ from hetpipe.child import Child, ChildEnded, ChildLate, Parent
 from hetpipe.entries import Entries, key_of
 from hetpipe.environment import seconds
 from hetpipe.errors import BackendError, HetpipeError
-from hetpipe.sdk import hangs
-from hetpipe.sdk.references import backend_reference, load_reference
-from hetpipe.sdk.registry import provider_of
+from hetpipe.sdk.host import hangs
+from hetpipe.sdk.host.references import backend_reference, load_reference
+from hetpipe.sdk.host.registry import provider_of
 
 if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
@@ -124,7 +124,7 @@ def _prepare() -> None:
 
 def _test(device_id: str) -> dict[str, Any]:
     from hetpipe.check.selftest import selftest
-    from hetpipe.sdk.registry import open_device
+    from hetpipe.sdk.host.registry import open_device
 
     try:
         device = open_device(device_id)

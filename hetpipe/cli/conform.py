@@ -91,7 +91,7 @@ def conform(
 
 def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
     from hetpipe.errors import BackendError
-    from hetpipe.sdk.registry import devices_of
+    from hetpipe.sdk.host.registry import devices_of
 
     infos = devices_of(backend)
     chosen = [info for info in infos if device in (None, info.id)]

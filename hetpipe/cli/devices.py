@@ -19,7 +19,7 @@ def command(
     from hetpipe.crew.launcher import configure_backends
     from hetpipe.errors import ClusterError
     from hetpipe.report.tables import device_table
-    from hetpipe.sdk.registry import backend_names, discover_devices, get_backend, provider_of
+    from hetpipe.sdk.host.registry import backend_names, discover_devices, get_backend, provider_of
 
     output = Output(json)
     described = None if cluster is None else Cluster.load(cluster)

@@ -27,7 +27,7 @@ def command(
     unasked, does not work."""
     from hetpipe.check.selftest_process import run_selftests
     from hetpipe.errors import HetpipeError
-    from hetpipe.sdk.registry import backend_names, discover_devices
+    from hetpipe.sdk.host.registry import backend_names, discover_devices
 
     output = Output(json)
     named = split_names(backends) or []
@@ -63,7 +63,7 @@ def command(
 def examine(name: str) -> list[dict[str, str]]:
     """Return a backend's findings about itself, or the reason why it has none."""
     from hetpipe.errors import BackendError
-    from hetpipe.sdk.registry import findings_of
+    from hetpipe.sdk.host.registry import findings_of
 
     try:
         described = findings_of(name)

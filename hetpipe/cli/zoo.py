@@ -116,7 +116,7 @@ class _Results:
 
 def _opened(device: str | None) -> Device:
     from hetpipe.cluster.cluster import Cluster
-    from hetpipe.sdk.registry import open_device
+    from hetpipe.sdk.host.registry import open_device
 
     return open_device(device or Cluster.local().members[0].device)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from hetpipe.check.selftest_process import trusted
 from hetpipe.cluster.member import Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
+from hetpipe.sdk.host.registry import discover_devices
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import discover_devices
 
 
 class DeviceWarning(UserWarning):

@@ -16,9 +16,9 @@ from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.host.registry import devices_of, get_backend
+from hetpipe.sdk.host.validation import check_devices
 from hetpipe.sdk.info import HOST_MEMORY
-from hetpipe.sdk.registry import devices_of, get_backend
-from hetpipe.sdk.validation import check_devices
 
 
 @check(

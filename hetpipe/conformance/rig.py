@@ -16,7 +16,7 @@ from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule, NotAsked
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import canonical, graph_calls, operator_name
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 
 Function = Callable[..., Any]
 

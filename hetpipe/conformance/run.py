@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from hetpipe.child import Child, ChildEnded, ChildError, Parent
 from hetpipe.conformance.check import BrokenRule, Check, Level, NotAsked
 from hetpipe.errors import BackendError
-from hetpipe.sdk import hangs
-from hetpipe.sdk.references import backend_reference, load_reference
-from hetpipe.sdk.registry import open_bare
+from hetpipe.sdk.host import hangs
+from hetpipe.sdk.host.references import backend_reference, load_reference
+from hetpipe.sdk.host.registry import open_bare
 
 if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig

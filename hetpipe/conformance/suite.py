@@ -10,7 +10,7 @@ import pytest
 from hetpipe.conformance.check import Check, Level
 from hetpipe.conformance.run import checks_of, rig_of, run_check
 from hetpipe.errors import BackendError
-from hetpipe.sdk.registry import devices_of
+from hetpipe.sdk.host.registry import devices_of
 
 if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig

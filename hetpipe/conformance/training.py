@@ -209,7 +209,7 @@ def _reference(rig: Rig) -> str:
 
     Raises `NotAsked` if there is none.
     """
-    from hetpipe.sdk.registry import discover_devices, provider_of
+    from hetpipe.sdk.host.registry import discover_devices, provider_of
 
     infos = [info for info in discover_devices()[0] if info.id != rig.info.id]
     ours = [info for info in infos if provider_of(info.backend).ours]

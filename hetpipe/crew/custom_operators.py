@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hetpipe.sdk.references import operator_origins
+from hetpipe.sdk.host.references import operator_origins
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -19,5 +19,5 @@ def share_operators(captured: Captured, crew: Crew) -> None:
     layers = captured.layer_graph(captured.samples).layers
     operators = list(dict.fromkeys(name for layer in layers for name in layer.operators))
     if origins := operator_origins(operators):
-        function = "hetpipe.sdk.references:import_operators"
+        function = "hetpipe.sdk.host.references:import_operators"
         crew.call(list(crew.infos), function, operators, origins)

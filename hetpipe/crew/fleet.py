@@ -19,8 +19,8 @@ from hetpipe.crew.control import PAUSE_TICKS, Control
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.isolation import blamed
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.isolation import blamed
+from hetpipe.sdk.host.registry import open_device
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import Open, Stop
 from hetpipe.worker.blame import summary

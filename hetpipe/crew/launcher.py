@@ -15,9 +15,9 @@ from hetpipe.crew.forkserver import server_for
 from hetpipe.crew.worker_variables import settings_of
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
+from hetpipe.sdk.host.references import backend_reference, check_not_loading
+from hetpipe.sdk.host.registry import absent, configure_backend, devices_of, forget_options
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.references import backend_reference, check_not_loading
-from hetpipe.sdk.registry import absent, configure_backend, devices_of, forget_options
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # most boards that a message names

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 from hetpipe.cluster.member import Member
+from hetpipe.sdk.host.isolation import blamed
+from hetpipe.sdk.host.registry import companion_of, get_backend
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.isolation import blamed
-from hetpipe.sdk.registry import companion_of, get_backend
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables for the thread pools of the libraries that torch and numpy bring."""

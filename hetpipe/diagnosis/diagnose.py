@@ -25,7 +25,7 @@ from hetpipe.diagnosis.search import Finding, Search, half_of
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
-from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.sdk.operators.recurrent import is_workspace
 from hetpipe.worker.graph_trials import Held
 from hetpipe.worker.stage import CHECKED
 

@@ -30,8 +30,8 @@ from hetpipe.check.reference import (
 from hetpipe.check.search import first_fault, others_fail, shortest_fault
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.sdk.graph import graph_inputs, operator_name
-from hetpipe.sdk.parts import Part, Unit, part_of, reachable, units_of
-from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.sdk.host.parts import Part, Unit, part_of, reachable, units_of
+from hetpipe.sdk.operators.recurrent import is_workspace
 from hetpipe.worker.graph_trials import Held
 
 NOISY_RUNS = 3

@@ -31,7 +31,7 @@ from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import STASH, policy_of
-from hetpipe.sdk.registry import register_backend
+from hetpipe.sdk.host.registry import register_backend
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes, Transfer

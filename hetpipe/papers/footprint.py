@@ -20,7 +20,7 @@ from hetpipe.schedule.generators import generate
 from hetpipe.schedule.requirements import HALVES
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import STASH, policy_of
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.wire.messages import Keep
 
 if TYPE_CHECKING:

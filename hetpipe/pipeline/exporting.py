@@ -14,7 +14,7 @@ from hetpipe.pipeline.lossscale import choose_scaling, watch_gradients
 from hetpipe.pipeline.options import PassOptions, UpdateOptions
 from hetpipe.profile.drift import probes_of
 from hetpipe.profile.probing import NBYTES, ORDERS, probe_graphs
-from hetpipe.sdk.bundle import Manifest, SourceEntry, sha256_of, write_bundle
+from hetpipe.sdk.formats.bundle import Manifest, SourceEntry, sha256_of, write_bundle
 from hetpipe.words import words
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.workers import Workers
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
-    from hetpipe.sdk.bundle import Exported
+    from hetpipe.sdk.formats.bundle import Exported
     from hetpipe.sdk.info import DeviceInfo
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.pipeline.schedules import Schedules
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.shares import Replica, Shares
 
 if TYPE_CHECKING:

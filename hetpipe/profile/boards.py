@@ -19,7 +19,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.profile.described import described_table
 from hetpipe.profile.measure import profile
 from hetpipe.profile.patterns import Network
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from torch import fx
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 
 PIECE = 1 << 20  # bytes
 PIECES = 32

@@ -21,7 +21,7 @@ from hetpipe.profile.clock import ClockWarning, Samples
 from hetpipe.profile.fixed import compile_operator, filled_buffer, graph_of
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import dump_graph
-from hetpipe.sdk.validation import check_ran
+from hetpipe.sdk.host.validation import check_ran
 from hetpipe.worker.emulation import Emulation
 
 ORDERS = (128, 256, 512, 1024, 2048, 4096)

@@ -42,7 +42,7 @@ from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.worker.blame import compile_graphs, run_error
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
 

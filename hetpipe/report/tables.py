@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hetpipe.cost.table import CostTable, DeviceCost
+    from hetpipe.sdk.host.registry import Provider
     from hetpipe.sdk.info import DeviceInfo
-    from hetpipe.sdk.registry import Provider
 
 
 class _PlainTable(Table):

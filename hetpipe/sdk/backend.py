@@ -23,7 +23,7 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 if TYPE_CHECKING:
     import torch
 
-    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
+    from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
     from hetpipe.sdk.kernels import KernelRunner
 
 

@@ -29,11 +29,11 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-import hetpipe.sdk.attention
-import hetpipe.sdk.corrected
-import hetpipe.sdk.operators
-import hetpipe.sdk.recurrent
-import hetpipe.sdk.replicas  # these register operators of hetpipe for load_graph
+import hetpipe.sdk.operators.attention
+import hetpipe.sdk.operators.corrected
+import hetpipe.sdk.operators.random
+import hetpipe.sdk.operators.recurrent
+import hetpipe.sdk.operators.replicas  # these register operators of hetpipe for load_graph
 from hetpipe import data_pickle
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
@@ -81,9 +81,9 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
 
     kept = frozenset(keep)
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    table |= hetpipe.sdk.corrected.DECOMPOSITIONS
-    table |= hetpipe.sdk.attention.DECOMPOSITIONS
-    table |= hetpipe.sdk.recurrent.DECOMPOSITIONS
+    table |= hetpipe.sdk.operators.corrected.DECOMPOSITIONS
+    table |= hetpipe.sdk.operators.attention.DECOMPOSITIONS
+    table |= hetpipe.sdk.operators.recurrent.DECOMPOSITIONS
     return without(kept, table)
 
 
@@ -113,7 +113,7 @@ def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[
     from torch._decomp import get_decompositions
 
     further = get_decompositions([getattr(torch.ops.aten, name) for name in _FURTHER])
-    further |= hetpipe.sdk.operators.DECOMPOSITIONS
+    further |= hetpipe.sdk.operators.random.DECOMPOSITIONS
     kept = frozenset(keep)
     return {**core_decompositions(kept), **without(kept, further)}
 
@@ -288,10 +288,10 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
     """Return the graph for one replica with all rows, without sums over replicas."""
-    if not any(map(hetpipe.sdk.replicas.is_sum, graph.graph.nodes)):
+    if not any(map(hetpipe.sdk.operators.replicas.is_sum, graph.graph.nodes)):
         return graph
     alone = canonical(graph)
-    hetpipe.sdk.replicas.drop_sums(alone.graph)
+    hetpipe.sdk.operators.replicas.drop_sums(alone.graph)
     return alone
 
 

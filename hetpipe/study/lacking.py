@@ -20,7 +20,7 @@ from hetpipe.cost.gpu import kernels_s
 if TYPE_CHECKING:
     from torch import fx
 
-    from hetpipe.sdk.companion import CompanionDevice
+    from hetpipe.sdk.host.companion import CompanionDevice
 
 RUNS = 4
 """Runs of a lent operator, the first as a warm-up; the shortest run counts."""
@@ -89,9 +89,9 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     only lent operators, on ones. Raises `HetpipeError` if there is no such model or device.
     """
     from hetpipe.profile.count import count_calls
-    from hetpipe.sdk.companion import CompanionDevice
     from hetpipe.sdk.graph import operator_name, refusal
-    from hetpipe.sdk.registry import decompositions_of, open_device
+    from hetpipe.sdk.host.companion import CompanionDevice
+    from hetpipe.sdk.host.registry import decompositions_of, open_device
     from hetpipe.study.models import of_model
     from hetpipe.zoo.load import optimizer_of
 
@@ -138,7 +138,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
 def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[LentCost]:
     """Return the operators of graphs that the companion runs, the most expensive first."""
     from hetpipe.sdk.graph import graph_structure, operator_name
-    from hetpipe.sdk.parts import part_of, units_of
+    from hetpipe.sdk.host.parts import part_of, units_of
 
     costs: dict[str, LentCost] = {}
     measured: dict[str, float] = {}

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hetpipe.errors import BackendError
+from hetpipe.sdk.formats.kernelspec import Argument, KernelSpec
+from hetpipe.sdk.formats.sizes import Size
 from hetpipe.sdk.kernels import Array, KernelCall, LocalMemory
-from hetpipe.sdk.kernelspec import Argument, KernelSpec
-from hetpipe.sdk.sizes import Size
 from hetpipe.words import short
 
 MOST_ELEMENTS = 1 << 26

@@ -15,6 +15,9 @@ import numpy as np
 from hetpipe.child import Parent
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
+from hetpipe.sdk.formats.kernelspec import KernelSpec, Tolerance, read_spec
+from hetpipe.sdk.host.references import load_reference
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.kernels import (
     Array,
     DeviceLacksError,
@@ -23,9 +26,6 @@ from hetpipe.sdk.kernels import (
     KernelFaultError,
     KernelRunner,
 )
-from hetpipe.sdk.kernelspec import KernelSpec, Tolerance, read_spec
-from hetpipe.sdk.references import load_reference
-from hetpipe.sdk.registry import get_backend
 from hetpipe.workbench.case import POISONS, Run, call_of, expected, sizes_of
 from hetpipe.workbench.compare import OutputError, output_error
 

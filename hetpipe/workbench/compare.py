@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetpipe.check.difference import difference, eps_of, errors_of, largest_of, tolerance
+from hetpipe.sdk.formats.kernelspec import Tolerance
 from hetpipe.sdk.kernels import Array
-from hetpipe.sdk.kernelspec import Tolerance
 
 
 @dataclass(frozen=True)

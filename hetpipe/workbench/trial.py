@@ -15,10 +15,10 @@ from typing import Any
 from hetpipe.child import Child, ChildEnded, ChildLate
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
+from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
+from hetpipe.sdk.host.references import backend_reference
+from hetpipe.sdk.host.registry import backend_names, devices_of, get_backend
 from hetpipe.sdk.kernels import Flaw, KernelRunner
-from hetpipe.sdk.kernelspec import KernelSpec, read_spec
-from hetpipe.sdk.references import backend_reference
-from hetpipe.sdk.registry import backend_names, devices_of, get_backend
 from hetpipe.words import words
 from hetpipe.workbench.case import Run, call_of
 

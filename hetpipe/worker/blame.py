@@ -20,9 +20,9 @@ from hetpipe.errors import BackendError, BundleError, HetpipeError, UnsupportedO
 from hetpipe.process import start_refusal
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
+from hetpipe.sdk.host.parts import Part, Unit, part_of, units_of
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.sdk.inputs import form_of
-from hetpipe.sdk.parts import Part, Unit, part_of, units_of
-from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import host_dtype
 
 SEARCH_S = 20.0

@@ -18,7 +18,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
 

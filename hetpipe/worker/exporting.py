@@ -9,7 +9,7 @@ from torch import fx
 from hetpipe.capture.program import StageGraphs
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.bundle import Exported
+from hetpipe.sdk.formats.bundle import Exported
 from hetpipe.sdk.graph import load_graph, of_one_replica
 
 

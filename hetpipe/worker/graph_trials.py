@@ -17,7 +17,7 @@ import numpy as np
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_outputs, load_graph
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 
 Array = np.ndarray[Any, Any]
 

@@ -14,8 +14,8 @@ from typing import Any
 from hetpipe.capture.program import GRAD
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.references import load_reference
-from hetpipe.sdk.registry import configure_backend, open_device
+from hetpipe.sdk.host.references import load_reference
+from hetpipe.sdk.host.registry import configure_backend, open_device
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.messages import (

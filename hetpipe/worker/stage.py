@@ -19,7 +19,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.transport import EdgeClosedError

@@ -9,7 +9,7 @@ import numpy as np
 
 from hetpipe.capture.program import BUFFER, CONSTANT, GRAD, PARAM, SCALAR, STATE, Slot, StageGraphs
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.validation import check_uploaded
+from hetpipe.sdk.host.validation import check_uploaded
 from hetpipe.wire.wire import Array, host_dtype
 from hetpipe.worker.bind import Key, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.bundle import (
+from hetpipe.sdk.formats.bundle import (
     MANIFEST,
     Manifest,
     SourceEntry,

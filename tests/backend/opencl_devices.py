@@ -11,7 +11,7 @@ from found_devices import Array, fetch, infos, opened, trace
 from hetpipe.backends.opencl.device import OpenCLDevice
 
 from hetpipe.sdk.backend import Buffer, Event
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 IDS = [info.id for info in infos() if info.backend == "opencl"]
 

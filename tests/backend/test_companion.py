@@ -21,10 +21,10 @@ import hetpipe as hp
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.errors import BackendError, UnsupportedOperatorError
-from hetpipe.sdk import registry
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.companion import CompanionDevice
 from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.host import registry
+from hetpipe.sdk.host.companion import CompanionDevice
 from hetpipe.sdk.info import DeviceInfo
 
 TABLE = NumpyBackend().decompositions()

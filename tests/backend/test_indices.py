@@ -15,8 +15,8 @@ from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Device, Executable
 from hetpipe.sdk.graph import dump_graph, graph_calls, graph_inputs, load_graph
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.indices import index_bounds
-from hetpipe.sdk.registry import get_backend
 
 aten = torch.ops.aten
 DEVICES = [info.id for info in infos()]

@@ -17,10 +17,10 @@ from hetpipe.cli.app import app
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, run_suite
 from hetpipe.errors import BackendError
+from hetpipe.sdk.formats.kernelspec import Tolerance, read_spec
+from hetpipe.sdk.formats.sizes import Size
+from hetpipe.sdk.host.registry import devices_of
 from hetpipe.sdk.kernels import Flaw
-from hetpipe.sdk.kernelspec import Tolerance, read_spec
-from hetpipe.sdk.registry import devices_of
-from hetpipe.sdk.sizes import Size
 from hetpipe.workbench.compare import output_error
 from hetpipe.workbench.trial import Outcome, check_sizes, outcomes, trial_of
 

@@ -17,7 +17,7 @@ from native_libraries import example, faulty, open_library
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import core_decompositions
-from hetpipe.sdk.registry import findings_of, open_device
+from hetpipe.sdk.host.registry import findings_of, open_device
 
 ASKED = {
     "OTHER_VERSION": r"has version 7 of the interface, this hetpipe has version 1",

@@ -18,8 +18,8 @@ from torch import fx
 
 from hetpipe.capture import capture
 from hetpipe.optim import adam
+from hetpipe.sdk.formats.serialised import serialise
 from hetpipe.sdk.graph import core_decompositions
-from hetpipe.sdk.serialised import serialise
 
 CASES = 3000
 CYCLES = 300

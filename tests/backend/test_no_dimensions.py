@@ -11,7 +11,7 @@ import torch
 from found_devices import infos, opened, run, trace
 
 from hetpipe.sdk.graph import graph_calls
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 IDS = [info.id for info in infos()]
 ALONG: dict[str, Callable[[torch.Tensor, int], Any]] = {

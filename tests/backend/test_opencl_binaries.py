@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.caches import CacheWarning
 from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import get_backend
 
 KEPT = [info for info in infos() if info.id.startswith("opencl:intel")]
 OTHERS = [info for info in infos() if info.id.startswith("opencl:pocl")]

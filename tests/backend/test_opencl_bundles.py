@@ -29,9 +29,9 @@ from hetpipe.pipeline.exporting import Exportable, Written, export
 from hetpipe.pipeline.options import UpdateOptions
 from hetpipe.plan import Plan
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.bundle import add_binary, read_manifest
+from hetpipe.sdk.formats.bundle import add_binary, read_manifest
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 
 IDS = [info.id for info in infos() if info.backend == "opencl"]
 TRAINED = [id for id in IDS if "oclgrind" not in id]

@@ -38,7 +38,7 @@ convolution((1, 10, 3, 5), (3, 10, 1, 1), [1, 1], [0, 0], [1, 1], False, [0, 0],
 convolution((2, 4, 2, 3), (26, 4, 3, 3), [1, 2], [1, 1], [1, 1], False, [0, 0], 1)
 """  # noqa: E501 - one graph a line
 ATTENTION = """
-import hetpipe.sdk.attention
+import hetpipe.sdk.operators.attention
 own = torch.ops.hetpipe
 def attention(queries, keys, depth, width, causal):
     heads = x(1, 2, queries, depth), x(1, 2, keys, depth), x(1, 2, keys, width)
@@ -51,7 +51,7 @@ attention(70, 67, 3, 17, True)
 attention(2, 19, 3, 2, True)
 """
 LSTM = """
-import hetpipe.sdk.recurrent
+import hetpipe.sdk.operators.recurrent
 own = torch.ops.hetpipe
 def lstm(steps, samples, hidden):
     inputs = x(steps, samples, 4 * hidden), x(samples, hidden), x(samples, hidden), x(4 * hidden, hidden)
@@ -69,7 +69,7 @@ import itertools
 from found_devices import fetch, trace
 from opencl_devices import upload
 from hetpipe.sdk.graph import graph_inputs
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 a, b = x(25, 40), x(40, 33)
 forms = torch.mm, lambda a, b: torch.mm(a.t(), b), lambda a, b: torch.mm(a, b.t()), lambda a, b: torch.mm(a.t(), b.t())
 for form, weights in itertools.product(range(4), ((), (0,), (1,), (0, 1))):

@@ -13,8 +13,8 @@ from found_devices import infos
 from hetpipe.backends.opencl.names import runtime_of, slug
 from hetpipe.backends.opencl.target import Target
 
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
-from hetpipe.sdk.registry import get_backend
 
 OPENCL = [info for info in infos() if info.backend == "opencl"]
 DISCOVER = """

@@ -18,7 +18,7 @@ from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL
 
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 DEPTH_BLOCK = by_rules(16, cache_nbytes(2)).depth_block
 on_every_device = pytest.mark.parametrize("device_id", OPENCL)

@@ -16,7 +16,7 @@ from hetpipe.backends.opencl.codegen import with_helpers
 from hetpipe.backends.opencl.lowering import lower
 from opencl_devices import IDS, Array, opencl_device, results
 
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 pytestmark = pytest.mark.parametrize("device_id", IDS)
 

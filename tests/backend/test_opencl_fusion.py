@@ -20,8 +20,8 @@ from opencl_devices import (
 )
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.operators import keep_mask
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
+from hetpipe.sdk.operators.random import keep_mask
 
 pytestmark = pytest.mark.parametrize("device_id", IDS)
 

@@ -17,7 +17,7 @@ from oclgrind import ORACLE, log_of
 from opencl_devices import IDS, close_to_torch, compiled, results
 from torch.nn import functional
 
-from hetpipe.sdk.operators import keep_mask
+from hetpipe.sdk.operators.random import keep_mask
 
 pytestmark = pytest.mark.parametrize("device_id", IDS)
 

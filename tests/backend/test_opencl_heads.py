@@ -13,7 +13,7 @@ from hetpipe.backends.opencl.lowering import lower
 from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import OPENCL
 
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 on_every_device = pytest.mark.parametrize("device_id", OPENCL)
 SIZES = [(2, 3, 29, 36), (3, 2, 48, 32), (1, 5, 40, 17), (4, 1, 24, 64)]

@@ -9,7 +9,7 @@ from hetpipe.backends.opencl.decompositions import FLOAT32_KERNELS
 from hetpipe.backends.opencl.ops.registry import LOWERINGS, Lowering, kept_operators
 
 from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 
 def test_kept_operators_are_not_decomposed() -> None:

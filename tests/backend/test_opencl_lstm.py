@@ -7,7 +7,7 @@ import torch
 from opencl_devices import close_to_torch, opencl_device, results
 from opencl_products import OPENCL
 
-import hetpipe.sdk.recurrent  # defines the operators  # noqa: F401
+import hetpipe.sdk.operators.recurrent  # defines the operators  # noqa: F401
 
 own = torch.ops.hetpipe
 SIZES = [(3, 1, 5), (2, 13, 33), (1, 32, 64)]

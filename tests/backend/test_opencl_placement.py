@@ -16,7 +16,7 @@ from opencl_devices import opencl_device, upload
 from opencl_products import OPENCL
 
 from hetpipe.sdk.backend import Buffer
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 ROWS, COLS, LAYERS = 32, 64, 4
 NBYTES = 4 * ROWS * COLS

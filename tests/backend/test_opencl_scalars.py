@@ -6,7 +6,7 @@ import pytest
 import torch
 from found_devices import infos, opened, run, trace
 
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 DEVICES = [info.id for info in infos() if info.backend == "opencl"]
 

@@ -18,7 +18,7 @@ from hetpipe.backends.opencl.signature import bind, parameters
 from hetpipe.conformance.cases import CASES
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_calls
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 SOURCE = """
 #define PAIR(x, n) __global const float *restrict x, const int x##_##n

@@ -12,7 +12,7 @@ from opencl_devices import compiled, opencl_device
 from opencl_products import OPENCL
 
 from hetpipe.sdk.graph import canonical, graph_inputs
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
     "mm": (torch.mm, (40, 50), (50, 60)),

@@ -12,7 +12,7 @@ from hetpipe.backends.opencl.waiting import Waiters
 from opencl_devices import IDS, opencl_device
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 SOON_S = 0.02
 

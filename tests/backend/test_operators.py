@@ -18,7 +18,7 @@ from hetpipe.conformance.cases import CASES, Case
 from hetpipe.conformance.cases.case import ints, r
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import graph_calls, operator_name
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 aten = torch.ops.aten
 

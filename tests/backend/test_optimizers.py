@@ -13,7 +13,7 @@ from hetpipe import optim
 from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
 from hetpipe.optim import Optimizer
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 DEVICES = {info.id: info.backend for info in infos()}
 SHAPES = {"a": torch.empty(33, 7), "b": torch.empty(5)}

@@ -19,9 +19,9 @@ from hetpipe.backends.pytorch import PyTorchBackend
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, rig_of, run_check
 from hetpipe.errors import BackendError
-from hetpipe.sdk import registry
 from hetpipe.sdk.backend import Backend, Device
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
+from hetpipe.sdk.host import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 X = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))

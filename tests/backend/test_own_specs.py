@@ -15,7 +15,7 @@ import hetpipe as hp
 from hetpipe.cli.app import app
 from hetpipe.cluster import Cluster
 from hetpipe.errors import BackendError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 SOURCE = """
 __kernel void doubled(__global const float *x, __global float *y, const int n, const float factor)

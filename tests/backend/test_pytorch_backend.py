@@ -356,7 +356,7 @@ import operator
 import sys
 import torch
 from hetpipe.backends.pytorch.program import Program
-from hetpipe.sdk.attention import attention
+from hetpipe.sdk.operators.attention import attention
 
 graph = torch.fx.Graph()
 query = graph.placeholder("query")

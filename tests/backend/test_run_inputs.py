@@ -10,7 +10,7 @@ import torch
 from found_devices import infos, opened, trace
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 DEVICES = [info.id for info in infos()]
 

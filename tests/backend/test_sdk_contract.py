@@ -14,9 +14,9 @@ from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 from hetpipe.capture.program import Program, Slot
 from hetpipe.errors import BackendError, UnsupportedOperatorError
-from hetpipe.sdk import references, registry
 from hetpipe.sdk.backend import DoneEvent
 from hetpipe.sdk.graph import dump_graph, load_graph
+from hetpipe.sdk.host import references, registry
 from hetpipe.sdk.info import DeviceInfo
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from hetpipe.bench.eager import Eager
 from hetpipe.bench.eagermemory import peak_nbytes
 from hetpipe.bench.steprates import Trained, measure
 from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss

@@ -10,7 +10,7 @@ import torch
 from found_devices import infos, opened, run, trace
 
 from hetpipe.sdk.graph import graph_calls
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 aten = torch.ops.aten
 DEVICES = [info.id for info in infos()]

@@ -31,9 +31,9 @@ from hetpipe.sdk import (
     Executable,
     input_forms,
     operator_name,
-    registry,
     require_support,
 )
+from hetpipe.sdk.host import registry
 
 
 class WrongStrides(SoundDevice):

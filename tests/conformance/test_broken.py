@@ -8,7 +8,8 @@ from sound import SoundBackend
 
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, rig_of, run_check
-from hetpipe.sdk import Capabilities, registry
+from hetpipe.sdk import Capabilities
+from hetpipe.sdk.host import registry
 
 
 @pytest.fixture(autouse=True)

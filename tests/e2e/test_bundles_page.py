@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 from hetpipe.cli.kernels import build, export
 from hetpipe.errors import BackendError, BundleError, ClusterError, HetpipeError, WorkerError
-from hetpipe.sdk import registry
-from hetpipe.sdk.bundle import read_manifest
+from hetpipe.sdk.formats.bundle import read_manifest
+from hetpipe.sdk.host import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bundles.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^    hetpipe (.*)$", PAGE, re.MULTILINE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetpipe.sdk.registry import devices_of
+from hetpipe.sdk.host.registry import devices_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetpipe.sdk.kernelspec import KernelSpec
-from hetpipe.sdk.registry import devices_of
+from hetpipe.sdk.formats.kernelspec import KernelSpec
+from hetpipe.sdk.host.registry import devices_of
 from hetpipe.toml import parse_toml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing-kernels.md").read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def test_the_line_of_the_cluster_file(folder: Path) -> None:
 def test_every_key_is_on_the_page() -> None:
     from dataclasses import fields
 
-    from hetpipe.sdk.kernelspec import Argument, Tolerance
+    from hetpipe.sdk.formats.kernelspec import Argument, Tolerance
 
     words = set(re.findall(r"`(\w+)`", PAGE)) | set(re.findall(r"`\[+(\w+)", PAGE))
     words |= {word for each in re.findall(r"`low` to `high`|`units`|`terms`", PAGE)

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from hetpipe.cluster import Cluster
+from hetpipe.sdk.formats.serialised import DTYPES, serialise
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.serialised import DTYPES, serialise
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")

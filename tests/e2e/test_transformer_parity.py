@@ -12,7 +12,7 @@ from parity import RUNTIMES, Run, check_equal, start_crew
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
 from hetpipe.sdk.graph import graph_calls, operator_name
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.text import token_loss
 

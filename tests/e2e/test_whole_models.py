@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import hetpipe as hp
 from hetpipe.bench.parity import Parity, parity
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 from hetpipe.zoo.load import FAMILIES, SMALL, load_workload
 from hetpipe.zoo.workload import Workload
 

@@ -19,7 +19,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import WorkerError
 from hetpipe.profile.measure import profile
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 PAIR = ("numpy:cpu:0", "early:cpu:0")
 FORECASTS = "engine_backends:forecasts"

@@ -15,7 +15,7 @@ import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import WorkerError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 X, Y = batches(1)[0]
 ERRORS = {

@@ -21,7 +21,7 @@ from hetpipe.cost.board import board
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError, ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.profile.measure import profile
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 STEPS = 4

@@ -17,7 +17,7 @@ from hetpipe.capture import Captured
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.crew.request import StepRequest
 from hetpipe.schedule.generators import generate
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 SIZES = (3, 3, 2)
 LR = 0.05

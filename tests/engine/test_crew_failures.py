@@ -24,7 +24,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.schedule.generators import generate
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 HERE = Path(__file__).parent
 PROCESSES = ["shared-memory", "distributed"]

@@ -18,7 +18,7 @@ import hetpipe as hp
 from hetpipe.cli.app import app
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError, UnsupportedOperatorError
-from hetpipe.sdk.references import operator_origins
+from hetpipe.sdk.host.references import operator_origins
 
 SCRIPT = """
 import json, torch

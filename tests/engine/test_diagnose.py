@@ -21,7 +21,7 @@ from hetpipe.capture.export import decompositions, torch_export
 from hetpipe.capture.precision import Precision
 from hetpipe.cli.app import app
 from hetpipe.errors import NotFiniteError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 X, Y = batches(1)[0]
 

@@ -33,7 +33,7 @@ from hetpipe.papers.sleeping import SharedSpeed
 from hetpipe.pipeline.fit import check_lanes
 from hetpipe.schedule.action import Message
 from hetpipe.schedule.generators import generate, max_in_flight
-from hetpipe.sdk.registry import get_backend, register_backend
+from hetpipe.sdk.host.registry import get_backend, register_backend
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.lanes import HandOver, walk
 

@@ -17,7 +17,7 @@ from hetpipe.capture import Captured
 from hetpipe.capture.passes.late_gradients import drop_zeros, first_gradients, late_names
 from hetpipe.capture.program import GRAD, PARAM, SAVED, StageGraphs
 from hetpipe.schedule.action import Op
-from hetpipe.sdk.registry import decompositions_of, discover_devices, open_device
+from hetpipe.sdk.host.registry import decompositions_of, discover_devices, open_device
 from hetpipe.wire.messages import Keep
 from hetpipe.worker.stage import Pass, Stage
 

@@ -16,7 +16,7 @@ import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import UnsupportedOperatorError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 BATCH = torch.linspace(-1, 1, 24).reshape(6, 4), torch.arange(6) % 4
 

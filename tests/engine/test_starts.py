@@ -24,8 +24,8 @@ from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.profile.links import small_stages
 from hetpipe.schedule.generators import generate
-from hetpipe.sdk import registry
-from hetpipe.sdk.registry import devices_of
+from hetpipe.sdk.host import registry
+from hetpipe.sdk.host.registry import devices_of
 
 TRAP = "raise RuntimeError('the file in the working folder was imported: ' + __file__)\n"
 BACKEND = """

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from invented import values
 
 from hetpipe.errors import BundleError
-from hetpipe.sdk.bundle import (
+from hetpipe.sdk.formats.bundle import (
     MANIFEST,
     VERSION,
     Manifest,

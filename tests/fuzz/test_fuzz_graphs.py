@@ -23,8 +23,8 @@ from models import CASES
 from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.optim import adam
+from hetpipe.sdk.formats.serialised import deserialise, serialise
 from hetpipe.sdk.graph import core_decompositions
-from hetpipe.sdk.serialised import deserialise, serialise
 
 BY_PYTHON = (
     r"no operator|has no argument|has the name|a call is an item|arguments; it takes|not in UTF-8"

@@ -13,9 +13,9 @@ from hetpipe.backends.numpy import NumpyBackend
 from hetpipe.cluster import Cluster
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError, ClusterError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
+from hetpipe.sdk.host.registry import configure_backend, register_backend
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import configure_backend, register_backend
 
 FILE = """
 transport = "{transport}"

@@ -34,7 +34,7 @@ from hetpipe.conformance.rig import compare
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.graph import require_support
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 PARTS = 64
 """The database is divided into so many cases, since its import takes seconds."""

@@ -17,7 +17,7 @@ from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT
 from hetpipe.capture.program import Program
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import require_support
-from hetpipe.sdk.registry import discover_devices, get_backend
+from hetpipe.sdk.host.registry import discover_devices, get_backend
 
 FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
 DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())

@@ -15,7 +15,7 @@ from test_capture_devices import DEVICES, SHARES, SIZES, _on, opened
 from torch import nn
 
 from hetpipe.capture import Captured
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 SAMPLES, LENGTH, WIDTH = sum(SIZES), 5, 8
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]

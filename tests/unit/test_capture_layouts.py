@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from hetpipe.capture import Captured
 from hetpipe.errors import UnsupportedOperatorError
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 
 class First(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from hetpipe.capture import Captured, EvalModeWarning
 from hetpipe.capture.program import Program
-from hetpipe.sdk.registry import discover_devices, get_backend, open_device
+from hetpipe.sdk.host.registry import discover_devices, get_backend, open_device
 
 FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
 DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())

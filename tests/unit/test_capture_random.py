@@ -12,7 +12,7 @@ from torch import nn
 
 from hetpipe.capture import Captured
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.operators import keep_mask, philox, uniform
+from hetpipe.sdk.operators.random import keep_mask, philox, uniform
 
 
 @pytest.mark.parametrize(

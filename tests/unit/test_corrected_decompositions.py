@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetpipe.sdk.corrected import multilabel_margin_loss
+from hetpipe.sdk.operators.corrected import multilabel_margin_loss
 
 LABELS = torch.tensor([[0, 3, -1, 2], [1, -1, -1, -1], [0, 1, 2, 3], [-1, 1, 1, 1], [3, 3, -1, 0]])
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.study import coverage
 

@@ -15,8 +15,8 @@ from hetpipe.errors import CostError
 from hetpipe.optim import sgd
 from hetpipe.profile import described
 from hetpipe.profile.count import count_calls, layer_work
-from hetpipe.sdk import registry
 from hetpipe.sdk.graph import operator_name
+from hetpipe.sdk.host import registry
 
 SAMPLES = 4
 BOARDS = {"gpu": board("v100-pcie-16"), "fpga": board("vcu118"), "cpu": board("desktop-cpu")}

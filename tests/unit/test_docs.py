@@ -17,9 +17,10 @@ from hetpipe.check.selftest import selftest
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, rig_of, run_check
 from hetpipe.optim import sgd
-from hetpipe.sdk import primitive_decompositions, registry
+from hetpipe.sdk import primitive_decompositions
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host import registry
+from hetpipe.sdk.host.registry import open_device
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")

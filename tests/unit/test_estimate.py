@@ -17,7 +17,7 @@ from hetpipe.profile.clock import ClockWarning
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.host.registry import get_backend
 
 SIZE = 4
 

@@ -15,7 +15,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 (GOOD,) = NumpyBackend().discover()
 BAD = replace(GOOD, id="bad:cpu:0", backend="bad")

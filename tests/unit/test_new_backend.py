@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hetpipe.check.selftest import selftest
 from hetpipe.cli.app import app
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Session, Taken
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.registry import get_backend, open_device
+from hetpipe.sdk.host.registry import get_backend, open_device
 
 SIZES = (2, 4)
 

@@ -10,7 +10,7 @@ from torch import nn
 from hetpipe.capture import capture
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import Session, Taken
-from hetpipe.sdk.registry import get_backend, open_device
+from hetpipe.sdk.host.registry import get_backend, open_device
 
 
 class Masked(nn.Module):

@@ -18,8 +18,8 @@ from hetpipe.capture import Captured
 from hetpipe.capture.export.decompositions import batch_norm, batch_norm_without_memory
 from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
 from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
-from hetpipe.sdk.registry import get_backend, open_device
-from hetpipe.sdk.replicas import replica_sum
+from hetpipe.sdk.host.registry import get_backend, open_device
+from hetpipe.sdk.operators.replicas import replica_sum
 from hetpipe.worker.divided import Array, compile_programs
 
 aten = torch.ops.aten

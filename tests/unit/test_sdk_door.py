@@ -22,10 +22,11 @@ from torch import fx
 from hetpipe.crew.fleet import _close
 from hetpipe.errors import BackendError
 from hetpipe.profile.fixed import graph_of
-from hetpipe.sdk import API_VERSION, backend, bundle, info, kernels
+from hetpipe.sdk import API_VERSION, backend, info, kernels
 from hetpipe.sdk.backend import DONE
+from hetpipe.sdk.formats import bundle
 from hetpipe.sdk.graph import require_support
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.worker.blame import run_error
 
 CONTRACTS = {2: "4fa8c55358a42b06"}

@@ -16,8 +16,8 @@ from torch import fx, nn
 from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.optim import adam
+from hetpipe.sdk.formats.serialised import MOST_DEPTH, deserialise, serialise
 from hetpipe.sdk.graph import canonical, core_decompositions, graph_inputs, graph_rows
-from hetpipe.sdk.serialised import MOST_DEPTH, deserialise, serialise
 
 aten = torch.ops.aten
 

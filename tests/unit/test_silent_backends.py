@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import BackendError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 from hetpipe.sdk.info import Capabilities
 
 GOOD = replace(NumpyBackend().discover()[0], id="bad:cpu:0", backend="bad")

@@ -21,7 +21,7 @@ from hetpipe.bench.parity import Parity, parity
 from hetpipe.bench.shared import without_dropout
 from hetpipe.check.device import ExactDevice, RoundingDevice
 from hetpipe.errors import PlanError
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.host.registry import open_device
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.workload import Workload
 

@@ -20,7 +20,7 @@ from hetpipe.cluster.local import DeviceWarning
 from hetpipe.conformance import run
 from hetpipe.conformance.check import Level
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk import registry
+from hetpipe.sdk.host import registry
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 

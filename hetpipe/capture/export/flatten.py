@@ -18,7 +18,7 @@ from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.replicas import drop_sums
+from hetpipe.sdk.operators.replicas import drop_sums
 
 aten = torch.ops.aten
 

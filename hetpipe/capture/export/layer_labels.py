@@ -13,7 +13,7 @@ from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes
 from hetpipe.sdk.graph import operator_name
-from hetpipe.sdk.parts import reachable
+from hetpipe.sdk.host.parts import reachable
 
 
 def label(

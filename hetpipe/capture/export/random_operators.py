@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import hetpipe.sdk.operators  # noqa: F401 - registers the operators
+import hetpipe.sdk.operators.random  # noqa: F401 - registers the operators
 from hetpipe.capture.export.unsupported import where
 from hetpipe.capture.slots import placeholders
 from hetpipe.errors import CaptureError

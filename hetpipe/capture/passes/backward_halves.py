@@ -14,7 +14,7 @@ from torch import fx
 from hetpipe.capture.passes.views import in_graph_order, keep_bases
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program
 from hetpipe.capture.slots import BACKWARD_ORDER, Key, is_tensor, make_program, sort_by_role
-from hetpipe.sdk.parts import reachable
+from hetpipe.sdk.host.parts import reachable
 
 aten = torch.ops.aten
 Pairs = Sequence[tuple[Key, fx.Node]]

@@ -13,7 +13,7 @@ from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.precision import cast_at_cuts
 from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
 from hetpipe.capture.slots import Key, is_tensor
-from hetpipe.sdk.parts import extract, reachable
+from hetpipe.sdk.host.parts import extract, reachable
 
 _FINALS = (LOSS, COUNT, BUFFER)
 

@@ -13,8 +13,8 @@ from torch import fx
 from hetpipe.capture.passes.views import base_of, in_graph_order
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot
 from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs
-from hetpipe.sdk.parts import extract
-from hetpipe.sdk.replicas import is_sum
+from hetpipe.sdk.host.parts import extract
+from hetpipe.sdk.operators.replicas import is_sum
 
 _VARYING = (INPUT, CUT, SAVED, TANGENT, GRAD)
 

@@ -26,7 +26,7 @@ from hetpipe.capture.slots import (
     placeholders,
     sort_by_role,
 )
-from hetpipe.sdk.replicas import is_sum
+from hetpipe.sdk.operators.replicas import is_sum
 
 aten = torch.ops.aten
 _SHAPE_ONLY = {aten.max_pool2d_with_indices_backward.default: 1}

@@ -19,7 +19,7 @@ from hetpipe.capture.passes.split_parameters import part_names
 from hetpipe.capture.program import PARAM
 from hetpipe.errors import PlanError
 from hetpipe.sdk.graph import operator_name
-from hetpipe.sdk.parts import reachable
+from hetpipe.sdk.host.parts import reachable
 
 aten = torch.ops.aten
 

@@ -69,7 +69,7 @@ def processors(named: list[str]) -> list[DeviceInfo]:
     The processors exclude devices at an emulated speed.
     """
     from hetpipe.errors import BackendError
-    from hetpipe.sdk.registry import devices_of
+    from hetpipe.sdk.host.registry import devices_of
     from hetpipe.workbench.trial import runners
 
     if named:

@@ -13,7 +13,7 @@ from hetpipe.errors import BundleError
 from hetpipe.records import read_file
 
 if TYPE_CHECKING:
-    from hetpipe.sdk.bundle import Manifest
+    from hetpipe.sdk.formats.bundle import Manifest
 
 
 def command(
@@ -32,7 +32,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Compile a bundle with a device's own driver, or put the vendor's binary into it."""
-    from hetpipe.sdk.bundle import read_bundles
+    from hetpipe.sdk.formats.bundle import read_bundles
 
     output = Output(json)
     bundles = read_bundles(bundle)
@@ -62,8 +62,8 @@ def build_bundle(place: Path, device: str | None = None, binary: Path | None = N
     """
     from dataclasses import replace
 
-    from hetpipe.sdk.bundle import add_binary, read_manifest, read_source
-    from hetpipe.sdk.registry import open_device
+    from hetpipe.sdk.formats.bundle import add_binary, read_manifest, read_source
+    from hetpipe.sdk.host.registry import open_device
 
     manifest = read_manifest(place)
     if binary is not None and len(manifest.sources) > 1:

@@ -81,7 +81,7 @@ def _operators(device_ids: list[str], json: str | None) -> None:
     """Run the conformance suite's checks of operators, on these devices or all with kernels."""
     from hetpipe.cli.conform import LevelName, conform
     from hetpipe.errors import BackendError
-    from hetpipe.sdk.registry import devices_of
+    from hetpipe.sdk.host.registry import devices_of
     from hetpipe.workbench.trial import runners
 
     found = {info.id: info for name, _ in runners() for info in devices_of(name)}

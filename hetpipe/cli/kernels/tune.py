@@ -45,7 +45,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
 
     from hetpipe.errors import BackendError
     from hetpipe.report.tables import make_table
-    from hetpipe.sdk.registry import get_backend
+    from hetpipe.sdk.host.registry import get_backend
 
     runner = get_backend(info.backend).kernel_runner()
     ways = runner.tunings(info.id) if runner is not None else {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import hetpipe.sdk.attention  # noqa: F401 - registers the operator
+import hetpipe.sdk.operators.attention  # noqa: F401 - registers the operator
 from hetpipe.conformance.cases.case import grads, r, table
 
 case = table("attention")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import hetpipe.sdk.recurrent  # noqa: F401 - registers the operator
+import hetpipe.sdk.operators.recurrent  # noqa: F401 - registers the operator
 from hetpipe.conformance.cases.case import Feed, grads, r, table
 
 case = table("recurrent")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.sdk.custom import operator
+from hetpipe.sdk.operators.custom import operator
 
 
 @operator("replica_sum")

@@ -1,4 +1,4 @@
-"""Reads the serialised form of a graph (`hetpipe.sdk.serialised`) from untrusted bytes."""
+"""Reads the serialised form of a graph (`hetpipe.sdk.formats.serialised`) from untrusted bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.graph import graph_of_rows, resolve_operator
-from hetpipe.sdk.serialised import (
+from hetpipe.sdk.formats.serialised import (
     A_BOOL,
     A_DTYPE,
     A_FLOAT,
@@ -37,6 +36,7 @@ from hetpipe.sdk.serialised import (
     U32,
     VERSION,
 )  # fmt: skip
+from hetpipe.sdk.graph import graph_of_rows, resolve_operator
 
 if TYPE_CHECKING:
     from torch import fx
@@ -45,7 +45,7 @@ _MOST_ELEMENTS = 1 << 59  # the bytes of a tensor then fit in 63 bits
 
 
 def read(data: bytes) -> fx.GraphModule:
-    """Return the graph in `data`; see `hetpipe.sdk.serialised.deserialise`."""
+    """Return the graph in `data`; see `hetpipe.sdk.formats.serialised.deserialise`."""
     rows = _Reader(data).rows()
     graph = graph_of_rows(rows)
     for node, row in zip(graph.graph.nodes, rows, strict=True):

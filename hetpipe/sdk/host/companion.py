@@ -29,13 +29,13 @@ from hetpipe.sdk.graph import (
     refusal,
     require_support,
 )
+from hetpipe.sdk.host.parts import Part, Unit, part_of, units_of
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
-from hetpipe.sdk.parts import Part, Unit, part_of, units_of
-from hetpipe.sdk.validation import check_ran, check_uploaded
 
 if TYPE_CHECKING:
-    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
+    from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from hetpipe.sdk.custom import define, operator
+from hetpipe.sdk.operators.custom import define, operator
 
 aten = torch.ops.aten
 

@@ -85,7 +85,7 @@ def deserialise(data: bytes) -> fx.GraphModule:
     Raises `BackendError` for bytes of another version, for any damaged bytes, and for an operator
     or overload that this torch lacks, by its name.
     """
-    from hetpipe.sdk.serialised_reader import read
+    from hetpipe.sdk.formats.serialised_reader import read
 
     return read(data)
 

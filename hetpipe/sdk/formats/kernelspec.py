@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from hetpipe.errors import BackendError
 from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text
+from hetpipe.sdk.formats.sizes import Size
 from hetpipe.sdk.info import DTYPE_NBYTES
-from hetpipe.sdk.sizes import Size
 from hetpipe.toml import Lines, parse_toml
 from hetpipe.words import word, words
 

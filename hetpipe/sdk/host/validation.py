@@ -9,6 +9,7 @@ from typing import Any, get_origin, get_type_hints
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
+from hetpipe.sdk.host.isolation import type_name
 from hetpipe.sdk.info import (
     API_VERSION,
     DTYPE_NBYTES,
@@ -17,7 +18,6 @@ from hetpipe.sdk.info import (
     Capabilities,
     DeviceInfo,
 )
-from hetpipe.sdk.isolation import type_name
 from hetpipe.words import short
 
 Ran = tuple[Sequence[Buffer], Event, Sequence[Chunk]]

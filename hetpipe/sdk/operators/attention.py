@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hetpipe.sdk.custom import operator
+from hetpipe.sdk.operators.custom import operator
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch._library.custom_ops import OPDEFS
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.graph import resolve_operator
-from hetpipe.sdk.registry import get_backend, register_backend
+from hetpipe.sdk.host.registry import get_backend, register_backend
 
 _executing: list[Path] = []  # the script that this process loads at the moment
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hetpipe.sdk.custom import operator
+from hetpipe.sdk.operators.custom import operator
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -16,9 +16,9 @@ from typing import Any
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
+from hetpipe.sdk.host.isolation import NoAnswerError, ask, blamed
+from hetpipe.sdk.host.validation import check_class, check_devices
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.isolation import NoAnswerError, ask, blamed
-from hetpipe.sdk.validation import check_class, check_devices
 
 GROUP = "hetpipe.backends"
 LOAD_LIMIT_S = 120.0
@@ -247,7 +247,7 @@ def open_device(device_id: str) -> Device:
     companion = companion_of(device.info.backend)
     if companion is None:
         return device
-    from hetpipe.sdk.companion import CompanionDevice
+    from hetpipe.sdk.host.companion import CompanionDevice
 
     return CompanionDevice(device, open_bare(companion.id))
 

@@ -1,0 +1,1 @@
+"""File formats: bundles of kernels, specifications of kernels, and serialised graphs."""
