@@ -1,1 +1,1 @@
-"""Benchmarks: the rows of `hetpipe bench`, kernels, training steps, planners and predictions."""
+"""Benchmarks of commands: `hetpipe bench`, `matmul`, `zoo` and `kernels bench`."""

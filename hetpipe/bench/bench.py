@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hetpipe.bench.outcome import Linked, Outcome, Setting
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
-from hetpipe.bench.training import fresh_costs
 from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import available_cores
@@ -32,6 +31,7 @@ from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
 from hetpipe.profile.probing import median_probe
+from hetpipe.train.training import fresh_costs
 from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:

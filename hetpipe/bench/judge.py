@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.filed import Filed, activations_filed
 from hetpipe.bench.shared import with_same_parameters
 from hetpipe.capture.export.example import call
 from hetpipe.check.noise import with_rounding_errors
 from hetpipe.check.reference import default_dtype
 from hetpipe.optim.rule import Optimizer
+from hetpipe.train.eager import torch_optimizer
 from hetpipe.zoo.workload import Workload
 
 Tensors = Mapping[str, torch.Tensor]

@@ -127,7 +127,7 @@ def stepper(
     import torch
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
-    from hetpipe.bench.eager import rows_of, torch_optimizer
+    from hetpipe.train.eager import rows_of, torch_optimizer
     from hetpipe.zoo.load import optimizer_of
 
     x, _ = next(workload.batches(rows, 0))

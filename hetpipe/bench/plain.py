@@ -43,7 +43,7 @@ def main(model: str, rows: str, seed: str, threads: str) -> None:
     parent = Parent()
     import torch
 
-    from hetpipe.bench.eager import Eager, micro_sizes
+    from hetpipe.train.eager import Eager, micro_sizes
     from hetpipe.zoo.load import load_workload, optimizer_of
 
     torch.set_num_threads(int(threads))

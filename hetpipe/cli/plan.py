@@ -171,7 +171,7 @@ def _measured(
     """Profile these devices, and return the plan of a pipeline on them."""
     members = make_cluster(*where)
     check_devices(asked, len(members.members))
-    from hetpipe.bench.open import open_pipeline
+    from hetpipe.train.open import open_pipeline
     from hetpipe.zoo.load import load_workload
 
     options = asked.keywords | {"priced": True}

@@ -37,13 +37,13 @@ from hetpipe.cli.progress import progress_bar
 from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
-    from hetpipe.bench.gradients import GradientError
-    from hetpipe.bench.training import Comparison, Step
     from hetpipe.cli.progress import Progress
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
+    from hetpipe.train.gradients import GradientError
+    from hetpipe.train.training import Comparison, Step
     from hetpipe.zoo.workload import Workload
 
 LINES = 10  # losses that a run prints, beside the progress bar
@@ -119,8 +119,8 @@ def command(
     members = make_cluster(cluster, devices, backends, emulate_speed)
     check_devices(asked, len(members.members))
 
-    from hetpipe.bench.open import open_pipeline
-    from hetpipe.bench.training import compare
+    from hetpipe.train.open import open_pipeline
+    from hetpipe.train.training import compare
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload(model)
@@ -144,7 +144,7 @@ def command(
         gradient: GradientError | None = None
         try:
             if compares:
-                from hetpipe.bench.gradients import compare_gradients
+                from hetpipe.train.gradients import compare_gradients
 
                 progress("gradients of unpartitioned torch", 0, 1)
                 gradient = compare_gradients(workload, pipe, seed)
@@ -239,8 +239,8 @@ def _checked(
     workload: Workload, pipe: Pipeline, check_steps: int, output: Output
 ) -> tuple[int, bool]:
     """Return how many losses are compared with torch's, and whether gradients are."""
-    from hetpipe.bench.eager import random_layers
     from hetpipe.schedule.rule import is_asynchronous
+    from hetpipe.train.eager import random_layers
 
     if not check_steps:
         return 0, False
@@ -265,8 +265,8 @@ def _train(
     output: Output,
     progress: Progress,
 ) -> list[Step]:
-    from hetpipe.bench.eager import compared_sizes
-    from hetpipe.bench.training import torch_losses, train
+    from hetpipe.train.eager import compared_sizes
+    from hetpipe.train.training import torch_losses, train
 
     progress(f"{check_steps} steps of unpartitioned torch", 0, 1)
     plan = pipe.plan

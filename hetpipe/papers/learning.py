@@ -31,14 +31,14 @@ from rich.table import Table
 
 from hetpipe import optim
 from hetpipe.bench.machine import describe
-from hetpipe.bench.training import one_thread
-from hetpipe.bench.trial import WINDOW, Method, Subject, Task, Trial
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
+from hetpipe.papers.trial import WINDOW, Method, Subject, Task, Trial
 from hetpipe.report.tables import make_table
+from hetpipe.train.training import one_thread
 
 VERSION = 1
 """Version of the JSON format."""

@@ -21,11 +21,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from hetpipe.bench.training import train
 from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.crew import Crew
 from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.train.training import train
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import compiled, launches, loaded, stepmodels
+from benchmarks.eagermemory import peak_nbytes
+from benchmarks.steprates import Trained, measure
 from opencl_devices import IDS
 from torch import nn
 from torch._inductor.exc import InvalidCxxCompiler
 
 from hetpipe import optim
-from hetpipe.bench import compiled, launches, loaded, stepmodels
-from hetpipe.bench.eager import Eager
-from hetpipe.bench.eagermemory import peak_nbytes
-from hetpipe.bench.steprates import Trained, measure
 from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
 from hetpipe.sdk.host.registry import open_device
+from hetpipe.train.eager import Eager
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import hetpipe as hp
-from hetpipe.bench.trial import Subject
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.papers.learning import DEVICES, ON_DEVICES, PIPEDREAM, PIPEOPTIM
+from hetpipe.papers.trial import Subject
 
 STEPS = 10
 

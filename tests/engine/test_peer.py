@@ -13,13 +13,13 @@ import torch
 from torch import distributed
 
 from hetpipe.bench.bench import Task
-from hetpipe.bench.eager import Eager
 from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
 from hetpipe.bench.rows import Pace, PeerRow
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.cluster.member import available_cores
 from hetpipe.errors import HetpipeError
+from hetpipe.train.eager import Eager
 from hetpipe.zoo import load_workload
 from hetpipe.zoo.load import optimizer_of
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from hetpipe.bench import accuracy, planners, simulator
-from hetpipe.bench.accuracy import Measured, cluster_of, rank_correlation
+from benchmarks import accuracy, planners, simulator
+from benchmarks.accuracy import Measured, cluster_of, rank_correlation
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from benchmarks.planners import chain
 
-from hetpipe.bench.planners import chain
 from hetpipe.errors import PlanError
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Objective

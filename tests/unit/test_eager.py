@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.eager import Eager
 from hetpipe.errors import HetpipeError
+from hetpipe.train.eager import Eager
 
 
 def loss_fn(found, wanted):

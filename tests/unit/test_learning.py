@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hetpipe import optim
-from hetpipe.bench.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
@@ -25,6 +24,7 @@ from hetpipe.papers.learning import (
     UNPARTITIONED,
     spread,
 )
+from hetpipe.papers.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
 
 pytest.importorskip("sklearn")
 

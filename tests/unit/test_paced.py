@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from benchmarks.paced import PACES, Pace, PacedBackend, PacedOpenCL, PacedTorch
 
-from hetpipe.bench.paced import PACES, Pace, PacedBackend, PacedOpenCL, PacedTorch
 from hetpipe.errors import BackendError
 from hetpipe.profile.fixed import compile_operator, filled_buffer
 

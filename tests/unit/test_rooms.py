@@ -18,8 +18,8 @@ from hetpipe._lazy import index_of
 ROOT = Path(__file__).parents[2]
 
 FLOORS = (
-    "cli", "workbench", "conformance", "papers", "study", "bench", "pipeline", "diagnosis",
-    "profile", "crew", "worker", "wire",
+    "cli", "workbench", "conformance", "papers", "study", "bench", "train", "pipeline",
+    "diagnosis", "profile", "crew", "worker", "wire",
 )  # fmt: skip
 """From top to bottom; each may import all below it, and everything in GROUND.
 

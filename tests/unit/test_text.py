@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.eager import Eager
+from hetpipe.train.eager import Eager
 from hetpipe.zoo import Workload, load_workload
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.lstm import Recurrent

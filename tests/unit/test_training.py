@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hetpipe import optim
-from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.bench.gradients import GradientError, disturb_parameters, furthest
-from hetpipe.bench.training import Step, compare, torch_losses
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.train.eager import Eager, micro_sizes
+from hetpipe.train.gradients import GradientError, disturb_parameters, furthest
+from hetpipe.train.training import Step, compare, torch_losses
 from hetpipe.zoo import Workload, load_workload
 
 STEPS = 5

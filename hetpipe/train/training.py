@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetpipe.bench.eager import Eager, compared_sizes
-from hetpipe.bench.gradients import GradientError, disturb_parameters
 from hetpipe.check.difference import eps_of, tolerance
 from hetpipe.profile import cache
+from hetpipe.train.eager import Eager, compared_sizes
+from hetpipe.train.gradients import GradientError, disturb_parameters
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:

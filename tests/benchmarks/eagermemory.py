@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree
 
-from hetpipe.bench.eager import Eager, Tree
+from hetpipe.train.eager import Eager, Tree
 
 
 def peak_nbytes(eager: Eager, x: Tree, y: Tree, samples: int) -> int:

@@ -2,7 +2,7 @@
 
 Torch runs eagerly, and also compiled by inductor if there is a C++ compiler.
 
-    python -m hetpipe.bench.steprates DEVICE SECONDS ROUNDS MODEL...
+    PYTHONPATH=tests python -m benchmarks.steprates DEVICE SECONDS ROUNDS MODEL...
 
 The command prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process it counts the
 seconds of this process only, for a busy machine.
@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hetpipe.bench.compiled import compiled
-from hetpipe.bench.eager import Eager
-from hetpipe.bench.eagermemory import peak_nbytes
+from benchmarks.compiled import compiled
+from benchmarks.eagermemory import peak_nbytes
 from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
@@ -34,6 +33,7 @@ from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.registry import decompositions_of, open_device
+from hetpipe.train.eager import Eager
 from hetpipe.wire.messages import Keep
 from hetpipe.worker.stage import Pass, Stage
 from hetpipe.zoo.load import load_workload, optimizer_of
@@ -52,7 +52,7 @@ class StepRate:
     its first step; `not_compiled` is the reason if they are None. `memory_nbytes` is the device's
     own count of its memory after some steps: weights, gradients, state, saved tensors and the arena
     of intermediates. `torch_memory_nbytes` is the peak of eager torch
-    (`hetpipe.bench.eagermemory`).
+    (`benchmarks.eagermemory`).
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Time from the start of a process until a whole model is loaded on a device, as a single stage.
 
-    python -m hetpipe.bench.loaded DEVICE MODEL
+    PYTHONPATH=tests python -m benchmarks.loaded DEVICE MODEL
 
-The command prints a line of JSON with the end of each phase. `hetpipe.bench.startup` runs it with
+The command prints a line of JSON with the end of each phase. `benchmarks.startup` runs it with
 cold and warm caches. With HETPIPE_CLOCK=process it counts the seconds of this process only, for a
 busy machine, and so omits compilations in other processes.
 """
@@ -51,7 +51,7 @@ def load(device_id: str, model: str) -> dict[str, Any]:
     import torch  # noqa: F401
 
     clock("hetpipe")
-    from hetpipe.bench.steprates import Trained
+    from benchmarks.steprates import Trained
     from hetpipe.sdk.host.registry import open_device
     from hetpipe.zoo.load import load_workload
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hetpipe.bench.eager import Eager, Tree
 from hetpipe.optim.rule import Optimizer
+from hetpipe.train.eager import Eager, Tree
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 BACKEND = "inductor"

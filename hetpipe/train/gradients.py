@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hetpipe.bench.eager import Eager, micro_sizes
 from hetpipe.check.difference import (
     eps_of,
     largest_magnitude,
@@ -18,6 +17,7 @@ from hetpipe.check.difference import (
     tolerance,
 )
 from hetpipe.check.noise import with_rounding_errors
+from hetpipe.train.eager import Eager, micro_sizes
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Time from process start to the first step: `python -m hetpipe.bench.startup [MODEL ...]`.
+"""Time from process start to the first step: `python -m benchmarks.startup [MODEL ...]`.
 
 Every case runs in a new process with empty caches (cold), and then in another process with the
 filled caches (warm), in turn with plain torch's first step. Times are seconds since the start of
 the process, as medians over the rounds. The lines of whole models on one device
-(`hetpipe.bench.loaded`) begin with the time until the model is ready for its first pass.
+(`benchmarks.loaded`) begin with the time until the model is ready for its first pass.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.loaded import BEGIN, LOADED, Clock
 from hetpipe import process
-from hetpipe.bench.loaded import BEGIN, LOADED, Clock
 
 RESNET, CONVNEXT = "hetpipe.zoo.vision:resnet18", "hetpipe.zoo.vision:convnext_tiny"
 TORCH, OPENCL = "pytorch:cpu:0", "opencl:pocl:0"
@@ -53,7 +53,7 @@ CASES = (
 MICROBATCHES = 4
 ALONE = (("resnet50", OPENCL), ("resnet50", "opencl:intel-cpu:0"))
 """Models that run as a single stage on a device."""
-MODULE_OF_ALONE = "hetpipe.bench.loaded"
+MODULE_OF_ALONE = "benchmarks.loaded"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ def _run(kind: str, case: Case, folder: str | None) -> dict[str, Any]:
     arguments = [kind, case.model]
     if kind == "case":
         arguments += [*case.devices, ",".join(map(str, case.cuts))]
-    return _process("hetpipe.bench.startup", arguments, folder)
+    return _process("benchmarks.startup", arguments, folder)
 
 
 def _process(module: str, arguments: Sequence[str], folder: str | None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _torch(model: str) -> dict[str, Any]:
     clock = Clock()
     import torch
 
-    from hetpipe.bench.eager import Eager
+    from hetpipe.train.eager import Eager
     from hetpipe.zoo.load import load_workload, optimizer_of
 
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Predicted steps against measured steps: `python -m hetpipe.bench.accuracy [--json FILE]`.
+"""Predicted steps against measured steps: `python -m benchmarks.accuracy [--json FILE]`.
 
 Models run on devices of this machine, over emulated links of 1 and 10 Gb/s. Up to four workers do
 not compete for cores, because their devices are slower than the machine. Paced devices
-(`hetpipe.bench.paced`) take modelled times, so hetpipe alone causes their errors. Held-back devices
+(`benchmarks.paced`) take modelled times, so hetpipe alone causes their errors. Held-back devices
 run at 0.45 of their speed or less, which also stretches the noise of this machine. The benchmark
 profiles each setting once. Then plans with different partitions, schedules and micro-batches take
 turns of some steps, and each turn is compared with the prediction corrected for device drift.
@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from hetpipe.bench.paced import PacedOpenCL, PacedTorch
-from hetpipe.bench.training import fresh_costs, one_thread, train
+from benchmarks.paced import PacedOpenCL, PacedTorch
 from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
@@ -39,6 +38,7 @@ from hetpipe.profile.drift import mean_correction
 from hetpipe.profile.measure import profile
 from hetpipe.report.tables import make_table
 from hetpipe.sdk.host.registry import register_backend
+from hetpipe.train.training import fresh_costs, one_thread, train
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 
@@ -106,7 +106,7 @@ class Measured:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all settings and print the errors."""
-    parser = argparse.ArgumentParser(prog="python -m hetpipe.bench.accuracy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--devices", action="append", choices=CLUSTERS, help="default: all")
     parser.add_argument("--model", action="append", choices=SAMPLES, help="default: all")
     parser.add_argument("--workers", type=int, action="append", help="default 2, 3, 4")

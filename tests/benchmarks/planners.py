@@ -1,4 +1,4 @@
-"""Times of the planners for large cases: `python -m hetpipe.bench.planners [--picture FILE]`.
+"""Times of the planners for large cases: `python -m benchmarks.planners [--picture FILE]`.
 
 The times are medians of process seconds on one core, without the creation of the cases. The
 exponents of growth are least-squares slopes of log seconds over log sizes.
@@ -43,7 +43,7 @@ OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the seconds of each planner and case, and draw their growth."""
-    parser = argparse.ArgumentParser(prog="python -m hetpipe.bench.planners", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planners", description=__doc__)
     parser.add_argument("--picture", type=Path, help="draw the growth to this file")
     picture: Path | None = parser.parse_args(arguments).picture
     table = make_table("Planners, process seconds", ["case", "seconds", "spread"], ["seconds"])

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetpipe.bench.eager import Eager, micro_sizes
 from hetpipe.capture.captured import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import is_asynchronous
+from hetpipe.train.eager import Eager, micro_sizes
 from hetpipe.zoo.digits import DigitsNet
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.lstm import Recurrent

@@ -1,6 +1,6 @@
 """Cost of a launch in a compiled graph, and of an empty kernel in the driver.
 
-    python -m hetpipe.bench.launches DEVICE...
+    PYTHONPATH=tests python -m benchmarks.launches DEVICE...
 
 The command prints a line for each device. With HETPIPE_CLOCK=process it counts the seconds of this
 process only, for a busy machine.

@@ -1,4 +1,4 @@
-"""Times to generate, check and simulate large schedules: `python -m hetpipe.bench.simulator`.
+"""Times to generate, check and simulate large schedules: `python -m benchmarks.simulator`.
 
 The times are medians of process seconds on one core. The check of a schedule finds the order of its
 steps, which the simulation uses. The exponents of growth are least-squares slopes of log seconds
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from hetpipe.bench.planners import ROUNDS, exponent
+from benchmarks.planners import ROUNDS, exponent
 from hetpipe.report.tables import make_table
 from hetpipe.schedule.columns import Columns, columns_of
 from hetpipe.schedule.complete import complete_passes

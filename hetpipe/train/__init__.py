@@ -1,0 +1,1 @@
+"""Training of workloads: pipelines, their losses and gradients beside unpartitioned torch."""
