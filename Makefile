@@ -1,5 +1,5 @@
 # make bench: measure this machine.   make test: the project's checks.
-#   SHARE=all           make test runs every case of its wide tables, not a share of them
+#   SHARE=all           make test runs every case of its wide tables and slow tests, not a share of them
 #   PYTHON=python3.12   the interpreter that makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=URL     another package index for torch alone, for instance one with CPU-only builds
 #   ARGS='...'          more options for the benchmark, see `hetpipe bench --help`

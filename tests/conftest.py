@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     share = shares.share_of(config)
     taken = "all cases" if share is None else f"share {share} of {shares.SHARES}"
-    return f"wide tests: {taken}"
+    return f"wide and slow tests: {taken}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

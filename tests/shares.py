@@ -1,13 +1,16 @@
-"""Shares of wide tables: a run may take a fifth of the cases of each table.
+"""Shares of the tests that take long: a run may take a fifth of them.
 
-A function marked `wide` has many similar cases: other sizes, devices, models. `--share 2` runs
-every fifth case of each such function, in a fixed order without a pattern. `--share tree` lets the
-files of the checked-out commit choose the share: the same files always have the same tests, and
-whoever changes them runs other cases. Without the option every case runs.
+A function marked `wide` has many similar cases: other sizes, devices, models. A function marked
+`slow` takes seconds: it starts workers, trains, or runs an interpreter of kernels. `--share 2` runs
+every fifth case of each wide function, and every fifth of all cases of slow functions, in a fixed
+order without a pattern. `--share tree` lets the files of the checked-out commit choose the share:
+the same files always have the same tests, and whoever changes them runs other cases. Without the
+option every case runs.
 
-A fault that breaks most cases of a table is found at once, because each share has cases of each
-table. A fault in a single case is found in one of five runs, so 20 changed trees find it with a
-probability of 99 %; before a release, and after a change that a table is about, run every case.
+A fault that breaks most cases of a table, or most trainings, is found at once, because each share
+has cases of each table and a fifth of the trainings. A fault in a single case is found in one of
+five runs, so 20 changed trees find it with a probability of 99 %. Before a release, and after a
+change that a table or a slow test is about, run every case.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ def add_option(parser: pytest.Parser) -> None:
         "--share",
         default=ALL,
         choices=[ALL, OF_TREE, *numbers],
-        help=f"run one of {SHARES} shares of the cases of functions marked `wide`, or the share "
-        f"that the checked-out files choose; {ALL}, the default, runs every case",
+        help=f"run one of {SHARES} shares of the cases marked `wide` or `slow`, or the share that "
+        f"the checked-out files choose; {ALL}, the default, runs every case",
     )
 
 
@@ -61,11 +64,13 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def left_out(items: list[pytest.Item], share: int) -> set[pytest.Item]:
-    """Return the cases of wide functions that belong to other shares."""
+    """Return the cases of wide and slow functions that belong to other shares."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("wide") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
+        elif item.get_closest_marker("slow") is not None:
+            cases["slow"].append(item)
     return {
         case
         for table in cases.values()

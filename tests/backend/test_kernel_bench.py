@@ -144,6 +144,7 @@ def tried(tmp_path: Path) -> Callable[..., list[Outcome]]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", IDS)
 def test_a_right_kernel_passes_everywhere(
     device_id: str, tried: Callable[..., list[Outcome]]
@@ -174,6 +175,7 @@ n = SIZE
 """
 
 
+@pytest.mark.slow
 def test_parameters_may_be_vectors(tried: Callable[..., list[Outcome]]) -> None:
     """Of tensors of whole vectors; the expected values are those of the elements."""
     results = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "64"))
@@ -196,6 +198,7 @@ def test_the_checker_names_kind_and_line(
     assert (kind, function, line) in [(f.kind, f.kernel, f.line) for f in result.flaws]
 
 
+@pytest.mark.slow
 @needs_runtime
 @pytest.mark.parametrize(
     ("function", "kinds", "line"),
@@ -223,6 +226,7 @@ def test_a_runtime_shows_what_it_can(
         assert "1 of 64 elements" in result.flaws[0].text
 
 
+@pytest.mark.slow
 @needs_runtime
 @pytest.mark.parametrize(
     ("source", "spec", "kind", "word"),
@@ -245,6 +249,7 @@ def test_a_launch_that_cannot_be_is_a_flaw(
         assert result.flaws[0].line == 6
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome]]) -> None:
     (tmp_path / "reference.py").write_text("def same(x, n):\n    return x[:n] * 1.0\n")
@@ -258,6 +263,7 @@ def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome
         tried(RUNTIME, right, spec, "race")
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_the_fixture_fails_with_the_line_and_the_command(tmp_path: Path) -> None:
     (tmp_path / "mine.cl").write_text(FAULTY)
@@ -302,6 +308,7 @@ def place(flaw: Flaw) -> tuple[str, str, int | None]:
     return flaw.kind, flaw.kernel, flaw.line
 
 
+@pytest.mark.slow
 @needs_checker
 def test_each_finding_of_the_checker_belongs_to_its_case(tmp_path: Path) -> None:
     (tmp_path / "f.cl").write_text(kernel("y[n > 50 ? i / 2 : i] = n > 50 ? x[i] : 3.0f * x[i];"))
@@ -341,6 +348,7 @@ CHEATS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_runtime
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_kernel_that_is_right_for_the_listed_runs_alone(
@@ -356,6 +364,7 @@ def test_a_kernel_that_is_right_for_the_listed_runs_alone(
         assert result.flaws == ()
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_an_expectation_may_use_all_of_python_and_a_constant_one_is_warned_of(
     tried: Callable[..., list[Outcome]],
@@ -368,6 +377,7 @@ def test_an_expectation_may_use_all_of_python_and_a_constant_one_is_warned_of(
     assert "y should be 3 in every element" in result.notes[0]
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_a_device_that_lacks_a_feature_is_skipped(
     tried: Callable[..., list[Outcome]], tmp_path: Path
@@ -387,6 +397,7 @@ def test_a_device_that_lacks_a_feature_is_skipped(
     assert not result.skipped  # every device reads halves from memory
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_a_grid_of_defined_values(tried: Callable[..., list[Outcome]], tmp_path: Path) -> None:
     spec = spec_for(
@@ -417,6 +428,7 @@ __kernel void drain(__global float *y, const int n)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", [each for each in IDS if "fpga" in each or each == RUNTIME])
 def test_kernels_joined_by_a_channel(tried: Callable[..., list[Outcome]], device_id: str) -> None:
     spec = spec_for(
@@ -448,6 +460,7 @@ h = 3
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", IDS)
 def test_images(tried: Callable[..., list[Outcome]], device_id: str) -> None:
     (result,) = tried(device_id, IMAGES, IMAGES_SPEC)
@@ -458,6 +471,7 @@ def test_images(tried: Callable[..., list[Outcome]], device_id: str) -> None:
         assert "1, 2 or 4 channels" in result.flaws[0].text
 
 
+@pytest.mark.slow
 @needs_runtime
 def test_a_large_error_beside_a_pass_has_words(tmp_path: Path) -> None:
     (tmp_path / "f.cl").write_text(kernel("y[i] = (x[i] + 1000.0f) - 1001.0f;"))
@@ -567,6 +581,7 @@ def test_without_a_file_the_operators_of_a_backend_are_tested(
     assert "no device 'opencl:none:0' with kernels" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_a_group_of_checks_alone() -> None:
     (info,) = [each for each in devices_of("numpy") if each.id == "numpy:cpu:0"]
     results = list(run_suite(info, Level.CORE, groups=("strides",)))

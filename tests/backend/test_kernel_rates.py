@@ -31,6 +31,7 @@ def small_cases() -> list[Case]:
     return [_product("mm", 5, 7, 9, torch.mm), *convolutions(SMALL)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
 def test_every_kernel_is_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetpipe.bench.kernelcases.ROWS", 16)

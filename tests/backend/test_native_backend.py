@@ -63,6 +63,7 @@ def names() -> set[str]:
     return one | two | set(re.findall(r'\{"([\w.]+)"', tables))
 
 
+@pytest.mark.slow
 def test_every_operator_of_the_example_has_a_case() -> None:
     graphs = [graph_of(case, "native") for case in CASES]
     met = {operator_name(node) for graph in graphs for node in graph_calls(graph)}

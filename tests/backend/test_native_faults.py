@@ -61,6 +61,7 @@ def asked() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ASKED)
 def test_a_fault_is_an_error_of_its_library_alone(asked: dict[str, str], fault: str) -> None:
     assert re.search(ASKED[fault], asked[fault]), asked[fault]
@@ -122,6 +123,7 @@ def test_events_that_nobody_can_wait_for_are_refused() -> None:
         device.upload(np.ones(3, np.float32))
 
 
+@pytest.mark.slow
 def test_a_collection_of_garbage_ends_a_device_after_its_buffers() -> None:
     """Within one collection Python finalizes objects in any order."""
     for _ in range(20):

@@ -77,6 +77,7 @@ def damaged(data: bytes, generator: random.Random) -> bytes:
     return bytes(damaged)
 
 
+@pytest.mark.slow
 def test_programs_run_and_leak_nothing(serialised: list[bytes], tmp_path: Path) -> None:
     for number, data in enumerate(serialised):
         path = tmp_path / str(number)

@@ -88,6 +88,7 @@ def losses(
         return [pipe.step(x, y) for x, y in data], expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "optimizer", "devices"),
     [
@@ -113,6 +114,7 @@ def test_losses_are_those_of_torch(
     assert expected[-1] < expected[0] - 0.01
 
 
+@pytest.mark.slow
 def test_a_library_of_the_cluster_file_trains_in_worker_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

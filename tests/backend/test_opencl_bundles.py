@@ -282,6 +282,7 @@ def trained(
         return pipe.plan, [*losses, *([pipe.evaluate(*BATCHES[0])] if evaluates else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", TRAINED)
 def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     device_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str]
@@ -308,6 +309,7 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     assert sources == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "clip"), [("zb-h1", 0.1), ("pipedream", None)], ids=["halves", "versions"]
 )
@@ -335,6 +337,7 @@ def test_every_program_of_a_training_is_in_its_bundles(
     assert sources == []
 
 
+@pytest.mark.slow
 def test_replicas_have_bundles_of_their_own(tmp_path: Path) -> None:
     """One has 3 rows of each micro-batch, the other 1."""
     plan, _ = trained(IDS[0], None)

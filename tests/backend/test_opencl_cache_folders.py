@@ -26,6 +26,7 @@ with Crew.start(cluster) as crew:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not POCL, reason="no PoCL: apt install pocl-opencl-icd")
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "POCL_CACHE_DIR"])
 def test_workers_run_without_the_users_cache_folder(tmp_path: Path, variable: str) -> None:

@@ -106,17 +106,20 @@ BLIND = {
 that has a quotient and its remainder, and takes the second of two vectors for unwritten."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_generated_kernels_are_clean(tmp_path: Path) -> None:
     assert log_of(GRAPHS, tmp_path, "OCLGRIND_DATA_RACES", "OCLGRIND_UNINITIALIZED") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_generated_reductions_are_clean(tmp_path: Path) -> None:
     """Oclgrind's check for uninitialised reads crashes on an instruction that these contain."""
     assert log_of(GRAPHS + SUMS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_convolutions_are_clean(tmp_path: Path) -> None:
     """Their kernels have what is in `BLIND`: unwritten memory is NaN here, which would show."""
@@ -124,6 +127,7 @@ def test_convolutions_are_clean(tmp_path: Path) -> None:
     assert log_of(head + CONVOLUTIONS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_products_are_clean(tmp_path: Path) -> None:
     """Either operand may be a weight, which is packed ahead; the rest is packed by the product."""
@@ -131,6 +135,7 @@ def test_products_are_clean(tmp_path: Path) -> None:
     assert log_of(head + PRODUCTS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_attention_is_clean(tmp_path: Path) -> None:
     """Rows and columns that fill no tile, more keys than queries read, and two blocks."""
@@ -138,6 +143,7 @@ def test_attention_is_clean(tmp_path: Path) -> None:
     assert log_of(head + ATTENTION, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_lstm_layers_are_clean(tmp_path: Path) -> None:
     """One row, rows and units that fill no tile, and several groups of rows."""
@@ -145,11 +151,13 @@ def test_lstm_layers_are_clean(tmp_path: Path) -> None:
     assert log_of(head + LSTM, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_a_fault_would_be_seen(tmp_path: Path) -> None:
     assert "Invalid write" in log_of(ONE_KERNEL.replace("BODY", "a[999] = 1.0f;"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 @pytest.mark.parametrize("report", BLIND)
 def test_where_uninitialised_reads_cannot_be_checked(tmp_path: Path, report: str) -> None:

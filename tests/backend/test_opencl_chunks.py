@@ -55,6 +55,7 @@ def test_few_rows_are_one_block(device_id: str) -> None:
     assert chunks == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", [each for each in IDS if each not in STREAMING])
 def test_others_tell_of_whole_passes_alone(device_id: str) -> None:
     device = opencl_device(device_id)

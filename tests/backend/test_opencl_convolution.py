@@ -106,6 +106,7 @@ def test_gradients(device_id: str, name: str) -> None:
     check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", range(3))
 @pytest.mark.parametrize("name", ["stride 2", "transposed"])
 @pytest.mark.parametrize("device_id", OPENCL)

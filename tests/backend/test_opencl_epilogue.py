@@ -81,6 +81,7 @@ def test_gelu_with_its_derivative(device_id: str, size: tuple[int, int, int]) ->
     check(device_id, fn, inputs[0], inputs[1] / k**0.5, inputs[2], runs=blocks(k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
 def test_a_donated_accumulator_is_added_to_in_place(
@@ -108,6 +109,7 @@ def test_a_donated_accumulator_is_added_to_in_place(
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-6 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(13, 45, 40), (12, 32, DEPTH_BLOCK + 1)], ids=str)
 @on_every_device
 def test_batches(device_id: str, size: tuple[int, int, int]) -> None:
@@ -119,6 +121,7 @@ def test_batches(device_id: str, size: tuple[int, int, int]) -> None:
     check(device_id, fn, *tensors((3, m, n), (3, n), (3, m, k), (3, k, n)), runs=blocks(k))
 
 
+@pytest.mark.slow
 @on_every_device
 def test_what_else_an_epilogue_may_read(device_id: str) -> None:
     """A row, a column, a number, a transposed tensor, a table behind an index, and integers."""
@@ -135,6 +138,7 @@ def test_what_else_an_epilogue_may_read(device_id: str) -> None:
     assert kernels(device_id, fn, *inputs, index)[0] == "matmul_"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [50, DEPTH_BLOCK + 29])
 @on_every_device
 def test_a_product_that_others_need_is_kept(device_id: str, depth: int) -> None:
@@ -157,6 +161,7 @@ def test_what_only_the_epilogue_reads_is_not_stored() -> None:
     assert len(touched) == len(lowered.inputs) + rooms + len(lowered.outputs)
 
 
+@pytest.mark.slow
 @on_every_device
 def test_other_orders_are_not_fused(device_id: str) -> None:
     a, b, c = tensors((40, 30), (30, 40), (80, 20))
@@ -169,6 +174,7 @@ def test_other_orders_are_not_fused(device_id: str) -> None:
     check(device_id, lambda a, b, c: (a @ b).view(40, 2, 20) * 2, a, b, c, runs=["matmul_"])
 
 
+@pytest.mark.slow
 @on_every_device
 def test_a_backward_fuses_both_gradients(device_id: str) -> None:
     """Each product has others and a sum between itself and what reads it."""
@@ -187,6 +193,7 @@ def test_a_backward_fuses_both_gradients(device_id: str) -> None:
     check(device_id, fn, *inputs, runs=None)
 
 
+@pytest.mark.slow
 @on_every_device
 def test_a_chain_of_products_stays_in_order(device_id: str) -> None:
     def fn(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
@@ -270,6 +277,7 @@ close_to_torch(device, lambda c, a, b: c + a @ b, x(4, 40), x(4, 1100), x(1100, 
 """  # noqa: E501 - one graph a line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_no_access_outside_a_tensor(tmp_path: Path) -> None:
     assert INTERPRETERS

@@ -28,6 +28,7 @@ def launched(device_id: str, case: Case) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("device_id", MODELS)
 def test_products_and_convolutions_with_their_gradients(device_id: str, name: str) -> None:
@@ -57,6 +58,7 @@ def test_rows_that_the_chip_has_no_room_for_are_normalised_from_memory(device_id
     close_to_torch(as_fpga(device_id), fn, *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", MODELS)
 def test_channels_of_a_convolution_are_normalised_in_its_dataflow(device_id: str) -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -80,6 +82,7 @@ def test_rows_of_images_are_no_rows_of_a_convolution(device_id: str) -> None:
     close_to_torch(as_fpga(device_id), fn, normal(2, 3, 5, 6), normal(4, 3, 2, 2), normal(6, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", MODELS)
 def test_nothing_joins_a_product_after_its_rows(device_id: str) -> None:
     """What reads them is a kernel of its own, as is a second one over the same rows."""
@@ -130,6 +133,7 @@ close_to_torch(device, convolve, x(1, 2, 5, 4), x(3, 2, 3, 3), x(1, 3, 3, 2))
 """  # noqa: E501 - one graph a line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_no_races_and_no_access_outside(tmp_path: Path) -> None:
     assert log_of(CHECKED, tmp_path, "OCLGRIND_DATA_RACES") == ""

@@ -37,6 +37,7 @@ SORTS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float", "int"])
 @pytest.mark.parametrize("name", SORTS)
 def test_order(device_id: str, name: str, dtype: str) -> None:

@@ -112,6 +112,7 @@ def test_random_graphs(device_id: str, seed: int) -> None:
     close_to_torch(opencl_device(device_id), random_program(seed), *tensors((6, 20), (6, 20)))
 
 
+@pytest.mark.slow
 def test_long_chains_are_cut(device_id: str) -> None:
     (x,) = tensors((50,))
 
@@ -124,6 +125,7 @@ def test_long_chains_are_cut(device_id: str) -> None:
     close_to_torch(opencl_device(device_id), fn, x)
 
 
+@pytest.mark.slow
 def test_adam_step_is_one_kernel_beside_its_scalars(device_id: str) -> None:
     shapes = [(9, 13)] * 4 + [()] * 2
     p, g, m, v, _, _ = tensors(*shapes)
@@ -147,6 +149,7 @@ def test_adam_step_is_one_kernel_beside_its_scalars(device_id: str) -> None:
     assert len(big) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch_dim", "samples"),
     [((6, 5, 9), 0, 6), ((8, 7), 0, 4), ((3, 4, 11), 1, 4), ((37,), 0, 1), ((2, 5000), 0, 2)],
@@ -163,6 +166,7 @@ def test_keep_mask_draws_the_reference_numbers(
     np.testing.assert_array_equal(found, fn(rng).numpy())
 
 
+@pytest.mark.slow
 def test_integers_and_bools(device_id: str) -> None:
     a = torch.arange(-20, 20, dtype=torch.int64).view(2, 20)
     b = torch.tensor([[3, -4], [7, 2]], dtype=torch.int64).repeat(1, 10)
@@ -178,6 +182,7 @@ def test_integers_and_bools(device_id: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nan_and_infinity_pass(device_id: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, -1.0] * 5)
     y = torch.zeros(25)

@@ -47,6 +47,7 @@ def test_elementwise_and_views(device_id: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_reductions(device_id: str) -> None:
     close_to_torch(
         as_gpu(device_id),
@@ -55,6 +56,7 @@ def test_reductions(device_id: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_embedding_and_its_gradient(device_id: str) -> None:
     index = torch.tensor([[1, 4, 1], [0, 4, 4]])
     close_to_torch(
@@ -83,6 +85,7 @@ def interpreted(device_id: str) -> bool:
     return "oclgrind" in device_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "depth", "cols"), [(1, 1, 1), (33, 70, 45), (64, 16, 64), (65, 300, 129), (3, 5, 400)]
 )
@@ -96,6 +99,7 @@ def test_products(device_id: str, rows: int, depth: int, cols: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_products_in_batches_with_a_bias_that_is_broadcast(device_id: str) -> None:
     a, b = normal(3, 20, 35), normal(3, 40, 35)
     close_to_torch(as_gpu(device_id), lambda a, b: a @ b.transpose(1, 2), a, b)
@@ -106,6 +110,7 @@ def test_products_in_batches_with_a_bias_that_is_broadcast(device_id: str) -> No
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_long_sums_are_divided_and_the_same_every_time(device_id: str) -> None:
     def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         return x.t() @ dy
@@ -119,6 +124,7 @@ def test_long_sums_are_divided_and_the_same_every_time(device_id: str) -> None:
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_an_epilogue_is_done_by_the_product(device_id: str) -> None:
     def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
         return functional.gelu(torch.addmm(b, x, w.t())) + r
@@ -139,6 +145,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_and_their_gradients(device_id: str, name: str) -> None:
     shape, how = CONVOLUTIONS[name]
@@ -154,6 +161,7 @@ def test_convolutions_and_their_gradients(device_id: str, name: str) -> None:
     close_to_torch(as_gpu(device_id), both, x, w, b, dy)
 
 
+@pytest.mark.slow
 def test_a_transposed_convolution(device_id: str) -> None:
     x, w, b = normal(2, 6, 5, 4), normal(6, 4, 3, 3), normal(4)
     how: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1}
@@ -186,6 +194,7 @@ close_to_torch(device, convolve, x(1, 2, 5, 4), x(3, 2, 3, 3), x(1, 3, 3, 2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_no_races_and_no_access_outside(device_id: str, tmp_path: Path) -> None:
     if device_id != IDS[0]:

@@ -43,6 +43,7 @@ def check(device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor, runs: l
     assert [launch.kernel.name.partition("_")[0] for launch in launches] == runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
 def test_heads_are_read_where_they_lie(device_id: str, size: tuple[int, int, int, int]) -> None:
@@ -58,6 +59,7 @@ def test_heads_are_read_where_they_lie(device_id: str, size: tuple[int, int, int
     check(device_id, lambda s, x: s.mT @ split(x, heads), scores, x, runs=["matmul"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
 def test_heads_are_written_where_they_belong(
@@ -74,6 +76,7 @@ def test_heads_are_written_where_they_belong(
     check(device_id, turned, x, scores, runs=["matmul"])
 
 
+@pytest.mark.slow
 @on_every_device
 def test_a_product_is_kept_beside_its_copy(device_id: str) -> None:
     x, scores = tensors((2, 29, 108), (2, 3, 29, 29))
@@ -95,6 +98,7 @@ def test_copies_are_made_where_operands_are_divided_differently(device_id: str) 
     check(device_id, fn, x, y, runs=["fused", "fused", "matmul"])
 
 
+@pytest.mark.slow
 def test_a_result_in_another_order_does_not_lie_over_what_is_read() -> None:
     device = opencl_device(OPENCL[0])
     x, scores, residual = tensors((2, 29, 108), (2, 3, 29, 29), (2, 29, 108))

@@ -100,6 +100,7 @@ def test_interpreted(device_id: str) -> None:
     check_close(device_id, lambda *a: forward(*a, 1, -100), (x, target, weight), 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 35), (3, 16), (2, 20, 37)], ids=str)
 @pytest.mark.parametrize("logarithm", [False, True])
 @pytest.mark.parametrize("device_id", OPENCL)

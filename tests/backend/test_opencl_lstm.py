@@ -24,6 +24,7 @@ def layer(steps: int, samples: int, hidden: int) -> tuple[torch.Tensor, ...]:
     return gates_x, states[0].contiguous(), states[1].contiguous(), torch.randn(4 * hidden, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_lstm(device_id: str, sizes: tuple[int, int, int]) -> None:

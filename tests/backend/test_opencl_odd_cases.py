@@ -79,6 +79,7 @@ def test_take(device_id: str, index: Any) -> None:
     close_to_torch(opencl_device(device_id), torch.take, x, torch.tensor(index))
 
 
+@pytest.mark.slow
 def test_a_diagonal_of_another_dtype(device_id: str) -> None:
     fn: Function = lambda x, d: x.diagonal_scatter(d)  # noqa: E731
     close_to_torch(opencl_device(device_id), fn, torch.ones(3, 4) > 0, torch.tensor([0, 1, 0]))

@@ -92,6 +92,7 @@ def check(device_id: str, found: Sequence[Buffer], x: torch.Tensor, tangent: tor
         np.testing.assert_allclose(fetch(device, buffer), want, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 def test_a_backward_computes_in_the_tensors_that_it_is_done_with(device_id: str) -> None:
     device = opencl_device(device_id)
     first, second = programs(device_id)

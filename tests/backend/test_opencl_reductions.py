@@ -47,6 +47,7 @@ def test_dimensions_of_size_1(
     close_to_torch(opencl_device(device_id), each, normal(*shape))
 
 
+@pytest.mark.slow
 def test_of_views_and_products(device_id: str) -> None:
     close_to_torch(
         opencl_device(device_id),
@@ -59,6 +60,7 @@ def test_of_views_and_products(device_id: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_places(device_id: str) -> None:
     x = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, -1.0, 7.0, 7.0], [0.0, 0.0, 0.0, 0.0]])
     close_to_torch(

@@ -42,6 +42,7 @@ def test_a_rows_result_does_not_depend_on_its_place(device_id: str, name: str, l
     assert (found == found[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", WHOLE_LINES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("device_id", OPENCL)

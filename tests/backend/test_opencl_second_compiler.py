@@ -97,6 +97,7 @@ def test_a_job_goes_through_json() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_another_process_compiles_for_this_one(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_another_process_compiles_for_this_one(
     assert compiler.compile(jobs) == {}, "all is known, so nothing is to do"
 
 
+@pytest.mark.slow
 def test_both_compile_all(compiler: SecondCompiler) -> None:
     jobs = [job() for _ in range(8)]
     built = compiler.compile(jobs)
@@ -151,6 +153,7 @@ def test_little_is_compiled_by_one(
     assert compiler.compile([few, alone]) == {}, "all is known, so nothing is to do"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["/bin/false", "/nowhere"])
 def test_another_process_that_fails_is_replaced(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, command: str,
@@ -164,6 +167,7 @@ def test_another_process_that_fails_is_replaced(
     assert "the second compiler of opencl:pocl:0 failed" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_error_is_that_of_the_compiler(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

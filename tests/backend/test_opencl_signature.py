@@ -109,6 +109,7 @@ def convolutions(
     return small, *gradients[:2], torch.conv2d(large, v, padding=1)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering all operator cases binds the arguments of every kernel that the files declare."""
     bound: set[str] = set()

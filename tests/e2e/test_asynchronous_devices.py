@@ -12,6 +12,8 @@ from hetpipe.crew.crew import Crew
 from hetpipe.papers.learning import DEVICES, ON_DEVICES, PIPEDREAM, PIPEOPTIM
 from hetpipe.papers.trial import Subject
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 
 

@@ -18,6 +18,8 @@ from hetpipe.errors import BackendError, BundleError, ClusterError, HetpipeError
 from hetpipe.sdk.formats.bundle import read_manifest
 from hetpipe.sdk.host import registry
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "bundles.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^    hetpipe (.*)$", PAGE, re.MULTILINE)
 EMULATOR = "opencl:intel-fpga-emulator:0"

@@ -13,6 +13,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_registered_backend_trains_a_stage(transport: str) -> None:

@@ -14,6 +14,8 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.zoo.load import load_workload
 
+pytestmark = pytest.mark.slow
+
 STEPS, MINI_BATCH, MICROBATCHES = 20, 64, 4
 
 

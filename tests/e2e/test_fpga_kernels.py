@@ -15,6 +15,8 @@ import pytest
 
 import hetpipe as hp
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("fpga_training.py")
 SETTINGS = {
     "CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict", "PYTHONPATH": str(SCRIPT.parent.parent),

@@ -15,6 +15,8 @@ from hetpipe.sdk.formats.kernelspec import KernelSpec
 from hetpipe.sdk.host.registry import devices_of
 from hetpipe.toml import parse_toml
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "testing-kernels.md").read_text(encoding="utf-8")
 
 

@@ -14,6 +14,8 @@ from hetpipe.crew.crew import Crew
 from hetpipe.zoo.lstm import Recurrent
 from hetpipe.zoo.text import token_loss
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 TOKENS, WIDTH, LENGTH, MINI_BATCH, MICROBATCHES = 5, 10, 9, 12, 3
 LEARNING_RATE = 2.0

@@ -17,6 +17,8 @@ from hetpipe.cluster import Cluster
 from hetpipe.sdk.formats.serialised import DTYPES, serialise
 from hetpipe.sdk.graph import canonical
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")
 HEADER = (ROOT / "backends" / "native" / "hetpipe_backend.h").read_text(encoding="utf-8")

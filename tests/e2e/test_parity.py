@@ -23,6 +23,8 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 MICROBATCHES = 4
 TOLERANCE = 1e-4

@@ -16,6 +16,8 @@ from hetpipe.sdk.host.registry import get_backend
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.text import token_loss
 
+pytestmark = pytest.mark.slow
+
 MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY = 8, 4, 13, 40
 WIDTH, HEADS, BLOCKS = 32, 2, 2
 DISTINCT, STEPS = 2, 20  # mini-batches, learnt by heart

@@ -13,6 +13,8 @@ from parity import RUNTIMES, Run, check_equal, start_crew
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY, CLASSES = 8, 4, 16, 64, 4

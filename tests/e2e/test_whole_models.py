@@ -17,6 +17,8 @@ from hetpipe.sdk.host.registry import open_device
 from hetpipe.zoo.load import FAMILIES, SMALL, load_workload
 from hetpipe.zoo.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SAMPLES, LENGTH, VOCABULARY, CLASSES = 4, 12, 64, 4

@@ -79,6 +79,7 @@ def loss_attribute(model: Any, loss: Any) -> None:
     loss.temperature = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

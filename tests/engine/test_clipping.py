@@ -22,6 +22,7 @@ def sgd(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "members"), [("1f1b", "012"), ("interleaved", "0101")])
 @pytest.mark.parametrize(("case", "norm"), [("mlp", 0.3), ("tied_autoencoder", 0.1)])
 def test_the_norm_over_all_stages(

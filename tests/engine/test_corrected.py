@@ -19,6 +19,7 @@ from hetpipe.profile.measure import profile
 CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), transport="local")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "weights"), [("1f1b", "flush"), ("pipedream", "stash")])
 def test_a_prediction_is_corrected_between_steps(
     schedule: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

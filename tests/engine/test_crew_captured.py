@@ -50,6 +50,7 @@ def make() -> nn.Module:
     return Net().train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "schedule", "members"),
     [

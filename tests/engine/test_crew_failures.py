@@ -132,6 +132,7 @@ def test_kill_between_steps() -> None:
     assert "worker 'm0'" in failure(crew, lambda: step(crew, 2), 5.0, workers)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_by_its_silence() -> None:
     crew = start(["good", "good", "hang"], "shared-memory")
     workers = pids(crew)
@@ -143,6 +144,7 @@ def test_a_stopped_worker_is_found_by_its_silence() -> None:
     stopper.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_hang_says_who_waits_for_what(transport: str) -> None:
     crew = start(["good", "hang"], transport, heartbeat_s=0.2)
@@ -153,6 +155,7 @@ def test_a_hang_says_who_waits_for_what(transport: str) -> None:
     assert "worker 'm1' (faulty:hang:0) is at 1F" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_slow_pass_is_life_unless_it_has_a_limit(
     monkeypatch: pytest.MonkeyPatch, transport: str
@@ -166,6 +169,7 @@ def test_a_slow_pass_is_life_unless_it_has_a_limit(
             step(crew, 2)
 
 
+@pytest.mark.slow
 def test_everything_may_be_stopped_for_a_while() -> None:
     """As by Ctrl-Z, or while a laptop sleeps; longer than a worker may be silent."""
     then = "for n in range(150): step(crew, 2); time.sleep(0.02)"
@@ -243,6 +247,7 @@ def test_calls_run_at_once_and_outlast_the_silence_limit() -> None:
         assert found == [("faulty:good:0", 4.0)] * 2
 
 
+@pytest.mark.slow
 def test_workers_are_set_up_before_they_import() -> None:
     member = Member("m0", "faulty:good:0", cores=(0,))
     with Crew.start(Cluster((member,))) as crew:
@@ -293,6 +298,7 @@ def script(
     return process, [int(word) for word in process.stdout.readline().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_workers_die_with_a_controller_that_is_killed(transport: str) -> None:
     process, workers = script("hang", transport, "step(crew, 2)")
@@ -303,6 +309,7 @@ def test_workers_die_with_a_controller_that_is_killed(transport: str) -> None:
     assert eventually(lambda: all(map(gone, workers)))
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_everything_quietly() -> None:
     """Ctrl-C reaches the whole process group; only the controller answers."""
     process, workers = script("hang", "shared-memory", "step(crew, 2)")
@@ -314,6 +321,7 @@ def test_an_interrupt_ends_everything_quietly() -> None:
     assert eventually(lambda: all(map(gone, workers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["step(crew, 2)", "del crew", "raise SystemExit(0)"])
 def test_a_crew_that_is_forgotten_is_closed(then: str) -> None:
     process, workers = script("good", "shared-memory", then)

@@ -65,6 +65,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_trains_with_its_own_operator(tmp_path: Path) -> None:
     script = tmp_path / "trains.py"
     script.write_text(SCRIPT)
@@ -98,6 +99,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield "theirs_of_a_user"
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_times_of_an_own_operator(module: str) -> None:
     command = ["profile", f"{module}:workload", "--microbatches", "1", "--json", "-"]
     done = CliRunner().invoke(app, [*command, "--devices", "pytorch:cpu:0"])

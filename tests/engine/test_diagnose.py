@@ -55,6 +55,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_operator_is_named(crews: Crews, kind: str) -> None:
     verdict, program, layer, name = FAULTS[kind]
@@ -121,6 +122,7 @@ def test_passes_that_disturb_each_other(crews: Crews) -> None:
     assert "and the pipeline's own pass does not: its gradient of layers." in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_training_goes_on_as_if_nothing_was_asked(crews: Crews, transport: str) -> None:
     data = batches(4)
@@ -178,6 +180,7 @@ def diagnosed(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
         return pipe.diagnose(x, Y)
 
 
+@pytest.mark.slow
 def test_the_models_own_operator_is_named(crews: Crews) -> None:
     torch.manual_seed(0)
     found = diagnosed(crews, Root(), X)
@@ -188,6 +191,7 @@ def test_the_models_own_operator_is_named(crews: Crews) -> None:
     assert "its inputs were finite, from -" in found.culprit.not_finite
 
 
+@pytest.mark.slow
 def test_data_that_are_not_finite_are_named(crews: Crews) -> None:
     x = X.clone()
     x[5, 2] = float("inf")  # the second row of the second micro-batch
@@ -234,6 +238,7 @@ def test_devices_that_are_right_are_not_blamed(crews: Crews, kind: str) -> None:
         assert (again.loss, again.runs) == (found.loss, found.runs)
 
 
+@pytest.mark.slow
 def test_workspaces_of_a_library_are_left_to_it(crews: Crews) -> None:
     """torch has the LSTM layers of oneDNN, whose saved tensors nobody else can read."""
     torch.manual_seed(0)
@@ -269,6 +274,7 @@ COMMAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "line", "end"),
     [
@@ -293,6 +299,7 @@ def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Pa
     assert written["culprit"]["device"] == f"wrong:{kind}:0"
 
 
+@pytest.mark.slow
 def test_wrong_gradients_are_not_equal_to_torch(tmp_path: Path) -> None:
     """The loss of the first step is right whatever the gradients are."""
     devices = ("numpy:cpu:0", "wrong:halves:0")
@@ -344,6 +351,7 @@ def _with_another_gradient(query: Any, key: Any, value: Any, attn_mask: Any, **_
     return decompositions.attention(query, key.detach(), value, attn_mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -372,6 +380,7 @@ def test_a_fault_of_the_capture_is_named(
     assert "the captured program differs from the module itself in eager torch" in str(found)
 
 
+@pytest.mark.slow
 def test_a_module_with_dropout_is_not_compared(crews: Crews) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 5))

@@ -72,6 +72,7 @@ def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None
     check_close(gradients, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_mean_in_training_alone(crew: Crew) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

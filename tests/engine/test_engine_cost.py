@@ -28,6 +28,7 @@ def test_the_engine_takes_some_time_and_little() -> None:
     assert all(0.0 <= time_s < 0.1 for time_s in times_s.values())
 
 
+@pytest.mark.slow
 def test_it_counts_once_for_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second on top of every pass: each layer has it, and so has a stage of all layers."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))

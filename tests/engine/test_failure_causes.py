@@ -33,6 +33,7 @@ def start() -> Crew:
     return Crew.start(Cluster((Member("m0", "numpy:cpu:0"),)))
 
 
+@pytest.mark.slow
 def test_a_message_that_cannot_be_loaded() -> None:
     """The worker ended before its failure was sent, in every run."""
     for _ in range(8):

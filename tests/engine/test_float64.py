@@ -40,6 +40,7 @@ def opencl_ids() -> list[str]:
     return [info.id for info in infos if info.kind == "cpu" and not info.capabilities.emulated]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", opencl_ids())
 def test_opencl_refuses_products_in_float64(crews: Any, device_id: str) -> None:
     """Its kernels for them are float32: it computes nothing less exactly than asked."""
@@ -52,6 +53,7 @@ def test_opencl_refuses_products_in_float64(crews: Any, device_id: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_steps_are_those_of_torch_in_float64(crews: Any, name: str) -> None:
     crew: Crew = crews(DEVICES)

@@ -53,6 +53,7 @@ def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
     return list(json.loads(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None:
     """A fork that took a step took its parent's losses, too."""
@@ -97,6 +98,7 @@ print(pipe.step(*batches(1)[0]) < losses[0])
 """
 
 
+@pytest.mark.slow
 def test_a_fork_that_exits_ends_no_worker() -> None:
     here = Path(__file__).parent
     text = SCRIPT.format(here=str(here), tests=str(here.parent))

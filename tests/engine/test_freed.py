@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 
+import pytest
 import torch.nn.functional as F
 from models import MLP, batches
 
@@ -13,6 +14,7 @@ import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
 
 
+@pytest.mark.slow
 def test_a_closed_pipeline_is_freed() -> None:
     members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
     x, y = batches(1)[0]

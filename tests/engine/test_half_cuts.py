@@ -104,6 +104,7 @@ def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor])
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "members", "recompute"),
     [
@@ -136,6 +137,7 @@ def test_equals_torch_that_rounds_at_the_cuts(
     close(state, rounded.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pocl", "intel-cpu"])
 def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
     """In the middle of a pipeline: both passes take float16 and give float16."""
@@ -157,6 +159,7 @@ def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
     close(state, rounded.state)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
     """Its gradients are summed in float32 where it passes; its mask stays what it is."""
     torch.manual_seed(0)

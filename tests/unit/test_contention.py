@@ -89,6 +89,7 @@ def test_another_process_shows() -> None:
     assert foreign_share([before], [after]) > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(0.3, 0.5), (0.3, 0.05)], ids=["both", "one round quiet"])
 def test_disturbed_costs_are_kept_with_a_mark(
     shares: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

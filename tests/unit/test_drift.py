@@ -220,6 +220,7 @@ def test_stored_costs_are_corrected_when_they_serve_again(
     assert again.forward_s("a", 0, 2) == pytest.approx(factor * first.forward_s("a", 0, 2))
 
 
+@pytest.mark.slow
 def test_costs_of_several_profiles_are_corrected_by_the_programs_of_each(
     crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

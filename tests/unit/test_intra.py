@@ -125,6 +125,7 @@ def test_the_channels_of_a_captured_model() -> None:
     assert split.channels == {}
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_split_runs(tmp_path: Path) -> None:
     """One device has three times the speed of the other: no cut between six layers fits."""
     path = tmp_path / "two.toml"

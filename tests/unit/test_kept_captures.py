@@ -100,6 +100,7 @@ def rows(captured: Captured, cuts: list[int], evaluation: bool = False) -> Any:
     return graphs, [(stage.tied, sorted(stage.constants)) for stage in stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_the_same_model_is_not_exported_again(
     module: Callable[..., ModuleType], evaluation: bool
@@ -137,6 +138,7 @@ def test_changed_code_is_captured_anew(module: Callable[..., ModuleType], change
     assert exports(module(model, helper).Model()) > 0
 
 
+@pytest.mark.slow
 def test_a_value_that_is_set_in_a_run_counts(module: Callable[..., ModuleType]) -> None:
     loaded = module()
     exports(loaded.Model())

@@ -82,6 +82,7 @@ def test_stages_have_equal_layer_counts_or_the_cuts_of_the_task() -> None:
     assert (plan.cuts, plan.in_flight) == ((5, 11), (4, 4, 4))
 
 
+@pytest.mark.slow
 def test_gpipe_learns_as_unpartitioned_training_in_micro_batches(
     crew: Crew, subject: Subject
 ) -> None:
@@ -93,6 +94,7 @@ def test_gpipe_learns_as_unpartitioned_training_in_micro_batches(
     assert sorted(found.times_s) == list(found.times_s)
 
 
+@pytest.mark.slow
 def test_every_trial_begins_with_the_weights_of_the_seed(crew: Crew, subject: Subject) -> None:
     """Whatever was trained before; a stale pipeline then goes its own way."""
     plain = subject.trial(TASK, UNPARTITIONED, crew)

@@ -225,6 +225,7 @@ class TestCounting:
             assert few_s < many_s < 16 * few_s * 1.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "lstm_layer"])
 def test_our_own_operators_count_their_products(name: str) -> None:
     """gpt's attention and lstm's layer: far more operations than numbers of the result."""

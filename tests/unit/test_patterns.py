@@ -52,6 +52,7 @@ def test_layers_between_the_ends_are_alike() -> None:
     assert [stage.stage for stage in network.patterns] == list(network.firsts) == [0, 1, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "there", "alike"),
     [
@@ -71,6 +72,7 @@ def test_all_but_names_counts(here: nn.Module, there: nn.Module, alike: bool) ->
     assert (network.layers[1] == network.layers[2]) == alike
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_is_another_pattern() -> None:
     frozen = block().requires_grad_(False)
     network = Network.of(layers_of(block(), block(), frozen, block(), block()))
@@ -92,6 +94,7 @@ class Counting:
         return getattr(self._device, name)
 
 
+@pytest.mark.slow
 def test_work_grows_with_patterns_and_not_with_layers() -> None:
     counts = []
     for layers in (3, 9):
@@ -105,6 +108,7 @@ def test_work_grows_with_patterns_and_not_with_layers() -> None:
     assert counts[0] == counts[1] == (15, 15, 15)  # passes at two sizes, and an update, of three
 
 
+@pytest.mark.slow
 def test_a_walk_runs_the_active_patterns_forward_and_back() -> None:
     """Also after a walk of others: a layer whose neighbour is left out gets its input anew."""
     network = Network.of(layers_of(block(), block(), block(), block(), nn.Tanh(), block()))

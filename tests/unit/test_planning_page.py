@@ -24,6 +24,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands(lab: Path) -> None:
     lines = re.findall(r"^    hetpipe (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
     assert len(lines) == 8

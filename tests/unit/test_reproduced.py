@@ -53,6 +53,7 @@ def numbers(text):
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
+@pytest.mark.slow
 def test_rows_that_differ_say_why(tables):
     assert set(tables) == {
         (paper, name) for paper in ("bapipe", "dapple", "pipeoptim") for name in PAPERS[paper]
@@ -89,6 +90,7 @@ def test_data_parallelism_at_gloos_rate_has_the_papers_ratio(data, devices, rati
     assert half / whole == pytest.approx(ratio, rel=1e-3)  # latencies and rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["gnmt8_4", "gnmt8_8"])
 def test_gnmt_is_ordered_as_in_the_paper(speedups, key):
     ours = speedups[0][key, bapipe.GLOO]

@@ -71,6 +71,7 @@ def sealed(data: bytes) -> bytes:
     return head + data[20:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3 * len(CASES)))
 def test_captured_graphs_come_back_as_they_were(number: int) -> None:
     graph = graphs()[number]

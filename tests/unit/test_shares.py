@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from itertools import chain
@@ -21,6 +22,15 @@ def test_wide(n):
 @pytest.mark.parametrize("n", range(2))
 def test_narrow(n):
     pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(3))
+def test_slow(n):
+    pass
+
+@pytest.mark.slow
+def test_slow_too():
+    pass
 """
 CONFTEST = """
 import shares
@@ -29,6 +39,7 @@ pytest_addoption = shares.add_option
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "wide: ")
+    config.addinivalue_line("markers", "slow: ")
 
 def pytest_collection_modifyitems(config, items):
     shares.choose(config, items)
@@ -49,6 +60,7 @@ def collected(project: Path, *options: str) -> list[str]:
         [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, str(project),
          "-p", "no:cacheprovider", "-o", f"pythonpath={helpers}", "--rootdir", str(project)],
         capture_output=True, text=True, cwd=project,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "::" in line]
@@ -56,12 +68,14 @@ def collected(project: Path, *options: str) -> list[str]:
 
 def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> None:
     everything = collected(project)
-    assert len(everything) == 14
+    assert len(everything) == 18
     shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
-    wide = [[case for case in share if "wide" in case] for share in shares]
-    assert sorted(chain(*wide)) == sorted(case for case in everything if "wide" in case)
-    assert {len(own) for own in wide} == {2, 3}
-    assert all(len(share) - len(own) == 2 for share, own in zip(shares, wide, strict=True))
+    for kind, counts in (("wide", {2, 3}), ("slow", {0, 1})):
+        own = [[case for case in share if kind in case] for share in shares]
+        assert sorted(chain(*own)) == sorted(case for case in everything if kind in case)
+        assert {len(cases) for cases in own} == counts
+    narrow = {case for case in everything if "narrow" in case}
+    assert all(narrow <= set(share) for share in shares)
 
 
 def test_a_tree_has_one_share() -> None:

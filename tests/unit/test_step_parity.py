@@ -100,6 +100,7 @@ def test_a_loss_may_be_off_where_torchs_own_is() -> None:
     assert not replace(row, errors=replace(BEYOND, update=1e-4)).is_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
 @pytest.mark.parametrize("name", ["mlp", "residual-lstm-small"])
 def test_a_device_that_is_right_is_equal(device: str, name: str) -> None:
@@ -130,6 +131,7 @@ def summed_loss(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, to
     return loss, torch.ones_like(y).sum()
 
 
+@pytest.mark.slow
 def test_stages_in_turn_are_the_whole_model() -> None:
     torch.manual_seed(0)
     own = replace(workload(Crossing(), torch.tensor([5, 0, 5, 6]), 7), loss_fn=summed_loss)
@@ -179,6 +181,7 @@ def test_an_update_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert judge.update_error(rule, "w", parameter, gradient, new * math.nan) == math.inf
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found() -> None:
     """A model whose backward torch computes otherwise than the device: half of it is detached
     while torch runs the model, and not while it is captured."""
@@ -213,6 +216,7 @@ class Close(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 def test_decisions_within_rounding_are_told_layer_by_layer() -> None:
     torch.manual_seed(0)
     row = parity(workload(Close(), torch.ones(4, 3), 2), open_device("numpy:cpu:0"))
@@ -226,6 +230,7 @@ def test_decisions_within_rounding_are_told_layer_by_layer() -> None:
     assert row.verdict == "by layers"
 
 
+@pytest.mark.slow
 def test_what_torch_has_right_must_be_right() -> None:
     """A hundredth off, as gradients may be where decisions differ."""
 
@@ -272,6 +277,7 @@ def cancelling(model: type[nn.Module] = Cancelling) -> Workload:
     return replace(workload(model(), x, 2), mini_batch=2 * PAIRS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
 def test_what_cancels_is_told_layer_by_layer(device: str) -> None:
     row = parity(cancelling(), open_device(device), 2 * PAIRS)
@@ -284,6 +290,7 @@ def test_what_cancels_is_told_layer_by_layer(device: str) -> None:
     assert row.verdict == "by layers"
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_wrong_gradient_is_refused() -> None:
     """Two thousandths off, a share of what torch's own float32 is."""
 
@@ -309,6 +316,7 @@ class Exact(ExactDevice):
     info = replace(ExactDevice.info, backend="pytorch")
 
 
+@pytest.mark.slow
 def test_the_exact_device_rounds_results_alone() -> None:
     row = parity(cancelling(), Exact(), 2 * PAIRS, stages=2)
     assert row.errors is not None
@@ -316,6 +324,7 @@ def test_the_exact_device_rounds_results_alone() -> None:
     assert row.verdict == "strict"
 
 
+@pytest.mark.slow
 def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
     class Off(Exact):
         """Tensors that cross the cut are two thousandths off."""
@@ -357,6 +366,7 @@ def chaotic(model: type[nn.Module] = Chaotic) -> Workload:
     return workload(model(), torch.randn(4, 8), 2)
 
 
+@pytest.mark.slow
 def test_what_amplifies_without_end_is_told_layer_by_layer() -> None:
     row = parity(chaotic(), open_device("numpy:cpu:0"))
     assert row.errors is not None
@@ -366,6 +376,7 @@ def test_what_amplifies_without_end_is_told_layer_by_layer() -> None:
     assert row.verdict == "by layers"
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_of_a_chaotic_model_is_refused() -> None:
     class Slightly(Chaotic):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -407,6 +418,7 @@ def undone(model: type[nn.Module] = Undone) -> Workload:
     return replace(workload(model(), torch.randn(64, 4), 2), mini_batch=64)
 
 
+@pytest.mark.slow
 def test_a_rest_of_one_layer_is_compared_with_torchs_own() -> None:
     row = parity(undone(), open_device("numpy:cpu:0"), 64)
     assert row.layers is not None, row
@@ -431,6 +443,7 @@ class Tied(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 def test_maxima_that_rounding_makes_equal_are_compared_with_torchs_own() -> None:
     torch.manual_seed(0)
     row = parity(workload(Tied(), torch.ones(4, 2), 2), open_device("numpy:cpu:0"))
@@ -442,6 +455,7 @@ def test_maxima_that_rounding_makes_equal_are_compared_with_torchs_own() -> None
     assert row.verdict == "by layers"
 
 
+@pytest.mark.slow
 def test_the_rounding_device_is_off_where_torch_is() -> None:
     class Rounding(RoundingDevice):
         info = Exact.info

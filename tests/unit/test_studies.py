@@ -251,6 +251,7 @@ def test_the_replica_with_the_most_rows_moves_longest() -> None:
 
 
 class TestChanges:
+    @pytest.mark.slow
     def test_each_by_itself(self, subject: Subject, cluster: Cluster) -> None:
         changes = ["-vcu129.1", "+a100-40", "desktop-cpu.0=h100", "network=100 Gb/s, 5 us"]
         answer = whatif(subject, cluster, changes)
@@ -291,6 +292,7 @@ class TestChanges:
 
 
 class TestCapacity:
+    @pytest.mark.slow
     def test_it_grows_with_devices_and_recompute(self, subject: Subject) -> None:
         cluster = Cluster.published("bapipe-4-v100")
         answer = capacity(subject, cluster, block=(1, LAYERS - 1))
@@ -370,6 +372,7 @@ class TestCommands:
         assert [row["planner"] for row in data["rows"]] == ["auto", "even"]
         assert "<svg" in picture.read_text()
 
+    @pytest.mark.slow
     def test_plans_of_attached_devices_are_measured(self, tmp_path: Path) -> None:
         both = '[[device]]\nid = "{}"\ndevice = "numpy:cpu:0"\n'
         cluster = tmp_path / "attached.toml"
@@ -403,6 +406,7 @@ class TestCommands:
             with pytest.raises(CostError, match="leave cut_nbytes"):
                 run(*asked, "--cut-nbytes", "160")
 
+    @pytest.mark.slow
     def test_capacity(self, folder: Path) -> None:
         data = run("capacity", *self.asked(folder), "--repeat", "1:11")
         assert data["counted"] == "repetitions of layers 1..11"

@@ -91,6 +91,7 @@ class Unknown(Theirs):
         os.abort()
 
 
+@pytest.mark.slow
 def test_a_device_of_an_unknown_runtime_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.register_backend(Unknown)
     registry.register_backend(Theirs)
@@ -113,6 +114,7 @@ def test_a_wrong_time_limit_is_no_fault_of_a_device(
         list(tested.run_selftests(infos))
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (Crashing, Endless, Hanging, Theirs):
         registry.register_backend(backend)
@@ -131,6 +133,7 @@ def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None
     assert results["theirs:unit:0"]["ok"]
 
 
+@pytest.mark.slow
 def test_conformance_names_a_hang_and_does_not_wait_for_each_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,6 +149,7 @@ def test_conformance_names_a_hang_and_does_not_wait_for_each_check(
     assert "1 checks have waited in vain" in others[0].message
 
 
+@pytest.mark.slow
 def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.register_backend(Theirs)
     with warnings.catch_warnings():
@@ -156,6 +160,7 @@ def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cluster.local().members == (member,)
 
 
+@pytest.mark.slow
 def test_it_stays_out_if_it_fails_unless_it_is_named() -> None:
     registry.register_backend(Theirs)
     registry.register_backend(Crashing)

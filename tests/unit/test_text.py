@@ -104,6 +104,7 @@ def test_gpt_ties_its_weights_and_sees_no_future() -> None:
     assert not torch.allclose(before[:, 100:], after[:, 100:], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
 def test_a_small_one_learns(kind: str) -> None:
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def test_a_copied_trace_is_the_piece_s_own(
         assert one.tied == other.tied
 
 
+@pytest.mark.slow
 def test_traces_grow_with_unlike_layers_alone() -> None:
     counts = []
     for depth in (4, 8):

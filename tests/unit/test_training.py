@@ -39,6 +39,7 @@ def test_the_same_losses_are_equal(workload: Workload, plan: Plan) -> None:
     assert str(found) == "equal to unpartitioned torch: 1e-06 (loss, 5 steps)"
 
 
+@pytest.mark.slow
 def test_one_percent_is_a_different_training(workload: Workload, plan: Plan) -> None:
     """Once the comparison ran from trained weights, and called everything rounding."""
     found = compare(workload, plan, steps(workload, 1.01), seed=0)
@@ -56,6 +57,7 @@ def test_a_training_that_hardly_moves_is_judged_by_rounding(workload: Workload, 
     assert "5e-05 (loss, 5 steps), where rounding makes " in str(found)
 
 
+@pytest.mark.slow
 def test_what_rounding_explains_is_equal(workload: Workload, plan: Plan) -> None:
     """The losses of the same training, with rounding errors in its first weights."""
     disturbed = load_workload("mlp")
@@ -118,6 +120,7 @@ def test_batches_repeat_with_their_seed(workload: Workload) -> None:
         next(workload.batches(4096, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [optim.sgd(0.1, momentum=0.9), optim.adam(), optim.adamw()])
 def test_micro_batches_do_not_change_plain_training(rule: optim.Optimizer) -> None:
     """Uneven micro-batches, a mean loss and (sum, count): three ways to the same losses."""

@@ -231,6 +231,7 @@ def mutants(valid):
             yield tuple(map(tuple, rest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
 def test_tables_accept_what_the_validator_accepts(name, stages, microbatches, options, monkeypatch):
     valid = generate(name, stages, microbatches, **options)

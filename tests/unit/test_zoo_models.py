@@ -53,6 +53,7 @@ def test_every_published_model_has_a_small_one() -> None:
     assert {name + SMALL for name in published} <= set(small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name + SMALL for names in FAMILIES.values() for name in names])
 def test_small_models_run_on_their_data(name: str) -> None:
     workload = load_workload(name)
