@@ -25,7 +25,8 @@ from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.wire.wire import host_dtype
 
 if TYPE_CHECKING:
-    from hetpipe.bench.inturn import Crossing, See
+    from hetpipe.bench.inturn import See
+    from hetpipe.worker.single import Crossing
 
     Array = np.ndarray[Any, Any]
 

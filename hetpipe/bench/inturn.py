@@ -20,29 +20,16 @@ import numpy as np
 
 from hetpipe.bench.machine import collecting_new, trim_memory
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import (
-    COUNT,
-    CUT,
-    GRAD,
-    INPUT,
-    LOSS,
-    PARAM,
-    TANGENT,
-    Program,
-    Slot,
-    StageGraphs,
-)
+from hetpipe.capture.program import GRAD, PARAM, StageGraphs
 from hetpipe.errors import PlanError
 from hetpipe.plan.exact import exact
-from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.wire.messages import Keep
-from hetpipe.worker.stage import Pass, Stage
+from hetpipe.worker.single import Crossing, SingleStage
+from hetpipe.worker.stage import Stage
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
-    Crossing = Mapping[str, Buffer]
-    """Tensors that cross a cut, by name."""
     See = Callable[[str, Array, Array | None], None]
     """Function of a parameter's name, its gradient, and its new value (None without an update)."""
     Cross = Callable[[Crossing], Crossing]
@@ -129,16 +116,8 @@ class StepInTurn:
     def _forward_only(self, graphs: StageGraphs, entering: Crossing) -> Crossing:
         """Run a stage's forward and return the tensors for the next stage."""
         passes = replace(graphs.passes[self.samples], backward=None)
-        stage = self._stage(replace(graphs, passes={self.samples: passes}, update=None))
-        return self._forward(stage, replace(graphs, passes={self.samples: passes}), entering)
-
-    def _forward(self, stage: Stage, graphs: StageGraphs, entering: Crossing) -> Crossing:
-        passes = graphs.passes[self.samples]
-        into = _slots([slot for program in passes.programs for slot in program.inputs], CUT)
-        stage.frames.arrive(0, into, [entering[slot.name] for slot in into])
-        out = _slots(passes.forward.outputs, CUT)
-        stage.run(Pass(Op.FORWARD, 0, self.samples, self._leaves(passes.programs)))
-        return _departing(stage, self.samples, out)
+        single = self._load(replace(graphs, passes={self.samples: passes}, update=None))
+        return single.forward(self.samples, self.feed, entering)
 
     def _passes(
         self, graphs: StageGraphs, entering: Crossing, arriving: Crossing
@@ -148,23 +127,17 @@ class StepInTurn:
         Return the tangents for the previous stage, the parameters and gradients on the device, and
         the gradients on the host.
         """
-        stage = self._stage(replace(graphs, update=None))
-        self._forward(stage, graphs, entering)
+        single = self._load(replace(graphs, update=None))
+        single.forward(self.samples, self.feed, entering)
+        stage = single.stage
         if stage.has_loss:
-            (self._loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
-            self._scale = 1 / counts[0] if counts else 1.0
-            self._loss *= self._scale
+            self._loss, self._scale = single.loss, single.grad_scale
+        tangents = single.backward(self.samples, self.feed, arriving)
         backward = graphs.passes[self.samples].backward
-        if backward is None:
-            return {}, {}, {}
-        into = [slot for slot in _slots(backward.inputs, TANGENT) if slot.name != LOSS]
-        stage.frames.arrive(0, tuple(into), [arriving[slot.name] for slot in into])
-        feed = self._leaves([backward])
-        stage.run(Pass(Op.BACKWARD, 0, self.samples, feed, loss_tangent=1.0))
-        tangents = _departing(stage, self.samples, _slots(backward.outputs, TANGENT))
         gradients = {
             slot.name: self._summed(stage, graphs, slot.name)
-            for slot in _slots(backward.outputs, GRAD)
+            for slot in (backward.outputs if backward else ())
+            if slot.role == GRAD
         }
         held = stage.store.find_buffers(
             [(role, name) for role in (PARAM, GRAD) for name in gradients]
@@ -193,7 +166,7 @@ class StepInTurn:
         """Apply the optimizer, if any, and pass the stage's own parameters to `see`."""
         stage = None
         if graphs.update is not None:
-            stage = self._stage(replace(graphs, passes={}), held)
+            stage = self._load(replace(graphs, passes={}), held).stage
             stage.update(lr, self._scale)
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         while gradients:
@@ -202,27 +175,12 @@ class StepInTurn:
                 updated = None if stage is None else stage.get((PARAM, name))
                 see(name, gradient * self._scale, updated)
 
-    def _stage(
+    def _load(
         self, graphs: StageGraphs, held: Mapping[tuple[str, str], Buffer] | None = None
-    ) -> Stage:
+    ) -> SingleStage:
         """Return a compiled stage with its values on the device."""
         begin_s = time.perf_counter()
         keep = Keep(updates=(0,) * len(self.graphs))
-        stage = Stage(self.device, graphs, self.values, np.zeros, keep, held=held)
+        single = SingleStage(self.device, graphs, self.values, keep, held)
         self.compile_s += time.perf_counter() - begin_s
-        return stage
-
-    def _leaves(self, programs: Sequence[Program]) -> dict[str, Array]:
-        """Return the leaves of the batch that the programs read."""
-        slots = [slot for program in programs for slot in program.inputs]
-        return {slot.name: self.feed[slot.name] for slot in _slots(slots, INPUT)}
-
-
-def _slots(slots: Sequence[Slot], role: str) -> tuple[Slot, ...]:
-    """Return the distinct slots of a role."""
-    return tuple({slot.key: slot for slot in slots if slot.role == role}.values())
-
-
-def _departing(stage: Stage, samples: int, slots: tuple[Slot, ...]) -> Crossing:
-    buffers = stage.frames.depart(0, samples, slots)
-    return {slot.name: buffer for slot, buffer in zip(slots, buffers, strict=True)}
+        return single

@@ -169,7 +169,7 @@ def test_gradients_and_intermediates_lie_where_saved_tensors_were() -> None:
     for _ in range(4):
         trained.step()
     nbytes: Counter[str] = Counter()
-    for slot in trained._stage._binding.slots.values():
+    for slot in trained._single.stage._binding.slots.values():
         nbytes[slot.role] += slot.nbytes
     stays = nbytes[PARAM] + nbytes[STATE] + nbytes[SAVED] + nbytes[INPUT]
     used = device.memory_used_nbytes()

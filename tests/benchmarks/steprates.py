@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,13 +28,11 @@ from benchmarks.eagermemory import peak_nbytes
 from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import COUNT, LOSS
-from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.registry import decompositions_of, open_device
 from hetpipe.train.eager import Eager
 from hetpipe.wire.messages import Keep
-from hetpipe.worker.stage import Pass, Stage
+from hetpipe.worker.single import SingleStage
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 
@@ -173,17 +170,15 @@ class Trained:
         """Compile the graphs and upload the weights."""
         values = {**self.captured.parameters, **self.captured.buffers}
         keep = Keep(updates=(0,), late_gradients=True)
-        self._stage = Stage(device, self._graphs, values, np.zeros, keep)
+        self._single = SingleStage(device, self._graphs, values, keep)
 
     def step(self) -> float:
         """Train a step and return its loss."""
-        stage, samples = self._stage, self._samples
-        stage.run(Pass(Op.FORWARD, 0, samples, self._feed))
-        stage.run(Pass(Op.BACKWARD, 0, samples, self._feed, loss_tangent=1.0))
-        (loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
-        scale = 1 / counts[0] if counts else 1.0
-        stage.update(self._rule.lr_at(1), scale)
-        return float(loss * scale)
+        single = self._single
+        single.forward(self._samples, self._feed)
+        single.backward(self._samples, self._feed)
+        single.stage.update(self._rule.lr_at(1), single.grad_scale)
+        return single.loss
 
 
 if __name__ == "__main__":
