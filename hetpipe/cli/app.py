@@ -27,6 +27,7 @@ from hetpipe.cli import (
     whatif,
     zoo,
 )
+from hetpipe.cli.options import flat
 
 app = typer.Typer(
     help="Train one PyTorch model across every accelerator in the room, whoever made it.",
@@ -40,7 +41,7 @@ COMMANDS = (
     reproduce, train, bench, matmul, zoo, new_backend, conform,
 )  # fmt: skip
 for module in COMMANDS:
-    app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
+    app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(flat(module.command))
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(papers.app, name="papers")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +11,12 @@ import typer
 
 from hetpipe.cli.check import check_picture, check_synchronous
 from hetpipe.cli.options import (
-    BackendsOption,
-    ClusterOption,
-    DevicesOption,
+    ClusterOptions,
     JsonOption,
     MicrobatchesOption,
     MiniBatchOption,
     ScheduleOption,
     SeedOption,
-    SpeedOption,
     make_cluster,
 )
 from hetpipe.cli.output import Output
@@ -97,10 +95,8 @@ def command(
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Measured and predicted steps, .png, .svg."),
     ] = None,
-    cluster: ClusterOption = None,
-    devices: DevicesOption = None,
-    backends: BackendsOption = None,
-    emulate_speed: SpeedOption = None,
+    *,
+    where: ClusterOptions,
     microbatches: MicrobatchesOption = None,
     mini_batch: MiniBatchOption = None,
     schedule: ScheduleOption = "auto",
@@ -123,13 +119,13 @@ def command(
     check_picture(picture)
     link = LINK if link is None and full else link
     slow = parse_link(link) if link else None
-    here = make_cluster(cluster, devices, backends, emulate_speed)
+    here = where.make()
     if here.described:
         raise ClusterError(
             f"bench measures, and the times of {', '.join(m.id for m in here.described)} are "
             "modelled: they are boards; use `hetpipe train` or `hetpipe compare`"
         )
-    if full and not (cluster or devices or backends or emulate_speed):
+    if full and not any(astuple(where)):
         rehearse = REHEARSED if rehearse is None else rehearse
         twice = here.ids[0] if twice is None else twice
     common = {

@@ -11,26 +11,15 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
-    CutBytesOption,
     GlobalBatchOption,
-    MaybeModelArgument,
-    ProfiledOnOption,
-    ProfileOption,
-    SamplesOption,
-    UnitOption,
+    SubjectOptions,
     cluster_from,
-    subject_from,
 )
 from hetpipe.errors import PlanError
 
 
 def command(
-    model: MaybeModelArgument = None,
-    profile: ProfileOption = None,
-    samples: SamplesOption = None,
-    profiled_on: ProfiledOnOption = "v100-pcie-16",
-    cut_nbytes: CutBytesOption = None,
-    unit_s: UnitOption = 1e-3,
+    about: SubjectOptions,
     cluster: ClusterNameOption = None,
     repeat: Annotated[
         str | None,
@@ -51,9 +40,7 @@ def command(
     output = Output(json)
     block = None if repeat is None else parse_block(repeat)
     members = cluster_from(cluster)
-    subject = subject_from(
-        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
-    )
+    subject = about.subject(global_batch)
     with progress_bar() as progress:
         progress("planning", 0, 1)
         answer = capacity(subject, members, microbatches, block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetpipe.cli.options import split_numbers
+from hetpipe.cli.options import PipelineOptions, split_numbers
 from hetpipe.errors import HetpipeError, PlanError
 
 if TYPE_CHECKING:
@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_options(
-    schedule: str,
-    weights: str,
-    cuts: str | None,
-    replicas: str | None,
+    options: PipelineOptions,
     microbatches: int | None,
     mini_batch: int | None,
     rebalance: str | None = None,
@@ -28,11 +25,11 @@ def read_options(
     from hetpipe.pipeline.rebalance import fixed_by
 
     asked = PlanOptions(
-        cuts=split_numbers(cuts, "--cuts"),
-        replicas=split_numbers(replicas, "--replicas"),
+        cuts=split_numbers(options.cuts, "--cuts"),
+        replicas=split_numbers(options.replicas, "--replicas"),
         microbatches=microbatches,
-        schedule=schedule,
-        weights=weights,
+        schedule=options.schedule,
+        weights=options.weights,
         rebalance=rebalance,
     )
     fixed_by(asked)

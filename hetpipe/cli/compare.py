@@ -7,27 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.cli.check import check_picture
-from hetpipe.cli.options import JsonOption, MicrobatchesOption, split_names
+from hetpipe.cli.options import (
+    JsonOption,
+    split_names,
+)
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
-    CutBytesOption,
-    GlobalBatchOption,
-    MaybeModelArgument,
-    PictureOption,
-    ProfiledOnOption,
-    ProfileOption,
-    RecomputeOption,
-    SamplesOption,
-    SchedulesOption,
-    TraceOption,
-    UnitOption,
+    DrawingOptions,
+    PlannerChoices,
+    SubjectOptions,
     cluster_from,
-    draw,
-    options_from,
-    subject_from,
 )
 
 if TYPE_CHECKING:
@@ -41,20 +32,13 @@ DRAWN = 4
 
 
 def command(
-    model: MaybeModelArgument = None,
-    profile: ProfileOption = None,
-    samples: SamplesOption = None,
-    profiled_on: ProfiledOnOption = "v100-pcie-16",
-    cut_nbytes: CutBytesOption = None,
-    unit_s: UnitOption = 1e-3,
+    about: SubjectOptions,
     cluster: ClusterNameOption = None,
     planners: Annotated[
         str | None, typer.Option("--planners", metavar="LIST", help="Only these planners.")
     ] = None,
-    global_batch: GlobalBatchOption = None,
-    microbatches: MicrobatchesOption = None,
-    schedules: SchedulesOption = None,
-    recompute: RecomputeOption = False,
+    *,
+    choices: PlannerChoices,
     measure: Annotated[
         bool,
         typer.Option(
@@ -62,8 +46,7 @@ def command(
             help="Also run every plan of MODEL for some steps, if all devices are attached.",
         ),
     ] = True,
-    picture: PictureOption = None,
-    trace: TraceOption = None,
+    drawing: DrawingOptions,
     json: JsonOption = None,
 ) -> None:
     """Compare the plans of all planners, and plans made by hand, in one simulator."""
@@ -71,12 +54,10 @@ def command(
     from hetpipe.study.comparison import BY_HAND, compare
 
     output = Output(json)
-    check_picture(picture)
+    drawing.check()
     members = cluster_from(cluster)
-    subject = subject_from(
-        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
-    )
-    options = options_from(subject, schedules, microbatches, recompute)
+    subject = about.subject(choices.global_batch)
+    options = choices.options(subject)
     runs = measure and subject.measure is not None and not members.described
     with progress_bar() as progress:
         progress("planning and measuring" if runs else "planning", 0, 1)
@@ -91,8 +72,7 @@ def command(
     for row in comparison.rows:
         if row.why_not:
             output.text(f"{row.planner}: {row.why_not}")
-    for path in draw(timelines(comparison), picture, trace, f"{subject.name}, by planner"):
-        output.text(f"written to {path}")
+    drawing.draw(output, timelines(comparison), f"{subject.name}, by planner")
     output.finish(comparison.to_json())
 
 

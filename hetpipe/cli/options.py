@@ -1,10 +1,13 @@
-"""Options that commands share, and the cluster that they describe."""
+"""Options that commands share; a command takes a record of options as one parameter."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,14 +34,6 @@ DevicesOption = Annotated[
 BackendsOption = Annotated[
     str | None, typer.Option("--backends", metavar="LIST", help="Only these backends.")
 ]
-SpeedOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--emulate-speed",
-        metavar="ID=SPEED",
-        help="0.5 stretches every computation of a device to twice its time. Repeatable.",
-    ),
-]
 MicrobatchesOption = Annotated[
     int | None,
     typer.Option("--microbatches", min=1, help="Micro-batches per mini-batch; else explored."),
@@ -57,16 +52,6 @@ def _known_schedule(value: str) -> str:
     return register_file(Path(value))
 
 
-CutsOption = Annotated[
-    str | None,
-    typer.Option("--cuts", metavar="LIST", help="First layers of the stages after the first."),
-]
-ReplicasOption = Annotated[
-    str | None,
-    typer.Option(
-        "--replicas", metavar="LIST", help="Devices of each stage, in the cluster's order: 2,1."
-    ),
-]
 ScheduleOption = Annotated[
     str,
     typer.Option(
@@ -74,14 +59,6 @@ ScheduleOption = Annotated[
         callback=_known_schedule,
         help="auto (gpipe or 1f1b), or another; a wrong one lists them all. FILE.txt: one that is "
         "written out.",
-    ),
-]
-WeightsOption = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        help="Versions of the weights if the schedule is asynchronous: stash, vertical-sync, "
-        "2bw, spectrain or pipeoptim.",
     ),
 ]
 RebalanceOption = Annotated[
@@ -109,6 +86,78 @@ JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is standard output."),
 ]
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The options that describe a cluster."""
+
+    cluster: ClusterOption = None
+    devices: DevicesOption = None
+    backends: BackendsOption = None
+    emulate_speed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--emulate-speed",
+            metavar="ID=SPEED",
+            help="0.5 stretches every computation of a device to twice its time. Repeatable.",
+        ),
+    ] = None
+
+    def make(self) -> Cluster:
+        """Return the cluster, by default the local one. Raises `ClusterError`."""
+        return make_cluster(self.cluster, self.devices, self.backends, self.emulate_speed)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options that fix a pipeline's stages and schedule."""
+
+    schedule: ScheduleOption = "auto"
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            help="Versions of the weights if the schedule is asynchronous: stash, vertical-sync, "
+            "2bw, spectrain or pipeoptim.",
+        ),
+    ] = "auto"
+    cuts: Annotated[
+        str | None,
+        typer.Option("--cuts", metavar="LIST", help="First layers of the stages after the first."),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            "--replicas", metavar="LIST", help="Devices of each stage, in the cluster's order: 2,1."
+        ),
+    ] = None
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with an option for each field of the records that it takes."""
+    records: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        record = parameter.annotation
+        if isinstance(record, type) and is_dataclass(record):
+            records[parameter.name] = record
+            options += inspect.signature(record, eval_str=True).parameters.values()
+        else:
+            options.append(parameter)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        made = {
+            name: record(**{field.name: values.pop(field.name) for field in fields(record)})
+            for name, record in records.items()
+        }
+        command(**made, **values)
+
+    keywords = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    return run
 
 
 def split_names(text: str | None) -> list[str] | None:

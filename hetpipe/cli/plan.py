@@ -6,42 +6,31 @@ published profile or a named planner, the command is a study (`hetpipe.study`).
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.check import check_devices, check_picture, read_options
+from hetpipe.cli.check import (
+    check_devices,
+    read_options,
+)
 from hetpipe.cli.options import (
-    BackendsOption,
-    ClusterOption,
-    CutsOption,
-    DevicesOption,
+    ClusterOptions,
     JsonOption,
     MicrobatchesOption,
-    ReplicasOption,
-    ScheduleOption,
-    SpeedOption,
-    WeightsOption,
-    make_cluster,
+    PipelineOptions,
     split_names,
 )
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
-    CutBytesOption,
+    DrawingOptions,
     GlobalBatchOption,
-    MaybeModelArgument,
-    PictureOption,
     PlannerOption,
-    ProfiledOnOption,
-    ProfileOption,
     RecomputeOption,
-    SamplesOption,
-    TraceOption,
-    UnitOption,
-    draw,
-    subject_from,
+    SubjectOptions,
 )
 from hetpipe.errors import PlanError
 
@@ -54,23 +43,13 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: MaybeModelArgument = None,
-    profile: ProfileOption = None,
-    samples: SamplesOption = None,
-    profiled_on: ProfiledOnOption = "v100-pcie-16",
-    cut_nbytes: CutBytesOption = None,
-    unit_s: UnitOption = 1e-3,
+    about: SubjectOptions,
     planner: PlannerOption = None,
-    cluster: ClusterOption = None,
-    devices: DevicesOption = None,
-    backends: BackendsOption = None,
-    emulate_speed: SpeedOption = None,
+    *,
+    where: ClusterOptions,
     microbatches: MicrobatchesOption = None,
     mini_batch: GlobalBatchOption = None,
-    schedule: ScheduleOption = "auto",
-    weights: WeightsOption = "auto",
-    cuts: CutsOption = None,
-    replicas: ReplicasOption = None,
+    pipeline: PipelineOptions,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -84,8 +63,7 @@ def command(
         typer.Option("--out", metavar="FILE", help="Keep plan and costs for `train`."),
     ] = None,
     recompute: RecomputeOption = False,
-    picture: PictureOption = None,
-    trace: TraceOption = None,
+    drawing: DrawingOptions,
     json: JsonOption = None,
 ) -> None:
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
@@ -94,36 +72,42 @@ def command(
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    check_picture(picture)
-    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
+    drawing.check()
+    asked = read_options(pipeline, microbatches, mini_batch)
+    model = about.model
     if model is not None:
         check_name(model)
-    members = make_cluster(cluster, None, None, emulate_speed) if cluster else None
-    if profile or planner or recompute or (members is not None and members.boards_without_numerics):
+    members = replace(where, devices=None, backends=None).make() if where.cluster else None
+    if (
+        about.profile
+        or planner
+        or recompute
+        or (members is not None and members.boards_without_numerics)
+    ):
         if costs is not None:
             raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
-        members = members or make_cluster(None, devices, backends, emulate_speed)
-        subject = subject_from(
-            model, profile, samples, profiled_on, mini_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
+        chosen = _studied(
+            about.subject(mini_batch), members or where.make(), planner or "auto", asked, recompute
         )
-        chosen = _studied(subject, members, planner or "auto", asked, recompute)
     elif model is None:
         raise PlanError("no model: give MODEL, or --profile FILE")
     elif costs is None:
-        chosen = _measured(model, (cluster, devices, backends, emulate_speed), mini_batch, asked)
+        chosen = _measured(model, where, mini_batch, asked)
     else:
-        options = {"--cluster": cluster, "--backends": backends, "--emulate-speed": emulate_speed}
+        options = {
+            "--cluster": where.cluster, "--backends": where.backends,
+            "--emulate-speed": where.emulate_speed,
+        }  # fmt: skip
         for option in (option for option, value in options.items() if value):
             raise PlanError(f"--costs {costs} say what devices there are: leave out {option}")
-        chosen = _priced(model, costs, devices, mini_batch, asked)
+        chosen = _priced(model, costs, where.devices, mini_batch, asked)
     best, table = chosen
     output.text(str(best))
     if out is not None:
         write_plan(out, best, table, model or "")
         output.text(f"written to {out}")
-    if picture or trace:
-        for path in draw([predict(best, table)], picture, trace, f"{best.model}, {best.origin}"):
-            output.text(f"written to {path}")
+    if any(astuple(drawing)):
+        drawing.draw(output, [predict(best, table)], f"{best.model}, {best.origin}")
     output.finish(summary(best))
 
 
@@ -164,12 +148,12 @@ def _studied(
 
 def _measured(
     model: str,
-    where: tuple[Path | None, str | None, str | None, list[str] | None],
+    where: ClusterOptions,
     mini_batch: int | None,
     asked: PlanOptions,
 ) -> tuple[Plan, CostTable]:
     """Profile these devices, and return the plan of a pipeline on them."""
-    members = make_cluster(*where)
+    members = where.make()
     check_devices(asked, len(members.members))
     from hetpipe.train.open import open_pipeline
     from hetpipe.zoo.load import load_workload

@@ -7,15 +7,11 @@ from typing import Annotated
 import typer
 
 from hetpipe.cli.options import (
-    BackendsOption,
-    ClusterOption,
-    DevicesOption,
+    ClusterOptions,
     JsonOption,
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
-    SpeedOption,
-    make_cluster,
 )
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
@@ -26,10 +22,7 @@ MOST_MICROBATCHES = 64
 
 def command(
     model: ModelArgument,
-    cluster: ClusterOption = None,
-    devices: DevicesOption = None,
-    backends: BackendsOption = None,
-    emulate_speed: SpeedOption = None,
+    where: ClusterOptions,
     microbatches: MicrobatchesOption = 8,
     mini_batch: MiniBatchOption = None,
     again: Annotated[
@@ -45,7 +38,7 @@ def command(
 
     output = Output(json)
     check_name(model)
-    members = make_cluster(cluster, devices, backends, emulate_speed)
+    members = where.make()
     from hetpipe.capture.captured import Captured
     from hetpipe.crew.crew import Crew
     from hetpipe.profile.measure import profile, stored_costs

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.cli.check import check_picture
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
-from hetpipe.cli.study import PictureOption, TraceOption, cluster_from, draw
+from hetpipe.cli.study import (
+    DrawingOptions,
+    cluster_from,
+)
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ def command(
             "--cluster", metavar="FILE|NAME", help="Messages share the links of this cluster."
         ),
     ] = None,
-    picture: PictureOption = None,
-    trace: TraceOption = None,
+    *,
+    drawing: DrawingOptions,
     json: JsonOption = None,
 ) -> None:
     """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
@@ -43,7 +45,7 @@ def command(
     from hetpipe.study.simulation import simulate
 
     output = Output(json)
-    check_picture(picture)
+    drawing.check()
     kept, table = read_plan(plan)
     if costs is not None:
         table = read_costs(costs)
@@ -55,8 +57,7 @@ def command(
     for (source, target), nbytes in sorted(simulation.outcome.link_nbytes.items()):
         names = simulation.outcome.workers
         output.text(f"{names[source]} -> {names[target]}: {nbytes} bytes a step")
-    for path in draw([simulation.timeline], picture, trace, f"{kept.model}, {kept.schedule}"):
-        output.text(f"written to {path}")
+    drawing.draw(output, [simulation.timeline], f"{kept.model}, {kept.schedule}")
     output.finish(simulation.to_json())
 
 

@@ -1,13 +1,17 @@
-"""Options and output that the commands of studies share."""
+"""Options that the commands of studies share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli.check import check_picture
+from hetpipe.cli.options import MicrobatchesOption, split_names
+from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError, HetpipeError
 
 if TYPE_CHECKING:
@@ -16,39 +20,6 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.study.subject import Subject
 
-MaybeModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[MODEL]", help="A zoo name, or package.module:factory."),
-]
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        help="Costs instead of a model: PipeDream's graph.txt, Metis' or msr-fiddle's JSON, or "
-        "what `hetpipe profile --json` wrote.",
-    ),
-]
-SamplesOption = Annotated[
-    int | None,
-    typer.Option("--samples", min=1, help="The micro-batch at which a profile was measured."),
-]
-ProfiledOnOption = Annotated[
-    str,
-    typer.Option("--profiled-on", metavar="BOARD", help="The board of a published profile."),
-]
-CutBytesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--cut-nbytes", min=0, help="Of a profile that does not say it: the bytes at every cut."
-    ),
-]
-UnitOption = Annotated[
-    float,
-    typer.Option(
-        "--unit-s", metavar="SECONDS", help="Of a profile in JSON that does not say it: its unit."
-    ),
-]
 ClusterNameOption = Annotated[
     str | None,
     typer.Option(
@@ -66,41 +37,112 @@ PlannerOption = Annotated[
 RecomputeOption = Annotated[
     bool, typer.Option("--recompute", help="Stages may compute their forwards once more.")
 ]
-SchedulesOption = Annotated[
-    str | None,
-    typer.Option("--schedules", metavar="LIST", help="Schedules to choose from."),
-]
-PictureOption = Annotated[
-    Path | None,
-    typer.Option("--picture", metavar="FILE", help="The simulated steps, .png, .svg or .pdf."),
-]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="The same as Chrome's or Perfetto's JSON."),
-]
 
 
-def subject_from(
-    model: str | None,
-    profile: Path | None,
-    samples: int | None,
-    profiled_on: str,
-    global_batch: int | None,
-    *,
-    cut_nbytes: int | None,
-    unit_s: float,
-) -> Subject:
-    """Return the model or profile that the options name. Raises `HetpipeError`."""
-    from hetpipe.study.models import of_file, of_model
+@dataclass(frozen=True)
+class SubjectOptions:
+    """The options that name a model or a profile."""
 
-    if (model is None) == (profile is None):
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A zoo name, or package.module:factory."),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Costs instead of a model: PipeDream's graph.txt, Metis' or msr-fiddle's JSON, or "
+            "what `hetpipe profile --json` wrote.",
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, help="The micro-batch at which a profile was measured."),
+    ] = None
+    profiled_on: Annotated[
+        str,
+        typer.Option("--profiled-on", metavar="BOARD", help="The board of a published profile."),
+    ] = "v100-pcie-16"
+    cut_nbytes: Annotated[
+        int | None,
+        typer.Option(
+            "--cut-nbytes", min=0, help="Of a profile that does not say it: the bytes at every cut."
+        ),
+    ] = None
+    unit_s: Annotated[
+        float,
+        typer.Option(
+            "--unit-s",
+            metavar="SECONDS",
+            help="Of a profile in JSON that does not say it: its unit.",
+        ),
+    ] = 1e-3
+
+    def subject(self, global_batch: int | None) -> Subject:
+        """Return the model or profile. Raises `HetpipeError`."""
+        from hetpipe.study.models import of_file, of_model
+
+        if self.model is not None and self.profile is None:
+            return of_model(self.model, global_batch).subject
+        if self.model is None and self.profile is not None:
+            return of_file(
+                self.profile, self.samples, global_batch, self.profiled_on,
+                cut_nbytes=self.cut_nbytes, unit_s=self.unit_s,
+            )  # fmt: skip
         raise HetpipeError("a study is of one model: give MODEL or --profile FILE, one of the two")
-    if model is not None:
-        return of_model(model, global_batch).subject
-    assert profile is not None
-    return of_file(
-        profile, samples, global_batch, profiled_on, cut_nbytes=cut_nbytes, unit_s=unit_s
-    )
+
+
+@dataclass(frozen=True)
+class PlannerChoices:
+    """The options that limit the choices of a planner."""
+
+    global_batch: GlobalBatchOption = None
+    microbatches: MicrobatchesOption = None
+    schedules: Annotated[
+        str | None,
+        typer.Option("--schedules", metavar="LIST", help="Schedules to choose from."),
+    ] = None
+    recompute: RecomputeOption = False
+
+    def options(self, subject: Subject) -> PlannerOptions:
+        """Return the options for a planner. Raises `HetpipeError`."""
+        return subject.options(
+            microbatches=(self.microbatches,) if self.microbatches else (),
+            schedules=tuple(split_names(self.schedules) or ()),
+            recompute=self.recompute,
+        )
+
+
+@dataclass(frozen=True)
+class DrawingOptions:
+    """The options that name files for simulated steps."""
+
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="The simulated steps, .png, .svg or .pdf."),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="The same as Chrome's or Perfetto's JSON."),
+    ] = None
+
+    def check(self) -> None:
+        """Raise `HetpipeError` if the picture cannot be drawn."""
+        check_picture(self.picture)
+
+    def draw(self, output: Output, timelines: Sequence[Timeline], title: str) -> None:
+        """Write the files. Raises `HetpipeError`."""
+        from hetpipe.report.picture import draw_timelines
+        from hetpipe.report.trace import write_trace
+
+        if self.picture is not None:
+            draw_timelines(self.picture, timelines, title)
+        if self.trace is not None:
+            write_trace(self.trace, timelines)
+        for path in (self.picture, self.trace):
+            if path is not None:
+                output.text(f"written to {path}")
 
 
 def cluster_from(name: str | None) -> Cluster:
@@ -110,30 +152,3 @@ def cluster_from(name: str | None) -> Cluster:
     if name is None:
         raise ClusterError("no cluster: give --cluster a file, or the name of a published cluster")
     return Cluster.load(name) if Path(name).suffix else Cluster.published(name)
-
-
-def options_from(
-    subject: Subject, schedules: str | None, microbatches: int | None, recompute: bool
-) -> PlannerOptions:
-    """Return the options for a planner. Raises `HetpipeError`."""
-    from hetpipe.cli.options import split_names
-
-    return subject.options(
-        microbatches=(microbatches,) if microbatches else (),
-        schedules=tuple(split_names(schedules) or ()),
-        recompute=recompute,
-    )
-
-
-def draw(
-    timelines: Sequence[Timeline], picture: Path | None, trace: Path | None, title: str
-) -> list[Path]:
-    """Write the files that the options ask for. Raises `HetpipeError`."""
-    from hetpipe.report.picture import draw_timelines
-    from hetpipe.report.trace import write_trace
-
-    if picture is not None:
-        draw_timelines(picture, timelines, title)
-    if trace is not None:
-        write_trace(trace, timelines)
-    return [path for path in (picture, trace) if path is not None]

@@ -13,23 +13,16 @@ import typer
 
 from hetpipe.cli.check import check_devices, check_picture, check_plan_alone, read_options
 from hetpipe.cli.options import (
-    BackendsOption,
     ChangedOption,
-    ClusterOption,
-    CutsOption,
-    DevicesOption,
+    ClusterOptions,
     JsonOption,
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
     PassLimitOption,
+    PipelineOptions,
     RebalanceOption,
-    ReplicasOption,
-    ScheduleOption,
     SeedOption,
-    SpeedOption,
-    WeightsOption,
-    make_cluster,
 )
 from hetpipe.cli.output import Output, logged
 from hetpipe.cli.pace import Pace, pace_of
@@ -72,16 +65,11 @@ def command(
         Path | None,
         typer.Option("--trace", metavar="FILE", help="The same for Perfetto or Chrome, JSON."),
     ] = None,
-    cluster: ClusterOption = None,
-    devices: DevicesOption = None,
-    backends: BackendsOption = None,
-    emulate_speed: SpeedOption = None,
+    *,
+    where: ClusterOptions,
     microbatches: MicrobatchesOption = None,
     mini_batch: MiniBatchOption = None,
-    schedule: ScheduleOption = "auto",
-    weights: WeightsOption = "auto",
-    cuts: CutsOption = None,
-    replicas: ReplicasOption = None,
+    pipeline: PipelineOptions,
     rebalance: RebalanceOption = None,
     sync_batch_norm: Annotated[
         bool,
@@ -105,7 +93,7 @@ def command(
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch, rebalance)
+    asked = read_options(pipeline, microbatches, mini_batch, rebalance)
     stored, costs = (None, None) if plan is None else read_plan(plan)
     if plan is not None and stored is not None:
         check_plan_alone(plan, stored, asked)
@@ -116,7 +104,7 @@ def command(
             f"--changed {changed[0]} says what differs from a checkpoint, and there is none: give "
             "--resume DIR as well"
         )
-    members = make_cluster(cluster, devices, backends, emulate_speed)
+    members = where.make()
     check_devices(asked, len(members.members))
 
     from hetpipe.train.open import open_pipeline

@@ -6,34 +6,22 @@ from typing import Annotated
 
 import typer
 
-from hetpipe.cli.options import JsonOption, MicrobatchesOption
+from hetpipe.cli.options import (
+    JsonOption,
+)
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
-    CutBytesOption,
-    GlobalBatchOption,
-    MaybeModelArgument,
+    PlannerChoices,
     PlannerOption,
-    ProfiledOnOption,
-    ProfileOption,
-    RecomputeOption,
-    SamplesOption,
-    SchedulesOption,
-    UnitOption,
+    SubjectOptions,
     cluster_from,
-    options_from,
-    subject_from,
 )
 
 
 def command(
-    model: MaybeModelArgument = None,
-    profile: ProfileOption = None,
-    samples: SamplesOption = None,
-    profiled_on: ProfiledOnOption = "v100-pcie-16",
-    cut_nbytes: CutBytesOption = None,
-    unit_s: UnitOption = 1e-3,
+    about: SubjectOptions,
     cluster: ClusterNameOption = None,
     change: Annotated[
         list[str] | None,
@@ -45,10 +33,8 @@ def command(
         ),
     ] = None,
     planner: PlannerOption = None,
-    global_batch: GlobalBatchOption = None,
-    microbatches: MicrobatchesOption = None,
-    schedules: SchedulesOption = None,
-    recompute: RecomputeOption = False,
+    *,
+    choices: PlannerChoices,
     json: JsonOption = None,
 ) -> None:
     """Show the step time after changes of a cluster."""
@@ -58,10 +44,8 @@ def command(
 
     output = Output(json)
     members = cluster_from(cluster)
-    subject = subject_from(
-        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
-    )
-    options = options_from(subject, schedules, microbatches, recompute)
+    subject = about.subject(choices.global_batch)
+    options = choices.options(subject)
     with progress_bar() as progress:
         progress("planning", 0, 1)
         answer = whatif(
