@@ -39,6 +39,8 @@ class Checkpoint:
 
     manifest: dict[str, Any]
     tensors: dict[str, dict[str, Array]]
+    directory: Path | None = None
+    """The folder, if it was read from one."""
 
 
 def save(
@@ -103,7 +105,7 @@ def load(directory: Path) -> Checkpoint:
             if manifest == before:
                 raise
         else:
-            return Checkpoint({"step": manifest.step, **manifest.values}, tensors)
+            return Checkpoint({"step": manifest.step, **manifest.values}, tensors, directory)
 
 
 def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Array]) -> TensorFile:

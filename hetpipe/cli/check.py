@@ -20,9 +20,8 @@ def read_options(
     rebalance: str | None = None,
 ) -> PlanOptions:
     """Return the options of a plan, checked without a model. Raises `HetpipeError`."""
-    from hetpipe.pipeline.fit import check_count
+    from hetpipe.pipeline.fit import check_count, fixed_by
     from hetpipe.pipeline.options import PlanOptions
-    from hetpipe.pipeline.rebalance import fixed_by
 
     asked = PlanOptions(
         cuts=split_numbers(options.cuts, "--cuts"),

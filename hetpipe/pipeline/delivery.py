@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
@@ -26,6 +27,13 @@ class Delivery:
         self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
         self._run: object | None = None  # identifies the run that has results to come
+
+    @contextmanager
+    def at_rest(self, call: str) -> Iterator[None]:
+        """Guard a public call that begins when all mini-batches are applied."""
+        with self._guard(call):
+            self.settle()
+            yield
 
     def settle(self) -> None:
         """Wait until no mini-batch is under way and all are applied."""

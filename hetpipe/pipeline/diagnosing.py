@@ -14,10 +14,10 @@ from hetpipe.diagnosis.diagnose import diagnose
 from hetpipe.diagnosis.module import ModuleComparison
 from hetpipe.diagnosis.record import Diagnosis
 from hetpipe.diagnosis.rehearsal import Rehearsal, Start
-from hetpipe.pipeline.gradients import gradients_of
+from hetpipe.pipeline.training import gradients_of
 
 if TYPE_CHECKING:
-    from hetpipe.pipeline.stages import Subject
+    from hetpipe.pipeline.setup import Setup
     from hetpipe.pipeline.training import Training
     from hetpipe.wire.messages import Array
 
@@ -31,8 +31,8 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     """
     training.stages.check_own()
     request = training.request(x, y)
-    subject, stages = training.subject, training.stages
-    crew = subject.crew
+    setup, stages = training.setup, training.stages
+    crew = setup.crew
     values = {role: crew.read(role) for role in (PARAM, BUFFER, STATE)}
     runs, notes = 0, tuple[str, ...]()
     for column, (graphs, members) in enumerate(stages.columns()):
@@ -41,7 +41,7 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
         runs += diagnosis.runs
         diagnosis = replace(diagnosis, runs=runs)
         if column == 0 and diagnosis.verdict in ("healthy", "numbers"):
-            module = ModuleComparison(subject.captured, rehearsal, subject.captured.leaves(x, y))
+            module = ModuleComparison(setup.captured, rehearsal, setup.captured.leaves(x, y))
             if module.detail:
                 return replace(diagnosis, verdict="capture", detail=module.detail)
             notes = module.notes
@@ -54,19 +54,19 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     loss, grads = gradients_of(training, x, y, summed=True)
     training.recent.clear()
     training.recent.extend(recent)
-    detail = _apart(subject, rehearsal, loss, grads)
+    detail = _apart(setup, rehearsal, loss, grads)
     return replace(diagnosis, verdict="between", detail=detail) if detail else diagnosis
 
 
-def _apart(subject: Subject, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
+def _apart(setup: Setup, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
     """Describe how loss or gradients of the pipeline's pass differ from the programs'; empty if
     they agree."""
-    precision = subject.captured.precision
+    precision = setup.captured.precision
     digits = half_digits(precision.compute, precision.cut)
     if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):
         return f"its loss is {loss:.6g}, the loss of the single programs is {rehearsal.loss:.6g}"
     for stage, named in zip(rehearsal.start.stages, rehearsal.grads, strict=True):
-        joined = subject.captured.parts.join({name: own.numpy() for name, own in named.items()})
+        joined = setup.captured.parts.join({name: own.numpy() for name, own in named.items()})
         owned = {name for name, owner, _ in stage.tied if owner != stage.stage}
         for name in joined.keys() - owned:
             right, actual = torch.from_numpy(joined[name]), torch.from_numpy(grads[name])

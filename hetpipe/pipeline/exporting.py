@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from hetpipe.errors import BackendError, PlanError
 from hetpipe.pipeline.batches import sizes_of
-from hetpipe.pipeline.loading import loading_of
 from hetpipe.pipeline.lossscale import choose_scaling, watch_gradients
 from hetpipe.pipeline.options import PassOptions, UpdateOptions
+from hetpipe.pipeline.stages import loading_of
 from hetpipe.profile.drift import probes_of
 from hetpipe.profile.probing import NBYTES, ORDERS, probe_graphs
 from hetpipe.sdk.formats.bundle import Manifest, SourceEntry, sha256_of, write_bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import laned_stages, row_workers
+from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -23,6 +25,22 @@ if TYPE_CHECKING:
     from hetpipe.wire.messages import Clip
 
 SHOWN_LAYERS = 200
+
+
+def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `HetpipeError` in one of several processes of a launcher such as torchrun.
+
+    Each process would train the whole model.
+    """
+    ranks = environment.get("WORLD_SIZE", "")
+    rank = environment.get("RANK", environment.get("LOCAL_RANK"))
+    if rank is None or not ranks.isdigit() or int(ranks) < 2:
+        return
+    raise HetpipeError(
+        f"this is process {rank} of {ranks} (RANK and WORLD_SIZE, as torchrun sets them), and each "
+        "would train the whole model: hetpipe starts its own workers, one per device; run it once, "
+        "without torchrun"
+    )
 
 
 def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
@@ -50,6 +68,33 @@ def check_costs(planned: PlanOptions) -> None:
             "costs are the costs that made a plan, and no plan is given: give plan as well, "
             "or leave costs out"
         )
+
+
+def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
+    """Return why no layer of such a plan may move; empty if layers may move.
+
+    `boards` are the boards of its cluster. Raises `HetpipeError` if a reason exists although the
+    options ask for `rebalance`.
+    """
+    rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
+    if boards:
+        why = (
+            f"the time of {', '.join(board.id for board in boards)} is modelled, so no measurement "
+            "shows that it has changed: leave out boards"
+        )
+    elif asked.plan is not None:
+        why = "a given plan says where every layer is: leave out plan"
+    elif asked.cuts:
+        why = f"cuts {list(asked.cuts)} say where every layer is: leave out cuts"
+    elif asked.replicas is not None or (rule is not None and rule.replicates):
+        why = "layers on several replicas do not move: leave out replicas and data-parallel"
+    elif rule is not None and (rule.several_stages or not rule.averages):
+        why = f"under {rule.name} layers do not move: choose a schedule with one stage per worker"
+    else:
+        return ""
+    if asked.rebalance is not None:
+        raise HetpipeError(f"rebalance={asked.rebalance!r}: {why}, or rebalance")
+    return why
 
 
 def check_count(microbatches: int, mini_batch: int) -> None:

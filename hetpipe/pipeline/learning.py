@@ -1,4 +1,4 @@
-"""Learning: derives costs that follow the machine from the passes of recent mini-batches."""
+"""Learning: derives costs from the passes of recent mini-batches, and decides when to use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
-    from hetpipe.crew.crew import Crew
     from hetpipe.profile.drift import Correction
 
 WINDOW = 8
@@ -38,12 +37,12 @@ class Learning:
         self._learned: dict[str, float] | None = {}  # None: to be computed
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
 
-    def saw(self, timeline: Timeline) -> None:
+    def add(self, timeline: Timeline) -> None:
         """Add the timeline of a trained mini-batch of the plan's size."""
         self.recent.append(timeline)
         self._learned = None
 
-    def planned(self, plan: Plan) -> None:
+    def restart(self, plan: Plan) -> None:
         """Begin again with a new plan: earlier passes belong to other stages."""
         self._factors = self.factors
         self._plan = plan
@@ -99,14 +98,33 @@ class Learning:
         return scale_costs(self._table, self.factors, emulated)
 
 
-def correction_of(
-    learning: Learning | None, crew: Crew, plan: Plan, planned_by: CostTable
-) -> Correction:
-    """Return a plan's corrected prediction: by its last passes, or before these by probes."""
-    by_passes = None if learning is None else learning.corrected()
-    from hetpipe.profile.drift import corrected_now  # it loads torch
+class Hysteresis:
+    """Counts windows of mini-batches. Layers move after two windows in a row that promise enough.
 
-    return by_passes or corrected_now(crew, plan, planned_by)
+    The window after a move judges it, and a pause follows: twice as long as the last pause if the
+    move did not keep its promise.
+    """
+
+    def __init__(self) -> None:
+        self.pause = 1
+        """Length of the pause, in windows."""
+        self._left = 0
+        self._streak = 0
+
+    def waits(self) -> bool:
+        """Whether the window that has ended belongs to a pause. Call it once per window."""
+        self._left = max(self._left - 1, -1)
+        return self._left >= 0
+
+    def pause_after(self, kept: bool) -> None:
+        """Begin the pause after a move's window; `kept` says whether the promise was kept."""
+        self.pause = 1 if kept else 2 * self.pause
+        self._left, self._streak = self.pause, 0
+
+    def moves(self, promises: bool) -> bool:
+        """Whether to move now, after a window whose best plan `promises` enough."""
+        self._streak = self._streak + 1 if promises else 0
+        return self._streak > 1
 
 
 def ratios_of(

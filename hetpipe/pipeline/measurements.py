@@ -1,59 +1,48 @@
-"""Counts and times that a pipeline has measured so far, and its modelled time if it has boards."""
+"""Measurements of the last mini-batches, and the modelled time of boards."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.fit import boards_of
+from hetpipe.pipeline.learning import sums_of
+from hetpipe.plan.pricing import predict, predicted_step_s
+from hetpipe.plan.times import stage_times
+from hetpipe.profile.boards import modelled_costs
+from hetpipe.schedule.lanes import laned_stages
+from hetpipe.simulate.simulator import simulate
+
 if TYPE_CHECKING:
-    from hetpipe.cluster.member import Member
-    from hetpipe.crew.crew import Crew
-    from hetpipe.pipeline.boardtime import BoardTime
+    from hetpipe.capture.captured import Captured
+    from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.setup import Setup
     from hetpipe.pipeline.training import Ran, Training
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.rounds import Effort
     from hetpipe.simulate.timeline import Timeline
+    from hetpipe.simulate.times import StageTimes
+
+MODELLED = "modelled"
 
 
 class Measurements:
-    """The properties of a pipeline that its training measures."""
+    """The timelines and bytes of the last mini-batches. All raise `HetpipeError` before the first.
 
-    _training: Training
-    _crew: Crew
-    _board_time: BoardTime | None
-    """None without boards in the plan."""
+    With boards in the plan, whose `costs` are given, `timeline` and `modelled_step_s` are modelled.
+    """
 
-    @property
-    def plan(self) -> Plan:
-        """The present plan."""
-        return self._training.plan
-
-    @property
-    def steps(self) -> int:
-        """The number of mini-batches handed in, including those before a checkpoint."""
-        return self._training.steps
-
-    @property
-    def loss_scale(self) -> float:
-        """The present factor of the loss's gradient."""
-        return self._training.scaling.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of updates that were skipped because gradients were not finite."""
-        return self._training.scaling.skipped
-
-    @property
-    def boards(self) -> tuple[Member, ...]:
-        """The members that are boards."""
-        return self._crew.cluster.described
+    def __init__(self, training: Training, costs: CostTable | None) -> None:
+        self._training, self._crew = training, training.setup.crew
+        self._board_time: BoardTime | None = None
+        if costs is not None and boards_of(training.plan, self._crew.cluster):
+            self._board_time = BoardTime(training.setup, costs)
 
     @property
     def timeline(self) -> Timeline:
-        """Timeline of the last step, or of the last mini-batches of a run: measured.
-
-        A plan with boards has a modelled timeline, with that label: the schedule that ran, in the
-        time of the boards. Raises `HetpipeError` before the first step.
-        """
+        """The measured timeline; for a plan with boards the modelled one, in the boards' time."""
         if self._board_time is None:
             return replace(self._measured("timeline"), label=self._training.plan.label)
         ran, walls = self._ran("timeline")
@@ -61,11 +50,7 @@ class Measurements:
 
     @property
     def wall_timeline(self) -> Timeline:
-        """The timeline by this machine's clock. With boards it shows how long their numerics took,
-        as its label and rows say: no time of a board.
-
-        Raises `HetpipeError` before the first step.
-        """
+        """The timeline by this machine's clock, which names the numerics of boards."""
         wall = self._measured("wall_timeline")
         if self._board_time is None:
             return replace(wall, label=self._training.plan.label)
@@ -76,36 +61,130 @@ class Measurements:
 
     @property
     def modelled_step_s(self) -> float | None:
-        """Modelled seconds of the last mini-batch, in a full pipeline for a stream. None without
-        boards in the plan.
-
-        Raises `HetpipeError` before the first step.
-        """
+        """Modelled seconds of the last mini-batch; None without boards in the plan."""
         if self._board_time is None:
             return None
         return self._board_time.step_s(*self._ran("modelled_step_s"))
 
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
-        """By stage, the most bytes of buffers on a device, counted in the last mini-batches.
-
-        Raises `HetpipeError` before the first step.
-        """
-        recent = self._training.taken("peak_nbytes")
-        return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
+        """By stage, the most bytes of buffers on a device."""
+        results = self._training.last_results("peak_nbytes")
+        return tuple(map(max, zip(*(result.peak_nbytes for result in results), strict=True)))
 
     @property
     def device_nbytes(self) -> dict[str, int]:
-        """By member, the bytes in use after the last mini-batch, where its device counts them."""
-        return dict(self._training.taken("device_nbytes")[-1].device_nbytes)
+        """By member, the bytes in use, where its device counts them."""
+        return dict(self._training.last_results("device_nbytes")[-1].device_nbytes)
 
     def _measured(self, asked: str) -> Timeline:
-        recent = self._training.taken(asked)
-        spans = tuple(span for result in recent for span in result.timeline.spans)
-        return replace(recent[0].timeline, spans=spans)
+        results = self._training.last_results(asked)
+        spans = tuple(span for result in results for span in result.timeline.spans)
+        return replace(results[0].timeline, spans=spans)
 
     def _ran(self, asked: str) -> tuple[Ran, list[Timeline]]:
         """Return the last run and its measured timelines."""
-        walls = [result.timeline for result in self._training.taken(asked)]
+        walls = [result.timeline for result in self._training.last_results(asked)]
         assert self._training.ran is not None
         return self._training.ran, walls
+
+
+@dataclass(frozen=True)
+class BoardTime:
+    """The modelled times of a plan with boards; `costs` are the costs that made the plan.
+
+    Simulates the schedule that ran. Passes on boards take their modelled seconds, passes on
+    attached devices the mean of their measured seconds in the last mini-batches, and links take the
+    seconds of the costs. The schedule fixes the order of all work, so the speed of the numerics
+    changes neither numbers nor times.
+    """
+
+    setup: Setup
+    costs: CostTable
+
+    def timeline(self, ran: Ran, walls: Sequence[Timeline]) -> Timeline:
+        """Return the modelled timeline of the last run, whose measured timelines are `walls`.
+
+        A stream's timeline has one mini-batch for each wall, and starts with an empty pipeline.
+        Raises `HetpipeError` for replicas and a mini-batch of another size than the plan's.
+        """
+        plan, costs, times = self._priced(ran, walls)
+        if ran.schedule is None:
+            timeline = predict(plan, costs, times=times, mini_batches=len(walls))
+        else:
+            workers = tuple(dict.fromkeys(plan.devices))
+            timeline = simulate(ran.schedule, times, workers=workers)
+        return replace(timeline, label=MODELLED)
+
+    def step_s(self, ran: Ran, walls: Sequence[Timeline]) -> float:
+        """Return modelled seconds per mini-batch, for a stream in a full pipeline."""
+        if ran.schedule is None:
+            return predicted_step_s(*self._priced(ran, walls))
+        return self.timeline(ran, walls).total_s
+
+    def _priced(self, ran: Ran, walls: Sequence[Timeline]) -> tuple[Plan, CostTable, StageTimes]:
+        plan, costs = self._at(ran.samples)
+        laned = set() if ran.schedule is None else laned_stages(ran.schedule)
+        return plan, costs, self._with_measured(stage_times(plan, costs), walls, laned)
+
+    def _at(self, samples: tuple[int, ...]) -> tuple[Plan, CostTable]:
+        """Return plan and costs for a mini-batch of these micro-batches."""
+        setup, plan = self.setup, self.setup.plan
+        if (sum(samples), len(samples)) == (plan.mini_batch, plan.microbatches):
+            return plan, self.costs
+        if max(plan.replicas) > 1:
+            raise HetpipeError(
+                f"a mini-batch of {sum(samples)} samples has no modelled time: replicas were "
+                f"planned for {plan.mini_batch}; make the plan for that size"
+            )
+        size = max(samples)
+        modelled = modelled_costs(setup.captured, setup.crew.cluster, setup.optimizer, [size])[size]
+        devices = {**self.costs.devices, **modelled.devices}
+        costs = replace(modelled, devices=devices, links=self.costs.links)
+        costs = replace(costs, step_overhead_s=self.costs.step_overhead_s)
+        crossing = tuple(costs.layers[cut - 1].cut_nbytes for cut in plan.cuts)
+        plan = replace(
+            plan, mini_batch=sum(samples), microbatches=len(samples), cut_nbytes=crossing
+        )
+        return plan, costs
+
+    def _with_measured(
+        self, times: StageTimes, walls: Iterable[Timeline], laned: Collection[int]
+    ) -> StageTimes:
+        """Return the times, with measured means for the stages of attached devices alone.
+
+        `laned` stages keep the times of the costs: their passes lengthen each other, and the
+        simulator accounts for that.
+        """
+        boards = {member.id for member in self.setup.crew.cluster.described}
+        stages = enumerate(self.setup.plan.stages)
+        real = [n for n, stage in stages if not boards & {*stage.devices} and n not in laned]
+        seconds = {
+            "F": list(times.forward_s),
+            "B": list(times.backward_s),
+            "U": list(times.update_s),
+        }
+        sums = [sums_of(wall) for wall in walls] if real else []
+        for stage in real:
+            for part, own in seconds.items():
+                key = stage, part
+                count = sum(counts[key] for _, counts in sums)
+                total_s = sum(sums_s[key] for sums_s, _ in sums if key in sums_s)
+                if count and total_s > 0:  # a clock that jumps gives a sum of NaN
+                    own[stage] = total_s / count
+        forward_s, backward_s, update_s = map(tuple, seconds.values())
+        return replace(times, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+
+
+def effort_of(captured: Captured, profiles: Iterable[Effort]) -> dict[str, int]:
+    """Return exports and traces of the model; and layers, unlike layers, compilations and runs of
+    its profiles, on all devices."""
+    counts = {"exports": captured.exports, "traces": captured.traces.count}
+    for profile in profiles:
+        counts |= {
+            "layers": profile.layers,
+            "unlike layers": profile.patterns,
+            "compilations": profile.compilations,
+            "profile runs": profile.runs,
+        }
+    return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -12,21 +12,17 @@ from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
-from hetpipe.pipeline.hysteresis import Hysteresis
-from hetpipe.pipeline.learning import WINDOW, Learning
+from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
 from hetpipe.plan.pricing import Partition, Question, price, why_impossible
-from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
-    from hetpipe.cluster.member import Member
     from hetpipe.cost.table import CostTable
-    from hetpipe.crew.crew import Crew
     from hetpipe.crew.request import StepResult
-    from hetpipe.pipeline.options import PlanOptions
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
 
 HORIZON = 1000
@@ -82,13 +78,13 @@ class Rebalancer:
     should move before the next mini-batch. `fixed` is the reason why no layer may move, or empty.
     """
 
-    def __init__(
-        self, training: Training, crew: Crew, costs: CostTable | None, fixed: str, auto: bool
-    ) -> None:
-        self._training, self._crew = training, crew
+    def __init__(self, training: Training, costs: CostTable | None, fixed: str, auto: bool) -> None:
+        self._training, self._crew = training, training.setup.crew
         self._planned_by = costs
-        known = None if crew.cluster.described else costs  # no measured time is a board's time
-        self.learning = None if known is None else Learning(known, training.plan)
+        known = (
+            None if self._crew.cluster.described else costs
+        )  # no measured time is a board's time
+        self._learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
             self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
@@ -100,15 +96,15 @@ class Rebalancer:
         self._may_plan_s = 0.0  # when plans may be compared again without a change
         self._next: Proposal | None = None
         self._ran = {_partition(training.plan): None}  # in the order in which they ran
-        training.watch = self._saw
+        training.watch = self._learn
 
     @property
     def costs(self) -> CostTable | None:
         """The learned costs; the plan's costs if nothing was learned."""
-        if self.learning is None:
+        if self._learning is None:
             return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
-        return self.learning.table(emulated)
+        return self._learning.table(emulated)
 
     @property
     def predicted(self) -> Timeline:
@@ -124,6 +120,13 @@ class Rebalancer:
                 "ask for costs with priced=True, or give those of the plan"
             )
         return self._planned_by
+
+    def corrected(self) -> Correction:
+        """Return the plan's prediction, corrected by its last passes, or before these by probes."""
+        from hetpipe.profile.drift import corrected_now  # it loads torch
+
+        by_passes = None if self._learning is None else self._learning.corrected()
+        return by_passes or corrected_now(self._crew, self._training.plan, self.planned_by)
 
     @property
     def due(self) -> bool:
@@ -167,17 +170,17 @@ class Rebalancer:
             raise
         except HetpipeError as error:  # nothing has moved yet
             log.info("step %d: no layer was moved: %s", self._training.steps, error)
-            self._hysteresis.judged(kept=False)
+            self._hysteresis.pause_after(kept=False)
 
     def _move(self, proposal: Proposal, why: str) -> None:
-        assert self.learning is not None
-        training, before_s, table = self._training, self.learning.step_s, self.costs
+        assert self._learning is not None
+        training, before_s, table = self._training, self._learning.step_s, self.costs
         text = _moves(training.plan, proposal.best)
         training.move(proposal.best)
-        self.learning.planned(proposal.best)
+        self._learning.restart(proposal.best)
         self._ran[_partition(proposal.best)] = None
         self._planned_by = table
-        self._considered = self.learning.factors
+        self._considered = self._learning.factors
         self._seen, self._next = 0, None
         if before_s is not None:
             self._awaited = training.steps, before_s, proposal.promised
@@ -186,11 +189,11 @@ class Rebalancer:
             training.steps, text, why, _saving(proposal), training.stages.took_s,
         )  # fmt: skip
 
-    def _saw(self, result: StepResult, samples: int) -> None:
+    def _learn(self, result: StepResult, samples: int) -> None:
         """Learn from a mini-batch that was trained."""
-        if self.learning is None or samples != self._training.plan.mini_batch:
+        if self._learning is None or samples != self._training.plan.mini_batch:
             return
-        self.learning.saw(result.timeline)
+        self._learning.add(result.timeline)
         self._seen += 1
         if self._seen < WINDOW:
             return
@@ -202,10 +205,10 @@ class Rebalancer:
 
     def _has_changed(self) -> bool:
         """Whether to compare plans: speeds have changed much, or enough time has passed."""
-        assert self.learning is not None
+        assert self._learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
-            for device, factor in self.learning.factors.items()
+            for device, factor in self._learning.factors.items()
         ]
         if not changes:
             return False
@@ -213,7 +216,7 @@ class Rebalancer:
 
     def _consider(self) -> None:
         """Compare plans at the end of a window."""
-        assert self.learning is not None
+        assert self._learning is not None
         begin_s = time.monotonic()
         try:
             proposal = self._propose()
@@ -223,16 +226,16 @@ class Rebalancer:
         end_s = time.monotonic()
         self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
         if not promises:
-            self._considered = self.learning.factors
-        self._next = proposal if self._hysteresis.follows(promises) else None
+            self._considered = self._learning.factors
+        self._next = proposal if self._hysteresis.moves(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
         """Log and judge the effect of the last move."""
-        assert self.learning is not None
+        assert self._learning is not None
         self._awaited = None
-        now_s = self.learning.step_s
+        now_s = self._learning.step_s
         gave = 0.0 if now_s is None else 1 - now_s / before_s
-        self._hysteresis.judged(kept=gave > promised / 2)
+        self._hysteresis.pause_after(kept=gave > promised / 2)
         log.info(
             "step %d: the move at step %d promised to save %.0f %% of a step, and saves %.0f %%",
             self._training.steps, step, 100 * promised, 100 * gave,
@@ -265,7 +268,7 @@ class Rebalancer:
 
     def _speeds(self) -> str:
         """Return the learned factors, in words."""
-        factors = {} if self.learning is None else self.learning.factors
+        factors = {} if self._learning is None else self._learning.factors
         each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
         if not each:
             return "no mini-batch was measured yet"
@@ -274,33 +277,6 @@ class Rebalancer:
 
 def _partition(plan: Plan) -> Partition:
     return Partition(plan.devices, plan.cuts, plan.in_flight)
-
-
-def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
-    """Return why no layer of such a plan may move; empty if layers may move.
-
-    `boards` are the boards of its cluster. Raises `HetpipeError` if a reason exists although the
-    options ask for `rebalance`.
-    """
-    rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
-    if boards:
-        why = (
-            f"the time of {', '.join(board.id for board in boards)} is modelled, so no measurement "
-            "shows that it has changed: leave out boards"
-        )
-    elif asked.plan is not None:
-        why = "a given plan says where every layer is: leave out plan"
-    elif asked.cuts:
-        why = f"cuts {list(asked.cuts)} say where every layer is: leave out cuts"
-    elif asked.replicas is not None or (rule is not None and rule.replicates):
-        why = "layers on several replicas do not move: leave out replicas and data-parallel"
-    elif rule is not None and (rule.several_stages or not rule.averages):
-        why = f"under {rule.name} layers do not move: choose a schedule with one stage per worker"
-    else:
-        return ""
-    if asked.rebalance is not None:
-        raise HetpipeError(f"rebalance={asked.rebalance!r}: {why}, or rebalance")
-    return why
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:

@@ -31,6 +31,8 @@ class Saved(Protocol):
     not_finite: str | None
     updates: list[int]
     scaling: Scaling
+    last_save: str
+    """Names the last checkpoint, for messages."""
 
     def read(self, role: str) -> Mapping[str, Any]:
         """Return the present values of a role, by name."""
@@ -63,6 +65,14 @@ def write(
         "settings": dict(settings),
     }
     save(directory, values, manifest)
+    training.last_save = last_save(training.steps, directory)
+
+
+def last_save(step: int, directory: Path | None) -> str:
+    """Name the last checkpoint, for messages."""
+    if directory is None:
+        return "no checkpoint of it was saved"
+    return f"its last checkpoint is that of step {step} in {directory}"
 
 
 def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -103,7 +113,7 @@ class Progress:
     plan: Plan
     loss_scale: ScaleState | None
     settings: Mapping[str, Any]
-    """See `hetpipe.pipeline.settings`."""
+    """See `Setup.settings` in `hetpipe.pipeline.setup`."""
 
     def updates_under(self, plan: Plan) -> list[int]:
         """Return updates by stage: for another schedule or other replicas, the highest number."""
@@ -111,6 +121,31 @@ class Progress:
         if same and len(self.updates) == len(plan.stages):
             return list(self.updates)
         return [max(self.updates)] * len(plan.stages)
+
+    def check_settings(self, present: Mapping[str, Any], changed: Sequence[str]) -> None:
+        """Raise `CheckpointError` if a setting differs from the present one and is not `changed`.
+
+        An early checkpoint has no settings.
+        """
+        saved = self.settings
+        if unknown := sorted(set(changed) - present.keys()):
+            raise CheckpointError(
+                f"changed={list(changed)}: there is no setting {unknown[0]!r} that a checkpoint "
+                f"keeps; there are {', '.join(present)}"
+            )
+        names = [
+            name
+            for name, value in saved.items()
+            if name in present and present[name] != value and name not in changed
+        ]
+        if names:
+            before = ", ".join(f"{name}={saved[name]!r}" for name in names)
+            now = ", ".join(f"{name}={present[name]!r}" for name in names)
+            raise CheckpointError(
+                f"the checkpoint was trained with {before}, and would continue with {now}: give "
+                f"the checkpoint's, or say that it has changed, by changed={names} (of `hetpipe "
+                f"train`: {' '.join(f'--changed {name}' for name in names)})"
+            )
 
 
 def progress_of(checkpoint: Checkpoint) -> Progress:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.capture.program import BUFFER, GRAD, PARAM
+from hetpipe.capture.program import BUFFER, GRAD
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
@@ -26,14 +26,12 @@ from hetpipe.pipeline.batches import (
 )
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
-from hetpipe.pipeline.resume import ROLES, progress_of
+from hetpipe.pipeline.resume import ROLES, last_save, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
-from hetpipe.pipeline.stages import Stages, Subject
+from hetpipe.pipeline.stages import Stages
 
 if TYPE_CHECKING:
-    import torch
-
-    from hetpipe.capture.captured import Captured
+    from hetpipe.pipeline.setup import Setup
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.schedule.action import Schedule
@@ -74,21 +72,21 @@ class Training:
     """
 
     def __init__(
-        self, subject: Subject, mini_batch: int, resume: Checkpoint | None, progress: Progress
+        self, setup: Setup, mini_batch: int, resume: Checkpoint | None, progress: Progress
     ) -> None:
         """Loads stages for a mini-batch of `mini_batch` samples."""
-        plan, updates = subject.plan, subject.updates
-        self.subject, self._crew = subject, subject.crew
+        plan, updates = setup.plan, setup.updates
+        self.setup, self._crew = setup, setup.crew
         before = None if resume is None else progress_of(resume)
         self.steps = 0 if before is None else before.steps
         self.updates = [0] * len(plan.stages) if before is None else before.updates_under(plan)
         self.scaling: Scaling = choose_scaling(
-            updates.loss_scale, subject.captured.precision.compute, not plan.rule.flushes
+            updates.loss_scale, setup.captured.precision.compute, not plan.rule.flushes
         )
         if before is not None and before.loss_scale is not None:
             self.scaling.restore(before.loss_scale)
         self._clip = watch_gradients(updates.clip, self.scaling, not plan.rule.flushes)
-        self.stages = Stages(subject, progress, self._clip)
+        self.stages = Stages(setup, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None
         """The latest run; None before the first."""
@@ -97,6 +95,7 @@ class Training:
         self.not_finite: str | None = None
         """The message of the first loss that was not finite and was still applied."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
+        self.last_save = last_save(self.steps, resume and resume.directory)
         self._accumulated: list[float] = []  # the counts of mini-batches since the last update
         self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
@@ -129,7 +128,7 @@ class Training:
 
     def fits(self, x: Any, y: Any) -> bool:
         """Whether stages for a mini-batch are loaded. Raises `HetpipeError` if it is refused."""
-        samples = sizes_of(rows_of(self.subject.captured.leaves(x, y)), self.plan.microbatches)
+        samples = sizes_of(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
 
@@ -141,7 +140,7 @@ class Training:
         """
         self.stages.check_own()
         request = self.request(x, y)
-        accumulates = self.subject.updates.accumulate > 1
+        accumulates = self.setup.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
         version = self.steps
         result = self.run(replace(request, guards=not accumulates), ops)
@@ -158,7 +157,7 @@ class Training:
             self._record(result)
         else:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
-            if len(self._accumulated) == self.subject.updates.accumulate:
+            if len(self._accumulated) == self.setup.updates.accumulate:
                 self.apply()
         return Result(version, loss, (version,) * len(self.plan.stages))
 
@@ -217,7 +216,7 @@ class Training:
         request = self.request(x, y, evaluates=True)
         return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
 
-    def taken(self, asked: str) -> Sequence[StepResult]:
+    def last_results(self, asked: str) -> Sequence[StepResult]:
         """Return the results of the last mini-batches. Raises `HetpipeError` before the first."""
         if not self.recent:
             raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
@@ -226,7 +225,7 @@ class Training:
     def read(self, role: str) -> dict[str, Array]:
         """Return the present values of PARAM, BUFFER, STATE or GRAD, by model name, at rest."""
         self.stages.check_own()
-        return self.subject.captured.parts.join(self._crew.read(role))
+        return self.setup.captured.parts.join(self._crew.read(role))
 
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run one mini-batch with only the actions of these kinds."""
@@ -237,27 +236,26 @@ class Training:
         return result
 
     def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
-        subject = self.subject
-        leaves = subject.captured.leaves(x, y)
+        setup = self.setup
+        leaves = setup.captured.leaves(x, y)
         rows = rows_of(leaves)
         samples = sizes_of(rows, self.plan.microbatches)
         stages = self.stages
-        parts = parts_of(samples, self.plan)
-        if len(parts) > 1:
-            subject.captured.check_means(leaves, parts)
-        if len(parts) > 1 and evaluates and not stages.evaluated:
-            check_loss(subject.captured, parts[0], training=False)
+        if len(parts := parts_of(samples, self.plan)) > 1:
+            setup.captured.check_means(leaves, parts)
+            if evaluates and not stages.evaluated:
+                check_loss(setup.captured, parts[0], training=False)
         self._prepare(set(samples), stages.evaluated if evaluates else stages.sizes)
-        counted, scale = subject.captured.has_count, self.scaling.scale
+        counted, scale = setup.captured.has_count, self.scaling.scale
         count = self.steps if self.streams else self.updates[0]
         return StepRequest(
             schedule=(),
             samples=samples,
             feeds=tuple(slices(leaves, samples)),
             loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
-            lr=subject.optimizer.lr_at(count + 1),
+            lr=setup.optimizer.lr_at(count + 1),
             number=self.steps + 1,
-            seed=subject.passes.seed,
+            seed=setup.passes.seed,
             grad_scale=None if counted else 1.0 / scale,
             loss_scale=scale,
             clip=self._clip,
@@ -295,7 +293,7 @@ class Training:
         if max(self.plan.replicas) > 1:
             raise HetpipeError(
                 f"a mini-batch of a new size after {len(self._accumulated)} of "
-                f"{self.subject.updates.accumulate} that are accumulated on replicas: flush() "
+                f"{self.setup.updates.accumulate} that are accumulated on replicas: flush() "
                 "before it, or leave it out"
             )
         schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)
@@ -305,7 +303,7 @@ class Training:
     def _update(self, grad_scale: float) -> None:
         """Update with the accumulated gradients, multiplied by `grad_scale`; NaN drops them."""
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
-        lr = self.subject.optimizer.lr_at(self.updates[0] + 1)
+        lr = self.setup.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
         result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
         if not math.isnan(grad_scale):
@@ -318,22 +316,23 @@ class Training:
         self.updates = [count + (not result.skipped) for count in self.updates]
 
 
-def state_dict(
-    training: Training, captured: Captured, names: Iterable[str], prefix: str = ""
-) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers with these names in the model, at rest.
+def gradients_of(
+    training: Training, x: Any, y: Any, *, summed: bool = False
+) -> tuple[float, dict[str, Array]]:
+    """Return loss and gradients of one mini-batch, by parameter, at rest.
 
-    With `prefix` they belong to the loss: captured names have the prefix, the results do not.
+    If the loss is a sum with a count, they are the gradients of its mean, or with `summed` of the
+    sum, as the stages have them.
     """
-    values = {**captured.parameters, **captured.buffers}
-    values.update(training.read(PARAM))
-    values.update(training.read(BUFFER))
-    own = {name: captured.aliases.get(prefix + name, prefix + name) for name in names}
-    return as_tensors({name: values[of] for name, of in own.items() if of in values})
-
-
-def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Return host arrays as torch tensors."""
-    import torch
-
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    crew = training.setup.crew
+    buffers = training.read(BUFFER)
+    request = training.request(x, y)
+    result = training.run(request, ALL - UPDATING)
+    grads = training.read(GRAD)
+    zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
+    crew.write(BUFFER, buffers)
+    crew.write(GRAD, training.setup.captured.parts.split(zeros))
+    loss = mean_loss(result, request.samples, training.steps)
+    count = 1.0 if summed or result.counts is None else sum(result.counts)
+    scale = training.scaling.scale * count
+    return loss, {name: grad / scale for name, grad in grads.items()}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.pipeline.untrained import ExtraStateWarning
+from hetpipe.pipeline.model_state import ExtraStateWarning
 
 
 class Noted(nn.Linear):

@@ -15,7 +15,7 @@ from hetpipe.cli.progress import Lines
 from hetpipe.cli.train import InUse, memory_lines
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError, PlanError
-from hetpipe.pipeline.launch_check import refuse_ranks
+from hetpipe.pipeline.fit import refuse_ranks
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.unused import with_notes
 

@@ -12,8 +12,7 @@ import pytest
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.errors import PlanError
-from hetpipe.pipeline.hysteresis import Hysteresis
-from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scale_costs, typical
+from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning, ratios_of, scale_costs, typical
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan, predict
@@ -70,11 +69,11 @@ def test_a_prediction_is_corrected_by_the_last_passes() -> None:
     learning = Learning(replace(costs, contention=0.6), plan)
     widths = []
     for noise in (0.0, 0.3):
-        learning.planned(plan)
+        learning.restart(plan)
         assert learning.corrected() is None
         for part in (-1, 0, 1):
             factors = {"a": 3.0 * (1 + noise * part), "b": 1.5}
-            learning.saw(measured(plan, costs, factors))
+            learning.add(measured(plan, costs, factors))
         found = learning.corrected()
         assert found is not None
         typical_s = measured(plan, costs, {"a": 3.0, "b": 1.5}).step_s
@@ -106,7 +105,7 @@ def test_an_hour_among_milliseconds_moves_nothing() -> None:
     learning = Learning(costs, plan)
     for number in range(WINDOW):
         timeline = measured(plan, costs, {"a": 1.5})
-        learning.saw(disturbed(timeline, Op.FORWARD, 5.0) if number == 3 else timeline)
+        learning.add(disturbed(timeline, Op.FORWARD, 5.0) if number == 3 else timeline)
     assert learning.factors == pytest.approx({"a": 1.5, "b": 1.0}, rel=0.02)
     assert learning.table().forward_s("a", 0, 5) == pytest.approx(
         1.5 * costs.forward_s("a", 0, 5), rel=0.02
@@ -122,12 +121,12 @@ def test_factors_stay_when_stages_change() -> None:
     assert learning.table() == costs
     assert learning.step_s is None
     for _ in range(WINDOW):
-        learning.saw(measured(plan, costs, {"a": 2.0}))
+        learning.add(measured(plan, costs, {"a": 2.0}))
     assert learning.step_s == pytest.approx(measured(plan, costs, {"a": 2.0}).step_s)
     moved = plan_of(learning.table())
     assert moved != plan
-    learning.planned(moved)
-    learning.saw(measured(moved, costs, {"a": 1.0}))
+    learning.restart(moved)
+    learning.add(measured(moved, costs, {"a": 1.0}))
     assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
 
 
@@ -138,7 +137,7 @@ def test_the_typical_value_is_that_of_the_middle_half() -> None:
 
 def test_a_promise_is_followed_when_it_comes_twice() -> None:
     hysteresis = Hysteresis()
-    assert [hysteresis.follows(promise) for promise in (True, False, True, True)] == [
+    assert [hysteresis.moves(promise) for promise in (True, False, True, True)] == [
         False, False, False, True,
     ]  # fmt: skip
     assert not hysteresis.waits()
@@ -148,7 +147,7 @@ def test_a_pause_doubles_when_a_promise_is_not_kept() -> None:
     hysteresis = Hysteresis()
     pauses = []
     for kept in (True, False, False, True):
-        hysteresis.judged(kept)
+        hysteresis.pause_after(kept)
         pauses.append(next(n for n in range(9) if not hysteresis.waits()))
     assert pauses == [1, 2, 4, 1]
 
@@ -159,6 +158,8 @@ class FakeTraining:
     def __init__(self, costs: CostTable, plan: Plan) -> None:
         self.costs, self.plan = costs, plan
         self.stages = SimpleNamespace(took_s=0.01)
+        cluster = SimpleNamespace(members=(), described=())
+        self.setup = SimpleNamespace(crew=SimpleNamespace(cluster=cluster))
         self.accumulated = self.steps = 0
         self.moves: list[int] = []
         self.watch: Any = None
@@ -178,9 +179,8 @@ class FakeTraining:
 
 def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebalancer]:
     training = FakeTraining(costs, plan_of(costs))
-    crew: Any = SimpleNamespace(cluster=SimpleNamespace(members=(), described=()))
     either: Any = training
-    return training, Rebalancer(either, crew, costs, "", auto)
+    return training, Rebalancer(either, costs, "", auto)
 
 
 def test_a_steady_machine_moves_nothing() -> None:

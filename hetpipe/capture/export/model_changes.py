@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import is_
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from hetpipe.capture.export.named_tensors import LOSS_PREFIX, roots, tensor_bytes
+from hetpipe.errors import HetpipeError
 
 _PLAIN = (int, float, bool, str, type(None), torch.Tensor)
+CALLS = ("step", "run", "evaluate", "gradients")
+"""The calls of a pipeline that compute with the model."""
 _SAMPLE = 1024
 """Number of elements of a parameter that its checksum covers."""
 
@@ -56,6 +60,29 @@ class Watch:
         self._versions = [p._version for p in self._parameters.values()]
         self._captured = self._samples()
         self._returned: dict[str, int] = {}
+
+    def check(self, call: str) -> None:
+        """Raise `HetpipeError` if layers, parameters or attributes of the model have changed.
+
+        Warns if the user has changed values of parameters, because training has its own copies.
+        Does nothing for a `call` that does not compute with the model.
+        """
+        if call not in CALLS:
+            return
+        if (change := self.change()) is not None:
+            raise HetpipeError(
+                f"{call}(): the model was changed after it was captured: {change}. This pipeline "
+                "would go on with the model as it was: undo the change, or take the values with "
+                "state_dict() and make another pipeline"
+            )
+        if (name := self.changed_values()) is not None:
+            warnings.warn(
+                f"the model's parameter {name} has new values, neither the captured ones nor the "
+                "results of state_dict(): the pipeline trains its own copies, and does not see "
+                "them; load values before the pipeline is made",
+                ModelChangedWarning,
+                stacklevel=6,
+            )
 
     def change(self) -> str | None:
         """Return the first change of a layer, a parameter or an attribute, or None."""

@@ -1,4 +1,4 @@
-"""Untrained state: the entries of a model's `state_dict` that no stage holds."""
+"""The `state_dict` of a model in training, with the entries that no stage holds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hetpipe.capture.export.named_tensors import LOSS_PREFIX
-from hetpipe.pipeline.training import state_dict
+from hetpipe.capture.program import BUFFER, PARAM
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hetpipe.capture.captured import Captured
     from hetpipe.pipeline.training import Training
+    from hetpipe.wire.messages import Array
 
 EXTRA = "_extra_state"
 """The last part of the name of a module's `get_extra_state`."""
@@ -39,10 +42,18 @@ class ModelState:
             name: copy.deepcopy(state[name]) for name in state if prefix + name not in trained
         }
 
-    def now(self, training: Training) -> dict[str, Any]:
+    def read(self, training: Training) -> dict[str, Any]:
         """Return the entries of a training at rest, in the model's order."""
-        trained = state_dict(training, self._captured, self._names, self._prefix)
-        self._captured.watch.add_returned(trained, self._prefix)
+        captured = self._captured
+        values = {**captured.parameters, **captured.buffers}
+        values.update(training.read(PARAM))
+        values.update(training.read(BUFFER))
+        sources = {name: self._prefix + name for name in self._names}
+        sources = {name: captured.aliases.get(source, source) for name, source in sources.items()}
+        trained = as_tensors(
+            {n: values[source] for n, source in sources.items() if source in values}
+        )
+        captured.watch.add_returned(trained, self._prefix)
         state = self._others | trained
         return {name: state[name] for name in self._names}
 
@@ -64,3 +75,10 @@ def states_of(
     """Return the states of the model and of the loss; a loss that is a function has none."""
     of_loss: Mapping[str, Any] = getattr(loss_fn, "state_dict", dict)()
     return ModelState(model.state_dict(), captured, ""), ModelState(of_loss, captured, LOSS_PREFIX)
+
+
+def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Return host arrays as torch tensors."""
+    import torch
+
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

@@ -1,0 +1,145 @@
+"""Setup: the fixed parts of a pipeline, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.crew.custom_operators import share_operators
+from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.fit import (
+    check_boards,
+    check_costs,
+    check_count,
+    check_cuts,
+    check_dtypes,
+    check_fit,
+    check_loss,
+    fixed_by,
+)
+from hetpipe.pipeline.lossscale import LossScale
+from hetpipe.pipeline.planning import microbatches_of, planning_for
+from hetpipe.pipeline.resume import progress_of
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.checkpoint.checkpoint import Checkpoint
+    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
+    from hetpipe.crew.crew import Crew
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.pipeline.options import PassOptions, PlanOptions, UpdateOptions
+    from hetpipe.plan.plan import Plan
+    from hetpipe.profile.measure import Progress
+    from hetpipe.profile.rounds import Effort
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a pipeline that never change, and its first plan."""
+
+    captured: Captured
+    crew: Crew
+    plan: Plan
+    optimizer: Optimizer
+    passes: PassOptions
+    updates: UpdateOptions
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide the numbers of a training, as JSON values, without the learning
+        rate and the plan. A checkpoint keeps them, and a resume must have the same.
+
+        With batch norms, whose statistics depend on the micro-batches, their number is a setting.
+        """
+        captured, optimizer, updates = self.captured, self.optimizer, self.updates
+        rule = updates.loss_scale
+        settings: dict[str, Any] = {
+            "seed": self.passes.seed,
+            "precision": captured.precision.compute,
+            "cut_dtype": captured.precision.cut,
+            "sync_batch_norm": captured.sync_batch_norm,
+            "clip_norm": updates.clip_norm,
+            "clip_each": updates.clip_each,
+            "accumulate": updates.accumulate,
+            "loss_scale": asdict(rule) if isinstance(rule, LossScale) else rule,
+            **{f"optimizer.{name}": value for name, value in optimizer.hyperparameters},
+            "undecayed": [n for n in captured.parameters if optimizer.rule_for(n) is not optimizer],
+        }
+        if captured.updated_buffers:
+            settings["microbatches"] = self.plan.microbatches
+        return dict(json.loads(json.dumps(settings)))
+
+
+def resolve(
+    asked: PlanOptions, cluster: Cluster, mini_batch: int, resume: Checkpoint | None
+) -> tuple[PlanOptions, str]:
+    """Return the plan's options, with the checkpoint's plan if they ask for no other, and why its
+    layers may not move.
+
+    Raises `HetpipeError` for options that contradict each other.
+    """
+    fixed = fixed_by(asked, cluster.described)
+    if resume is not None and asked.plan is None and not asked.asked:
+        asked = replace(asked, plan=progress_of(resume).plan)
+    check_costs(asked)
+    if asked.microbatches is not None:
+        check_count(asked.microbatches, mini_batch)
+    return asked, fixed
+
+
+def set_up(
+    captured: Captured,
+    crew: Crew,
+    optimizer: Optimizer,
+    options: tuple[PlanOptions, PassOptions, UpdateOptions],
+    mini_batch: int,
+    resume: Checkpoint | None,
+    progress: Progress,
+    report: Callable[[Effort], None],
+) -> tuple[Setup, CostTable | None]:
+    """Plan a pipeline, and check that model, plan, devices and options fit together.
+
+    Returns the plan's costs too, if they are known; `report` gets the effort of a profile. Raises
+    `HetpipeError`.
+    """
+    asked, passes, updates = options
+    asked = _check_captured(captured, asked, passes)
+    share_operators(captured, crew)
+    check_cuts(asked.cuts or (), captured.layer_names)
+    microbatches, infos = microbatches_of(asked), crew.infos
+    if microbatches > 1:
+        check_loss(captured, -(-mini_batch // microbatches))
+    members = infos if asked.plan is None else asked.plan.all_devices
+    check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
+    planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
+    plan, costs = planning.choose(asked)
+    if microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1:
+        check_loss(captured, -(-mini_batch // 2), replicas=True)
+    boards = [board.id for board in crew.cluster.described]
+    check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
+    check_boards(plan, crew.cluster, infos)
+    setup = Setup(captured, crew, plan, optimizer, passes, updates)
+    if resume is not None:
+        progress_of(resume).check_settings(setup.settings, updates.changed)
+    return setup, costs
+
+
+def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:
+    """Return the plan's options, with the splits of the captured model.
+
+    Raises `HetpipeError` if the model was captured with other splits or pass options.
+    """
+    if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
+        raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")
+    if passes.sync_batch_norm and not captured.sync_batch_norm:
+        raise HetpipeError("captured has sync_batch_norm=False: capture it with True")
+    if planned.plan is None and planned.split is None:
+        return replace(planned, split=captured.split or None)
+    if planned.channels != captured.split:
+        raise HetpipeError(
+            f"captured has split={captured.split}, not {planned.channels}: capture it with that"
+        )
+    return planned
