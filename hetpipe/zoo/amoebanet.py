@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 Operation = Callable[[int, int], nn.Module]
 """(channels, stride) -> a module that keeps the channels."""
@@ -165,18 +164,14 @@ class AmoebaNet(nn.Module):
         return logits
 
 
-def amoebanet36() -> Workload:
-    """AmoebaNet-D with 36 cells and 512 filters, as in DAPPLE."""
-    return _workload("amoebanet36", 36, 512, 224, 1000)
-
-
-def amoebanet36_small() -> Workload:
-    """AmoebaNet-D with 3 cells and 32 filters, for 64 x 64 images."""
-    return _workload("amoebanet36-small", 3, 32, 64, 10)
-
-
-def _workload(name: str, cells: int, filters: int, size: int, classes: int) -> Workload:
-    return random_workload(
-        name, lambda: AmoebaNet(cells, filters, classes), images(size, classes), 4,
+def _amoebanet(cells: int, filters: int, size: int, classes: int) -> RandomModel:
+    return RandomModel(
+        lambda: AmoebaNet(cells, filters, classes), images(size, classes), 4,
         optim.rmsprop(lr=0.01, momentum=0.9),
     )  # fmt: skip
+
+
+MODELS = {
+    "amoebanet36": _amoebanet(36, 512, 224, 1000),  # as in DAPPLE
+    "amoebanet36-small": _amoebanet(3, 32, 64, 10),
+}

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import language, random_workload
+from hetpipe.zoo.random_data import RandomModel, language
 from hetpipe.zoo.text import token_loss
-from hetpipe.zoo.workload import Workload
 
 
 class LockedDropout(nn.Dropout):
@@ -49,20 +48,14 @@ class AwdLstm(nn.Module):
         return logits
 
 
-def awd_lstm() -> Workload:
-    """Widths 400 and 1150, 70 tokens: 24 M parameters."""
-    return _workload("awd-lstm", 10000, 400, 1150, 70, 80)
-
-
-def awd_lstm_small() -> Workload:
-    """Widths 24 and 40, 8 tokens."""
-    return _workload("awd-lstm-small", 100, 24, 40, 8, 4)
-
-
-def _workload(
-    name: str, vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: AwdLstm(vocabulary, embedding, hidden), language(vocabulary, length),
-        mini_batch, optim.sgd(lr=30.0, weight_decay=1.2e-6), token_loss,
+def _awd(vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int) -> RandomModel:
+    return RandomModel(
+        lambda: AwdLstm(vocabulary, embedding, hidden), language(vocabulary, length), mini_batch,
+        optim.sgd(lr=30.0, weight_decay=1.2e-6), token_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "awd-lstm": _awd(10000, 400, 1150, 70, 80),  # 24 M parameters
+    "awd-lstm-small": _awd(100, 24, 40, 8, 4),
+}

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import random_workload, span_loss, spans
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, span_loss, spans
 
 DROPOUT = 0.1
 
@@ -69,30 +68,18 @@ class Bert(nn.Module):
         return logits
 
 
-def bert_large() -> Workload:
-    """BERT-large, 384 tokens: 334 M parameters."""
-    return _workload("bert-large", 30522, 384, 1024, 16, 24, 8)
-
-
-def bert_large_small() -> Workload:
-    """Three layers of width 64."""
-    return _workload("bert-large-small", 100, 24, 64, 4, 3, 4)
-
-
-def bert48() -> Workload:
-    """BERT-48, 384 tokens: 636 M parameters."""
-    return _workload("bert48", 30522, 384, 1024, 16, 48, 2)
-
-
-def bert48_small() -> Workload:
-    """Six layers of width 32."""
-    return _workload("bert48-small", 100, 24, 32, 2, 6, 4)
-
-
-def _workload(
-    name: str, vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: Bert(vocabulary, length, width, heads, layers), spans(vocabulary, length),
+def _bert(
+    vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
+) -> RandomModel:
+    return RandomModel(
+        lambda: Bert(vocabulary, length, width, heads, layers), spans(vocabulary, length),
         mini_batch, optim.adamw(lr=5e-5), span_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "bert-large": _bert(30522, 384, 1024, 16, 24, 8),  # 334 M parameters
+    "bert-large-small": _bert(100, 24, 64, 4, 3, 4),
+    "bert48": _bert(30522, 384, 1024, 16, 48, 2),  # 636 M
+    "bert48-small": _bert(100, 24, 32, 2, 6, 4),
+}

@@ -6,11 +6,36 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import images, random_workload
-from hetpipe.zoo.vision import ConvNeXtBlock, LayerNorm2d
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, images
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """A layer norm over the channels of (n, c, h, w)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = super().forward(x.permute(0, 2, 3, 1))
+        return normed.permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """A 7x7 convolution per channel, then two linear layers over the channels, and the skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+        self.layer_scale = nn.Parameter(torch.full((width, 1, 1), 1e-6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.narrow(functional.gelu(self.widen(y))).permute(0, 3, 1, 2)
+        summed: torch.Tensor = x + self.layer_scale * y
+        return summed
 
 
 class ConvNeXt(nn.Module):
@@ -33,20 +58,14 @@ class ConvNeXt(nn.Module):
         return logits
 
 
-def convnext() -> Workload:
-    """ConvNeXt-T: 29 M parameters."""
-    return _workload("convnext", (96, 192, 384, 768), (3, 3, 9, 3), 224, 1000)
-
-
-def convnext_small() -> Workload:
-    """Two pairs of blocks, of width 16 and 32, for 32 x 32 images."""
-    return _workload("convnext-small", (16, 32), (2, 2), 32, 10)
-
-
-def _workload(
-    name: str, widths: Sequence[int], depths: Sequence[int], size: int, classes: int
-) -> Workload:
-    return random_workload(
-        name, lambda: ConvNeXt(widths, depths, classes), images(size, classes), 32,
+def _convnext(widths: Sequence[int], depths: Sequence[int], size: int, classes: int) -> RandomModel:
+    return RandomModel(
+        lambda: ConvNeXt(widths, depths, classes), images(size, classes), 32,
         optim.adamw(lr=1e-3, weight_decay=0.05),
     )  # fmt: skip
+
+
+MODELS = {
+    "convnext": _convnext((96, 192, 384, 768), (3, 3, 9, 3), 224, 1000),  # -T: 29 M parameters
+    "convnext-small": _convnext((16, 32), (2, 2), 32, 10),
+}

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 WIDEN = 4  # channels between a layer's two convolutions, per channel that it adds
 
@@ -70,19 +69,14 @@ class DenseNet(nn.Module):
         return logits
 
 
-def densenet121() -> Workload:
-    """DenseNet-121: 8 M parameters."""
-    return random_workload(
-        "densenet121", lambda: DenseNet((6, 12, 24, 16)), images(224, 1000), 64, _sgd()
-    )
+def _densenet(size: int, mini_batch: int, depths: Sequence[int], *sizes: int) -> RandomModel:
+    return RandomModel(
+        lambda: DenseNet(depths, *sizes), images(size, sizes[-1]), mini_batch,
+        optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4),
+    )  # fmt: skip
 
 
-def densenet121_small() -> Workload:
-    """DenseNet with blocks of two or three layers, for 64 x 64 images."""
-    return random_workload(
-        "densenet121-small", lambda: DenseNet((2, 3, 3, 2), 8, 16, 10), images(64, 10), 4, _sgd()
-    )
-
-
-def _sgd() -> optim.Optimizer:
-    return optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)
+MODELS = {
+    "densenet121": _densenet(224, 64, (6, 12, 24, 16), 32, 64, 1000),  # 8 M parameters
+    "densenet121-small": _densenet(64, 4, (2, 3, 3, 2), 8, 16, 10),
+}

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import random_workload, translation
+from hetpipe.zoo.random_data import RandomModel, translation
 from hetpipe.zoo.text import token_loss
-from hetpipe.zoo.workload import Workload
 
 DROPOUT = 0.2
 
@@ -101,30 +100,16 @@ class GNMT(nn.Module):
         return logits
 
 
-def gnmt8() -> Workload:
-    """GNMT-8, sentences of 50 tokens: 194 M parameters."""
-    return _workload("gnmt8", 32320, 1024, 4, 50, 64)
-
-
-def gnmt8_small() -> Workload:
-    """GNMT-8 of width 32, sentences of 6 tokens."""
-    return _workload("gnmt8-small", 100, 32, 4, 6, 4)
-
-
-def gnmt16() -> Workload:
-    """GNMT-16, sentences of 50 tokens: 278 M parameters."""
-    return _workload("gnmt16", 32320, 1024, 8, 50, 64)
-
-
-def gnmt16_small() -> Workload:
-    """GNMT-16 of width 16, sentences of 5 tokens."""
-    return _workload("gnmt16-small", 100, 16, 8, 5, 4)
-
-
-def _workload(
-    name: str, vocabulary: int, width: int, layers: int, length: int, mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: GNMT(vocabulary, width, layers), translation(vocabulary, length, length),
+def _gnmt(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:
+    return RandomModel(
+        lambda: GNMT(vocabulary, width, layers), translation(vocabulary, length, length),
         mini_batch, optim.adam(lr=3e-4), token_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "gnmt8": _gnmt(32320, 1024, 4, 50, 64),  # 194 M parameters
+    "gnmt8-small": _gnmt(100, 32, 4, 6, 4),
+    "gnmt16": _gnmt(32320, 1024, 8, 50, 64),  # 278 M
+    "gnmt16-small": _gnmt(100, 16, 8, 5, 4),
+}

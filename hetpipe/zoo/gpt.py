@@ -1,4 +1,5 @@
-"""The workloads `gpt` and `gpt-untied`: a small GPT on Python's help pages. 13 MB of weights.
+"""The workloads `gpt` and `gpt-untied`: a small GPT on Python's help pages, 13 MB of weights; and
+`gpt2`, on random tokens.
 
 The network follows GPT-2 (Radford et al., "Language models are unsupervised multitask learners",
 2019): the output shares the token embedding's weights, and weights begin normal, smaller by the
@@ -22,7 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.text import VOCABULARY, text_workload
+from hetpipe.zoo.random_data import RandomModel, language
+from hetpipe.zoo.text import VOCABULARY, text_workload, token_loss
 from hetpipe.zoo.workload import Workload
 
 BLOCKS = 4
@@ -130,3 +132,16 @@ def untied_workload() -> Workload:
 def _workload(name: str, model: Callable[[], nn.Module]) -> Workload:
     blocks = tuple(f"blocks.{index}" for index in range(BLOCKS))
     return text_workload(name, model, LENGTH, optim.adamw(lr=6e-4), blocks)
+
+
+def _gpt2(vocabulary: int, length: int, width: int, heads: int, blocks: int) -> RandomModel:
+    return RandomModel(
+        lambda: GPT(vocabulary, length, width, heads, blocks), language(vocabulary, length), 8,
+        optim.adamw(lr=6e-4, weight_decay=0.1), token_loss,
+    )  # fmt: skip
+
+
+MODELS = {
+    "gpt2": _gpt2(50257, 1024, 768, 12, 12),  # 124 M parameters
+    "gpt2-small": _gpt2(100, 24, 64, 4, 2),
+}

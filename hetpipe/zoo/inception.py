@@ -16,11 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.workload import Workload
-
-AUXILIARY = {"googlenet": 0.3, "inception-v3": 0.4}
-"""Weights of the auxiliary losses."""
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 
 class BasicConv2d(nn.Module):
@@ -244,33 +240,23 @@ def auxiliary_loss(weight: float, logits: Sequence[torch.Tensor], y: torch.Tenso
     return loss
 
 
-def googlenet() -> Workload:
-    """GoogLeNet for 224 x 224 images: 10 M parameters, with both auxiliary classifiers."""
-    return _workload("googlenet", partial(GoogLeNet, 100), 224, 100, optim.adamw(lr=1e-3))
+def _googlenet(size: int, mini_batch: int, *sizes: int) -> RandomModel:
+    return RandomModel(
+        lambda: GoogLeNet(*sizes), images(size, sizes[0]), mini_batch, optim.adamw(lr=1e-3),
+        partial(auxiliary_loss, 0.3),
+    )  # fmt: skip
 
 
-def googlenet_small() -> Workload:
-    """GoogLeNet with an eighth of the channels."""
-    return _workload("googlenet-small", partial(GoogLeNet, 10, 8), 224, 10, optim.adamw(lr=1e-3))
+def _inception(size: int, mini_batch: int, *sizes: int, repeats: bool = True) -> RandomModel:
+    return RandomModel(
+        lambda: InceptionV3(*sizes, repeats=repeats), images(size, sizes[0]), mini_batch,
+        optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4), partial(auxiliary_loss, 0.4),
+    )  # fmt: skip
 
 
-def inception_v3() -> Workload:
-    """Inception-V3 for 299 x 299 images: 25 M parameters, with its auxiliary classifier."""
-    return _workload("inception-v3", partial(InceptionV3, 200), 299, 200, _sgd())
-
-
-def inception_v3_small() -> Workload:
-    """A module of each kind with an eighth of the channels, for 147 x 147 images."""
-    small = partial(InceptionV3, 10, 8, repeats=False)
-    return _workload("inception-v3-small", small, 147, 10, _sgd())
-
-
-def _workload(name: str, network: Any, size: int, classes: int, optimizer: Any) -> Workload:
-    is_small = name.endswith("-small")
-    loss = partial(auxiliary_loss, AUXILIARY[name.removesuffix("-small")])
-    mini_batch = 4 if is_small else 64
-    return random_workload(name, network, images(size, classes), mini_batch, optimizer, loss)
-
-
-def _sgd() -> optim.Optimizer:
-    return optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)
+MODELS = {
+    "googlenet": _googlenet(224, 64, 100),  # 10 M parameters, with both auxiliary classifiers
+    "googlenet-small": _googlenet(224, 4, 10, 8),
+    "inception-v3": _inception(299, 64, 200),  # 25 M, with its auxiliary classifier
+    "inception-v3-small": _inception(147, 4, 10, 8, repeats=False),  # a module of each kind
+}

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import language, random_workload
+from hetpipe.zoo.random_data import RandomModel, language
 from hetpipe.zoo.text import token_loss
-from hetpipe.zoo.workload import Workload
 
 
 class RMSNorm(nn.Module):
@@ -104,20 +103,14 @@ class Llama(nn.Module):
         return logits
 
 
-def llama() -> Workload:
-    """TinyLlama, 1024 tokens: 1.1 G parameters."""
-    return _workload("llama", 32000, 1024, (2048, 32, 4, 5632, 22), 1)
-
-
-def llama_small() -> Workload:
-    """Two layers of width 64, four heads in two groups."""
-    return _workload("llama-small", 100, 24, (64, 4, 2, 160, 2), 4)
-
-
-def _workload(
-    name: str, vocabulary: int, length: int, sizes: tuple[int, int, int, int, int], mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: Llama(vocabulary, length, *sizes), language(vocabulary, length), mini_batch,
+def _llama(vocabulary: int, length: int, mini_batch: int, *sizes: int) -> RandomModel:
+    return RandomModel(
+        lambda: Llama(vocabulary, length, *sizes), language(vocabulary, length), mini_batch,
         optim.adamw(lr=4e-4, weight_decay=0.1), token_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "llama": _llama(32000, 1024, 1, 2048, 32, 4, 5632, 22),  # TinyLlama: 1.1 G parameters
+    "llama-small": _llama(100, 24, 4, 64, 4, 2, 160, 2),
+}

@@ -27,7 +27,7 @@ FAMILIES = {
     "swin": ("swin",),
     "bert": ("bert-large", "bert48"),
     "xlnet": ("xlnet36",),
-    "gpt2": ("gpt2",),
+    "gpt": ("gpt2",),
     "llama": ("llama",),
     "t5": ("t5",),
     "gnmt": ("gnmt8", "gnmt16"),
@@ -47,12 +47,13 @@ ZOO = {
     "gpt-untied": "hetpipe.zoo.gpt:untied_workload",
     "lstm": "hetpipe.zoo.lstm:workload",
     **{
-        name + size: f"hetpipe.zoo.{module}:{(name + size).replace('-', '_')}"
+        name + size: f"hetpipe.zoo.{module}:MODELS"
         for module, names in FAMILIES.items()
         for name in names
         for size in ("", SMALL)
     },
 }
+"""Where each model is: a function that returns its workload, or a table of models by name."""
 
 
 def load_workload(name: str) -> Workload:
@@ -64,12 +65,14 @@ def load_workload(name: str) -> Workload:
     """
     check_name(name)
     if name in ZOO:
-        workload: Workload = _factory(name, ZOO[name])()
+        module_name, _, attribute = ZOO[name].partition(":")
+        model = getattr(import_module(module_name), attribute)
+        workload: Workload = model[name].workload(name) if attribute == "MODELS" else model()
         return workload
     from hetpipe.zoo.user_code import check_workload, run_user_code
 
     with run_user_code(f"model {name!r}: its module"):
-        factory = _factory(name, name)
+        factory = _factory(name)
     call = f"{name}()"
     with run_user_code(call):
         workload = factory()
@@ -91,8 +94,8 @@ def check_name(name: str) -> None:
         )
 
 
-def _factory(name: str, target: str) -> Callable[[], Any]:
-    module_name, _, attribute = target.partition(":")
+def _factory(name: str) -> Callable[[], Any]:
+    module_name, _, attribute = name.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 Row = tuple[int, int, int, bool, bool, int]
 """Kernel, inner and outer channels, squeeze and excitation or not, hard swish or ReLU, stride."""
@@ -114,19 +113,14 @@ def _divisible(channels: int) -> int:
     return near if near >= 0.9 * channels else near + 8
 
 
-def mobilenet_v3() -> Workload:
-    """MobileNet-V3 large: 5 M parameters."""
-    return random_workload(
-        "mobilenet-v3", lambda: MobileNetV3(LARGE), images(224, 1000), 128, _rmsprop()
-    )
+def _mobilenet(size: int, mini_batch: int, rows: Sequence[Row], *sizes: int) -> RandomModel:
+    return RandomModel(
+        lambda: MobileNetV3(rows, *sizes), images(size, sizes[-1]), mini_batch,
+        optim.rmsprop(lr=0.01, momentum=0.9, weight_decay=1e-5),
+    )  # fmt: skip
 
 
-def mobilenet_v3_small() -> Workload:
-    """Five of its blocks, for 64 x 64 images."""
-    return random_workload(
-        "mobilenet-v3-small", lambda: MobileNetV3(SMALL, 64, 10), images(64, 10), 4, _rmsprop()
-    )
-
-
-def _rmsprop() -> optim.Optimizer:
-    return optim.rmsprop(lr=0.01, momentum=0.9, weight_decay=1e-5)
+MODELS = {
+    "mobilenet-v3": _mobilenet(224, 128, LARGE, 1280, 1000),  # 5 M parameters
+    "mobilenet-v3-small": _mobilenet(64, 4, SMALL, 64, 10),
+}

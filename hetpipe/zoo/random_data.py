@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.workload import Workload
 
 Draw = Callable[[int, torch.Generator], tuple[Any, Any]]
 """(samples, generator) -> (x, y), one mini-batch."""
 
 
-def random_workload(
-    name: str,
-    network: Callable[[], nn.Module],
-    draw: Draw,
-    mini_batch: int,
-    optimizer: Any,
-    loss_fn: Callable[[Any, Any], Any] = functional.cross_entropy,
-) -> Workload:
-    """Return a workload with weights from a fixed seed; `draw` makes each mini-batch."""
+@dataclass(frozen=True)
+class RandomModel:
+    """A network whose mini-batches are drawn."""
 
-    def batches(samples: int, seed: int) -> Iterator[tuple[Any, Any]]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            yield draw(samples, generator)
+    network: Callable[[], nn.Module]
+    draw: Draw
+    mini_batch: int
+    optimizer: Optimizer
+    loss_fn: Callable[[Any, Any], Any] = functional.cross_entropy
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = network()
-    return Workload(model, loss_fn, batches, name, mini_batch, optimizer)
+    def workload(self, name: str) -> Workload:
+        """Return a workload with this name, and with weights from a fixed seed."""
+
+        def batches(samples: int, seed: int) -> Iterator[tuple[Any, Any]]:
+            generator = torch.Generator().manual_seed(seed)
+            while True:
+                yield self.draw(samples, generator)
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self.network()
+        return Workload(model, self.loss_fn, batches, name, self.mini_batch, self.optimizer)
 
 
 def images(size: int, classes: int) -> Draw:

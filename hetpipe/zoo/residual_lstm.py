@@ -5,12 +5,13 @@ Each layer adds its input to its output; the mean over a review's tokens is clas
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel
 
 
 class ResidualLstm(nn.Module):
@@ -32,24 +33,16 @@ class ResidualLstm(nn.Module):
         return logits
 
 
-def residual_lstm() -> Workload:
-    """Eight layers of width 512, 256 tokens: 32 M parameters."""
-    return _workload("residual-lstm", 30000, 512, 8, 256, 64)
-
-
-def residual_lstm_small() -> Workload:
-    """Four layers of width 32, 8 tokens."""
-    return _workload("residual-lstm-small", 100, 32, 4, 8, 4)
-
-
-def _workload(
-    name: str, vocabulary: int, width: int, layers: int, length: int, mini_batch: int
-) -> Workload:
+def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randint(vocabulary, (samples, length), generator=generator)
         return x, torch.randint(2, (samples,), generator=generator)
 
-    return random_workload(
-        name, lambda: ResidualLstm(vocabulary, width, layers), draw, mini_batch,
-        optim.adam(lr=1e-3),
-    )  # fmt: skip
+    network = partial(ResidualLstm, vocabulary, width, layers)
+    return RandomModel(network, draw, mini_batch, optim.adam(lr=1e-3))
+
+
+MODELS = {
+    "residual-lstm": _lstm(30000, 512, 8, 256, 64),  # 32 M parameters
+    "residual-lstm-small": _lstm(100, 32, 4, 8, 4),
+}

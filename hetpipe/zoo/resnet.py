@@ -7,16 +7,37 @@ images of 224 x 224 and 200 classes (Tiny ImageNet, scaled up).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.vision import BasicBlock
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 EXPANSION = 4  # output channels of a bottleneck, per inner channel
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions and the skip, which a 1x1 convolution adapts to a new shape."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inner != outer:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        summed: torch.Tensor = self.relu(y + self.downsample(x))
+        return summed
 
 
 class Bottleneck(nn.Module):
@@ -80,45 +101,23 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet18() -> Workload:
-    """ResNet-18: 12 M parameters."""
-    return _published("resnet18", (2, 2, 2, 2), 1000, deep=False)
+SGD = optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
-def resnet18_small() -> Workload:
-    """ResNet-18 with a quarter of the channels, for 64 x 64 images."""
-    return _small("resnet18-small", (2, 2, 2, 2), deep=False)
+def _published(depths: Sequence[int], classes: int, deep: bool = True) -> RandomModel:
+    network = partial(ResNet, depths, classes=classes, deep=deep)
+    return RandomModel(network, images(224, classes), 128, SGD)
 
 
-def resnet50() -> Workload:
-    """ResNet-50: 26 M parameters."""
-    return _published("resnet50", (3, 4, 6, 3), 1000)
+def _small(depths: Sequence[int], deep: bool = True) -> RandomModel:
+    return RandomModel(lambda: ResNet(depths, 16, 10, deep), images(64, 10), 4, SGD)
 
 
-def resnet50_small() -> Workload:
-    """ResNet-50 with two blocks a layer and a quarter of the channels, for 64 x 64 images."""
-    return _small("resnet50-small", (2, 2, 2, 2))
-
-
-def resnet101() -> Workload:
-    """ResNet-101 for 200 classes: 43 M parameters."""
-    return _published("resnet101", (3, 4, 23, 3), 200)
-
-
-def resnet101_small() -> Workload:
-    """ResNet-101 with fewer blocks and a quarter of the channels, for 64 x 64 images."""
-    return _small("resnet101-small", (1, 2, 4, 1))
-
-
-def _published(name: str, depths: Sequence[int], classes: int, deep: bool = True) -> Workload:
-    return random_workload(
-        name, lambda: ResNet(depths, classes=classes, deep=deep), images(224, classes), 128, _sgd()
-    )
-
-
-def _small(name: str, depths: Sequence[int], deep: bool = True) -> Workload:
-    return random_workload(name, lambda: ResNet(depths, 16, 10, deep), images(64, 10), 4, _sgd())
-
-
-def _sgd() -> optim.Optimizer:
-    return optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)
+MODELS = {
+    "resnet18": _published((2, 2, 2, 2), 1000, deep=False),  # 12 M parameters
+    "resnet18-small": _small((2, 2, 2, 2), deep=False),
+    "resnet50": _published((3, 4, 6, 3), 1000),  # 26 M
+    "resnet50-small": _small((2, 2, 2, 2)),
+    "resnet101": _published((3, 4, 23, 3), 200),  # 43 M
+    "resnet101-small": _small((1, 2, 4, 1)),
+}

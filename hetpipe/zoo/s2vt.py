@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import language, random_workload
+from hetpipe.zoo.random_data import RandomModel, language
 from hetpipe.zoo.text import token_loss
-from hetpipe.zoo.workload import Workload
 
 
 class S2VT(nn.Module):
@@ -40,19 +39,7 @@ class S2VT(nn.Module):
         return logits
 
 
-def s2vt() -> Workload:
-    """80 frames of 4096 features, 30 words of 12594, width 1000: 37 M parameters."""
-    return _workload("s2vt", (4096, 12594, 500, 1000), 80, 30, 80)
-
-
-def s2vt_small() -> Workload:
-    """6 frames of 24 features, 4 words, width 32."""
-    return _workload("s2vt-small", (24, 100, 16, 32), 6, 4, 4)
-
-
-def _workload(
-    name: str, sizes: tuple[int, int, int, int], frames: int, length: int, mini_batch: int
-) -> Workload:
+def _s2vt(sizes: tuple[int, int, int, int], frames: int, length: int, batch: int) -> RandomModel:
     features, vocabulary, *_ = sizes
     sentences = language(vocabulary, length)
 
@@ -61,6 +48,10 @@ def _workload(
         so_far, following = sentences(samples, generator)
         return (film, so_far), following
 
-    return random_workload(
-        name, lambda: S2VT(*sizes), draw, mini_batch, optim.sgd(lr=0.01), token_loss
-    )
+    return RandomModel(lambda: S2VT(*sizes), draw, batch, optim.sgd(lr=0.01), token_loss)
+
+
+MODELS = {
+    "s2vt": _s2vt((4096, 12594, 500, 1000), 80, 30, 80),  # 37 M parameters
+    "s2vt-small": _s2vt((24, 100, 16, 32), 6, 4, 4),
+}

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, images
 
 
 def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:
@@ -144,20 +143,16 @@ class Swin(nn.Module):
         return logits
 
 
-def swin() -> Workload:
-    """Swin-T: 28 M parameters."""
-    return _workload("swin", 224, 4, 7, 96, (2, 2, 6, 2), 1000)
-
-
-def swin_small() -> Workload:
-    """Two pairs of blocks of width 32 and 64, for 32 x 32 images."""
-    return _workload("swin-small", 32, 2, 4, 32, (2, 2), 10)
-
-
-def _workload(
-    name: str, size: int, patch: int, window: int, width: int, depths: Sequence[int], classes: int
-) -> Workload:
-    return random_workload(
-        name, lambda: Swin(size, patch, window, width, depths, classes), images(size, classes),
+def _swin(
+    size: int, patch: int, window: int, width: int, depths: Sequence[int], classes: int
+) -> RandomModel:
+    return RandomModel(
+        lambda: Swin(size, patch, window, width, depths, classes), images(size, classes),
         32, optim.adamw(lr=1e-3, weight_decay=0.05),
     )  # fmt: skip
+
+
+MODELS = {
+    "swin": _swin(224, 4, 7, 96, (2, 2, 6, 2), 1000),  # Swin-T: 28 M parameters
+    "swin-small": _swin(32, 2, 4, 32, (2, 2), 10),
+}

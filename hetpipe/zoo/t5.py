@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from hetpipe import optim
 from hetpipe.zoo.llama import RMSNorm
-from hetpipe.zoo.random_data import random_workload, translation
+from hetpipe.zoo.random_data import RandomModel, translation
 from hetpipe.zoo.text import token_loss
-from hetpipe.zoo.workload import Workload
 
 BUCKETS, FARTHEST = 32, 128
 DROPOUT = 0.1
@@ -135,20 +134,14 @@ class T5(nn.Module):
         return functional.linear(y * self.scale, self.shared.weight)
 
 
-def t5() -> Workload:
-    """T5-base, 512 tokens: 223 M parameters."""
-    return _workload("t5", 32128, 512, (768, 12, 64, 3072, 12), 8)
-
-
-def t5_small() -> Workload:
-    """Two layers each, of width 64."""
-    return _workload("t5-small", 100, 24, (64, 4, 16, 128, 2), 4)
-
-
-def _workload(
-    name: str, vocabulary: int, length: int, sizes: tuple[int, int, int, int, int], mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: T5(vocabulary, length, *sizes), translation(vocabulary, length, length),
-        mini_batch, optim.adamw(lr=1e-4), token_loss,
+def _t5(vocabulary: int, length: int, mini_batch: int, *sizes: int) -> RandomModel:
+    return RandomModel(
+        lambda: T5(vocabulary, length, *sizes), translation(vocabulary, length, length), mini_batch,
+        optim.adamw(lr=1e-4), token_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "t5": _t5(32128, 512, 8, 768, 12, 64, 3072, 12),  # T5-base: 223 M parameters
+    "t5-small": _t5(100, 24, 4, 64, 4, 16, 128, 2),
+}

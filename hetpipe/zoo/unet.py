@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights
 
 
 class DoubleConv(nn.Sequential):
@@ -47,23 +46,15 @@ class UNet(nn.Module):
         return logits
 
 
-def unet() -> Workload:
-    """U-Net for 256 x 256 images and 21 classes: 31 M parameters."""
-    return _workload("unet", 64, 4, 256, 8)
-
-
-def unet_small() -> Workload:
-    """U-Net with an eighth of the channels, for 32 x 32 images."""
-    return _workload("unet-small", 8, 2, 32, 4)
-
-
-def _workload(name: str, width: int, depth: int, size: int, mini_batch: int) -> Workload:
-    classes = 21
-
+def _unet(width: int, depth: int, size: int, mini_batch: int, classes: int = 21) -> RandomModel:
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(samples, 3, size, size, generator=generator)
         return x, torch.randint(classes, (samples, size, size), generator=generator)
 
-    return random_workload(
-        name, lambda: UNet(width, depth, classes), draw, mini_batch, optim.adam(lr=1e-3)
-    )
+    return RandomModel(lambda: UNet(width, depth, classes), draw, mini_batch, optim.adam(lr=1e-3))
+
+
+MODELS = {
+    "unet": _unet(64, 4, 256, 8),  # 31 M parameters
+    "unet-small": _unet(8, 2, 32, 4),
+}

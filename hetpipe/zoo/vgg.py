@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import he_weights, images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 VGG11 = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 VGG16 = (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0)
@@ -82,57 +81,27 @@ class AlexNet(nn.Module):
         return logits
 
 
-def vgg11() -> Workload:
-    """VGG-11: 133 M parameters."""
-    return _vgg("vgg11", VGG11, 64)
+SGD = optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
-def vgg11_small() -> Workload:
-    """VGG-11 with an eighth of the channels, for 64 x 64 images."""
-    return _vgg_small("vgg11-small", VGG11)
+def _vgg(widths: Sequence[int], mini_batch: int) -> RandomModel:
+    return RandomModel(lambda: VGG(widths), images(224, 1000), mini_batch, SGD)
 
 
-def vgg16() -> Workload:
-    """VGG-16: 138 M parameters."""
-    return _vgg("vgg16", VGG16, 64)
-
-
-def vgg16_small() -> Workload:
-    """VGG-16 with an eighth of the channels, for 64 x 64 images."""
-    return _vgg_small("vgg16-small", VGG16)
-
-
-def vgg19() -> Workload:
-    """VGG-19: 144 M parameters."""
-    return _vgg("vgg19", VGG19, 32)
-
-
-def vgg19_small() -> Workload:
-    """VGG-19 with an eighth of the channels, for 64 x 64 images."""
-    return _vgg_small("vgg19-small", VGG19)
-
-
-def alexnet() -> Workload:
-    """AlexNet: 61 M parameters."""
-    return random_workload("alexnet", AlexNet, images(224, 1000), 256, _sgd())
-
-
-def alexnet_small() -> Workload:
-    """AlexNet with an eighth of the channels."""
-    widths = (8, 24, 48, 32, 32)
-    return random_workload(
-        "alexnet-small", lambda: AlexNet(widths, 64, 10), images(224, 10), 4, _sgd()
-    )
-
-
-def _vgg(name: str, widths: Sequence[int], mini_batch: int) -> Workload:
-    return random_workload(name, lambda: VGG(widths), images(224, 1000), mini_batch, _sgd())
-
-
-def _vgg_small(name: str, widths: Sequence[int]) -> Workload:
+def _small(widths: Sequence[int]) -> RandomModel:
     narrow = [width // NARROW for width in widths]
-    return random_workload(name, lambda: VGG(narrow, 2, 64, 10), images(64, 10), 4, _sgd())
+    return RandomModel(lambda: VGG(narrow, 2, 64, 10), images(64, 10), 4, SGD)
 
 
-def _sgd() -> optim.Optimizer:
-    return optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)
+MODELS = {
+    "alexnet": RandomModel(AlexNet, images(224, 1000), 256, SGD),  # 61 M parameters
+    "alexnet-small": RandomModel(
+        lambda: AlexNet((8, 24, 48, 32, 32), 64, 10), images(224, 10), 4, SGD
+    ),
+    "vgg11": _vgg(VGG11, 64),  # 133 M parameters
+    "vgg11-small": _small(VGG11),
+    "vgg16": _vgg(VGG16, 64),  # 138 M
+    "vgg16-small": _small(VGG16),
+    "vgg19": _vgg(VGG19, 32),  # 144 M
+    "vgg19-small": _small(VGG19),
+}

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import images, random_workload
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, images
 
 
 class EncoderBlock(nn.Module):
@@ -53,20 +52,14 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-def vit() -> Workload:
-    """ViT-B/16: 86 M parameters."""
-    return _workload("vit", 224, 16, 768, 12, 12, 1000)
-
-
-def vit_small() -> Workload:
-    """Two blocks of width 64, for 32 x 32 images."""
-    return _workload("vit-small", 32, 8, 64, 4, 2, 10)
-
-
-def _workload(
-    name: str, size: int, patch: int, width: int, heads: int, blocks: int, classes: int
-) -> Workload:
-    return random_workload(
-        name, lambda: VisionTransformer(size, patch, width, heads, blocks, classes),
+def _vit(size: int, patch: int, width: int, heads: int, blocks: int, classes: int) -> RandomModel:
+    return RandomModel(
+        lambda: VisionTransformer(size, patch, width, heads, blocks, classes),
         images(size, classes), 32, optim.adamw(lr=1e-3, weight_decay=0.1),
     )  # fmt: skip
+
+
+MODELS = {
+    "vit": _vit(224, 16, 768, 12, 12, 1000),  # ViT-B/16: 86 M parameters
+    "vit-small": _vit(32, 8, 64, 4, 2, 10),
+}

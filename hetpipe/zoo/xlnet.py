@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import random_workload, span_loss, spans
-from hetpipe.zoo.workload import Workload
+from hetpipe.zoo.random_data import RandomModel, span_loss, spans
 
 DROPOUT = 0.1
 
@@ -97,20 +96,16 @@ class XLNet(nn.Module):
         return logits
 
 
-def xlnet36() -> Workload:
-    """XLNet-36, 384 tokens: 524 M parameters."""
-    return _workload("xlnet36", 32000, 384, 1024, 16, 36, 1)
-
-
-def xlnet36_small() -> Workload:
-    """Three layers of width 64."""
-    return _workload("xlnet36-small", 100, 24, 64, 4, 3, 4)
-
-
-def _workload(
-    name: str, vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
-) -> Workload:
-    return random_workload(
-        name, lambda: XLNet(vocabulary, length, width, heads, layers), spans(vocabulary, length),
+def _xlnet(
+    vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
+) -> RandomModel:
+    return RandomModel(
+        lambda: XLNet(vocabulary, length, width, heads, layers), spans(vocabulary, length),
         mini_batch, optim.adamw(lr=2e-5), span_loss,
     )  # fmt: skip
+
+
+MODELS = {
+    "xlnet36": _xlnet(32000, 384, 1024, 16, 36, 1),  # 524 M parameters
+    "xlnet36-small": _xlnet(100, 24, 64, 4, 3, 4),
+}
