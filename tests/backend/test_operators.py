@@ -15,7 +15,7 @@ from hetpipe.backends.numpy.operators import OPERATORS
 from torch import fx
 
 from hetpipe.conformance.cases import CASES, Case
-from hetpipe.conformance.cases.case import ints, r
+from hetpipe.conformance.cases.case import Feed, r
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import graph_calls, operator_name
 from hetpipe.sdk.host.registry import get_backend
@@ -54,7 +54,13 @@ REFERENCE_CASES = [
     *(_after(n, lambda a: torch.tanh(a)) for n in WITHIN_ONE.split()),
     *(_after(n, lambda a: torch.abs(a) + 1.1) for n in ABOVE_ONE.split()),
     *(Case("elementwise", n, _overload(n), (r(3, 5), r(5))) for n in BINARY.split()),
-    Case("scatter", "scatter_reduce", _scatter_reduced, (r(5, 3), r(4, 3), ints(3, 4, 3)), terms=4),
+    Case(
+        "scatter",
+        "scatter_reduce",
+        _scatter_reduced,
+        (r(5, 3), r(4, 3), Feed((4, 3), "int", 3)),
+        terms=4,
+    ),
 ]
 """Cases of operators that the suite for all backends does not ask for."""
 DEVICES = [info.id for info in infos()]

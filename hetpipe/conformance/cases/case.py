@@ -5,8 +5,9 @@ Checks trace a function into a canonical graph and expect the function's results
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,19 +61,20 @@ def r(*shape: int) -> Feed:
     return Feed(shape)
 
 
-def pos(*shape: int) -> Feed:
-    return Feed(shape, "positive")
+def feeds(shapes: str) -> Iterator[Feed]:
+    """Yield the inputs that a row of a table names.
 
-
-def ints(high: int, *shape: int) -> Feed:
-    return Feed(shape, "int", high)
-
-
-def bools(*shape: int) -> Feed:
-    return Feed(shape, "bool")
-
-
-RNG = Feed((3,), "rng")
+    `2x3` is a tensor of floats, `()` a scalar, `+2x3` positive, `?2x3` bools, `9:2x3` integers
+    below 9, and `rng` a state of dropout.
+    """
+    for word in shapes.split():
+        if word == "rng":
+            yield Feed((3,), "rng")
+            continue
+        high, _, shape = word.rpartition(":")
+        kind = "int" if high else {"+": "positive", "?": "bool"}.get(word[0], "float")
+        numbers = shape.strip("+?()")
+        yield Feed(tuple(map(int, numbers.split("x"))) if numbers else (), kind, int(high or 0))
 
 
 def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
@@ -96,9 +98,10 @@ CASES: list[Case] = []
 
 
 def table(family: str) -> Callable[..., None]:
-    """Return a function that adds a case of a family: name, function, feeds, `Case` fields."""
+    """Return a function that adds a case of a family: name, function, inputs, `Case` fields."""
 
-    def case(name: str, fn: Callable[..., Any], *feeds: Feed, **settings: Any) -> None:
-        CASES.append(Case(family, name, fn, feeds, **settings))
+    def case(name: str, fn: Callable[..., Any], *inputs: Feed | str, **settings: Any) -> None:
+        each = [feeds(row) if isinstance(row, str) else (row,) for row in inputs]
+        CASES.append(Case(family, name, fn, tuple(chain(*each)), **settings))
 
     return case

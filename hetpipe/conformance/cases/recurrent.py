@@ -52,8 +52,8 @@ for t, n, h in SHAPES:
     case(name, lambda *args: own.lstm(*args), *loop, terms=h)
     case(f"{name}_y", grads(lambda *x: layer(*x)[0], 5), *feeds, r(t, n, h), terms=t * n * h)
     case(f"{name}_c", grads(lambda *x: layer(*x)[1], 5), *feeds, r(n, h), terms=t * n * h)
-case("lstm_both", grads(both, 5), *layer_feeds(3, 5, 4, 6), r(4, 5, 6), terms=90)
-case("lstm_bias", grads(both, 6), *layer_feeds(3, 5, 4, 6), r(24), r(4, 5, 6), terms=90)
+case("lstm_both", grads(both, 5), *layer_feeds(3, 5, 4, 6), "4x5x6", terms=90)
+case("lstm_bias", grads(both, 6), *layer_feeds(3, 5, 4, 6), "24 4x5x6", terms=90)
 case(
     "lstm_transposed",
     grads(transposed, 5),
