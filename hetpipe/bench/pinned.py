@@ -7,7 +7,7 @@ from typing import Any
 
 from hetpipe.child import Child, ChildError
 from hetpipe.cluster.member import available_cores
-from hetpipe.crew.worker_variables import usual_settings
+from hetpipe.crew.launcher import usual_settings
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo

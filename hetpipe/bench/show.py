@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hetpipe.bench.rows import PipelineRow
-from hetpipe.report.tables import make_table
-from hetpipe.report.units import format_rate, format_s
+from hetpipe.report.tables import format_rate, format_s, make_table
 from hetpipe.simulate.occupation import occupation
 
 if TYPE_CHECKING:

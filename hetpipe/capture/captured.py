@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hetpipe.capture import disk_cache
+from hetpipe.capture.disk_cache import ModelSummary, summarize
 from hetpipe.capture.export.eager import EagerModule
 from hetpipe.capture.export.example import Array, Example
 from hetpipe.capture.export.flatten import flatten
@@ -27,15 +28,13 @@ from hetpipe.capture.export.named_tensors import (
 )
 from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.source_files import UnknownCodeError
-from hetpipe.capture.export.summary import ModelSummary, summarize
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.layers import LayerGraph
 from hetpipe.capture.passes.elementwise import check_elementwise
-from hetpipe.capture.passes.recompute import check_modes
-from hetpipe.capture.passes.split_layers import split_layers, splittable
-from hetpipe.capture.passes.split_parameters import SplitParameters
+from hetpipe.capture.passes.partition import check_modes
+from hetpipe.capture.passes.split_layers import SplitParameters, split_layers, splittable
 from hetpipe.capture.passes.stage_graphs import EXTRAS, Extra, trace_stages
 from hetpipe.capture.passes.trace_cache import Traces
 from hetpipe.capture.precision import Precision
@@ -143,7 +142,7 @@ class Captured:
 
         `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
         micro-batches; each size gets its own passes. Without an optimizer the stages have no
-        update. `recompute` has one mode per stage, see `hetpipe.capture.passes.recompute`. With
+        update. `recompute` has one mode per stage, see `hetpipe.capture.passes.partition`. With
         `halves` every backward also comes in two halves. The stages have the programs `predict` and
         `norm` only if these are among `extras`.
         """

@@ -18,13 +18,16 @@ from typing import Any
 from hetpipe.checkpoint import durable
 from hetpipe.checkpoint.manifest import (
     ROLES,
+    Array,
     Manifest,
     TensorFile,
+    check_tensors,
     check_values,
     file_name,
+    file_parts,
     read_manifest,
+    read_tensors,
 )
-from hetpipe.checkpoint.tensors import Array, check_tensors, file_parts, read_tensors
 from hetpipe.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -95,7 +95,7 @@ def _number(board: Board, key: str) -> float:
 
 def _shown(key: str, value: float) -> str:
     """Return a number with the unit that its key implies."""
-    from hetpipe.report.units import format_nbytes, format_s
+    from hetpipe.report.tables import format_nbytes, format_s
 
     if key.endswith("_nbytes"):
         return format_nbytes(value)

@@ -89,8 +89,7 @@ def timelines(comparison: Comparison) -> list[Timeline]:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return a table with a row for each planner, the quickest prediction first."""
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_nbytes, format_s
+    from hetpipe.report.tables import format_nbytes, format_s, make_table
 
     columns = [
         "planner", "stages", "devices", "schedule", "M", "step", "samples/s", "of the sum",

@@ -61,8 +61,7 @@ def conform(
 
     Raises `HetpipeError` if a device breaks a rule.
     """
-    from hetpipe.conformance.coverage import matrix, next_steps, refused_operators
-    from hetpipe.conformance.junit import write_junit
+    from hetpipe.conformance.coverage import matrix, next_steps, refused_operators, write_junit
     from hetpipe.errors import HetpipeError
 
     output = Output(json)

@@ -18,8 +18,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """List the operators of a model that a device lacks: what its author should write next."""
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_nbytes
+    from hetpipe.report.tables import format_nbytes, make_table
     from hetpipe.study.lacking import JUDGE, coverage
     from hetpipe.zoo.load import check_name
 

@@ -128,7 +128,7 @@ def _studied(
 ) -> tuple[Plan, CostTable]:
     """Return the plan of a named planner. Raises `PlanError` for options that it chooses itself."""
     from hetpipe.plan.proposal import PlannerOptions
-    from hetpipe.study.planning import plan
+    from hetpipe.study.subject import plan
 
     if asked.cuts or asked.replicas:
         raise PlanError(

@@ -63,8 +63,7 @@ def command(
 
 def worker_table(simulation: Simulation) -> Table:
     """Return a table with a row for each worker of the step."""
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_nbytes
+    from hetpipe.report.tables import format_nbytes, make_table
 
     columns = ["worker", "busy", "bubble", "peak memory"]
     step = f"{1e3 * simulation.step_s:.2f} ms, {simulation.timeline.label}"

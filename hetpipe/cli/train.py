@@ -319,7 +319,7 @@ class InUse(NamedTuple):
 
 def memory_lines(plan: Plan, used: InUse) -> list[str]:
     """Return lines with measured and predicted memory of stages, and the devices' own counts."""
-    from hetpipe.report.units import format_nbytes
+    from hetpipe.report.tables import format_nbytes
 
     def planned(nbytes: int) -> str:
         return format_nbytes(nbytes) if plan.is_priced else "not"

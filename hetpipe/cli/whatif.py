@@ -38,8 +38,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Show the step time after changes of a cluster."""
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_s
+    from hetpipe.report.tables import format_s, make_table
     from hetpipe.study.changes import whatif
 
     output = Output(json)

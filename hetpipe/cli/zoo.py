@@ -123,8 +123,7 @@ def _opened(device: str | None) -> Device:
 
 def _table(rows: list[Parity]) -> Table:
     from hetpipe.bench.compared import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_s
+    from hetpipe.report.tables import format_s, make_table
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",

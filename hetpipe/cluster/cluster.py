@@ -7,13 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import as_file, files
+from itertools import permutations
 from pathlib import Path
 
+from hetpipe.cluster.cluster_file import ClusterFile, read_cluster_file
 from hetpipe.cluster.member import BackendOptions, Member, check_member, choices
 from hetpipe.cluster.topology import Layout, Link, Server, Topology, check_link
 from hetpipe.cluster.transports import transport_of
+from hetpipe.cost.table import LinkCost
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.words import short
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class Cluster:
 
         Raises `ClusterError`, with the known names.
         """
-        from hetpipe.cluster.paper_clusters import read_paper_cluster
+        from hetpipe.cluster.cluster import read_paper_cluster
 
         return Cluster(*read_paper_cluster(name))
 
@@ -217,3 +222,38 @@ def _check_link(pair: frozenset[str], link: Link, members: Mapping[str, Member])
     if len(pair) != 2:
         raise ClusterError(f"link {name}: it joins two different devices")
     check_link(name, link.latency_s, link.bandwidth_Bps)
+
+
+_FOLDER = files("hetpipe.cluster") / "papers"
+"""The clusters of papers: TOML files, each with the source of its figures."""
+
+
+def read_paper_cluster(name: str) -> ClusterFile:
+    """Read the paper cluster of this name. Raises `ClusterError` with the known names."""
+    names = published_names()
+    if name not in names:
+        raise ClusterError(
+            f"no published cluster {short(name)}, and no file; there is {choices(name, names)}"
+        )
+    with as_file(_FOLDER / f"{name}.toml") as path:
+        return read_cluster_file(path)
+
+
+def published_names() -> tuple[str, ...]:
+    """Return the names of all paper clusters, in alphabetical order."""
+    return tuple(sorted(Path(file.name).stem for file in _FOLDER.iterdir()))
+
+
+def link_costs(cluster: Cluster) -> dict[tuple[str, str], LinkCost]:
+    """Return the cost of the link between every two members, by (from, to) ids.
+
+    Raises `ClusterError` for two described devices without a link.
+    """
+    costs = {}
+    for here, there in permutations(cluster.ids, 2):
+        link = cluster.link(here, there)
+        bandwidth_Bps = math.inf if link.bandwidth_Bps is None else link.bandwidth_Bps
+        costs[here, there] = LinkCost(
+            link.latency_s or 0.0, bandwidth_Bps, "modelled", cluster.sum_speed(here, there)
+        )
+    return costs

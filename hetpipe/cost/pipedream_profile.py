@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
 from hetpipe.records import read_text
-from hetpipe.words import short, word
+from hetpipe.words import short, word, words
 
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -292,3 +293,39 @@ def _whole(field: str, number: Decimal) -> int:
 def _milliseconds(time_s: float) -> str:
     """Return the milliseconds in decimal digits, exactly: a reader gets the same float."""
     return format(Decimal(repr(float(time_s))).scaleb(3), "f")
+
+
+def graph_of(table: CostTable, device: str) -> ProfileGraph:
+    """Return the layers of a table on one device, in the form that `write_profile` writes.
+
+    Each layer's times include the fixed part of a compute action, so their sum counts it once per
+    layer. `activation_size` is the bytes that a layer keeps for its backward. The format has no
+    place for bytes across cuts (a reader takes the kept bytes), updates and optimizer state,
+    spreads, memory, links, shared parameters and the micro-batch. A node's description holds the
+    layer's name.
+
+    Raises `CostError` for a device that is not in the table, or that cannot run a layer.
+    """
+    if device not in table.devices:
+        raise CostError(f"no costs for {word(device)}; the table has {words(table.devices)}")
+    nodes = []
+    for index, (layer, cost) in enumerate(
+        zip(table.layers, table.devices[device].layers, strict=True), start=1
+    ):
+        if cost.impossible:
+            why = f"{device} cannot run {layer.name}: {cost.reason or 'its time is infinite'}"
+            raise CostError(f"{why}; export another of {', '.join(table.devices)}")
+        # In brackets: readers drop nodes whose description begins with Input.
+        description = f"Layer({' '.join(layer.name.split())})"
+        nodes.append(
+            ProfileNode(
+                f"node{index}",
+                description,
+                cost.forward_s,
+                cost.backward_s,
+                layer.saved_nbytes,
+                layer.params_nbytes,
+            )
+        )
+    names = [node.name for node in nodes]
+    return ProfileGraph(tuple(nodes), tuple(pairwise(names)))

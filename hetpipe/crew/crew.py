@@ -20,12 +20,12 @@ from hetpipe.crew.request import Apply, Request, StepRequest, StepResult, Stream
 from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
-from hetpipe.schedule.closing import closing
+from hetpipe.schedule.complete import closing
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
-from hetpipe.wire.pieces import streams
 from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.wire import streams
 
 Stages = StageGraphs | Sequence[StageGraphs]
 """A stage, or its replicas."""

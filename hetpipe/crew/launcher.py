@@ -1,7 +1,11 @@
-"""Decides how a cluster's workers run, and starts them."""
+"""Decides how a cluster's workers run, with which environment variables, and starts them.
+
+Workers with the same library variables come from one fork server (`hetpipe.crew.forkserver`).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,12 +16,19 @@ from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
-from hetpipe.crew.worker_variables import settings_of
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
-from hetpipe.sdk.host.references import backend_reference, check_not_loading
-from hetpipe.sdk.host.registry import absent, configure_backend, devices_of, forget_options
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.isolation import blamed
+from hetpipe.sdk.references import backend_reference, check_not_loading
+from hetpipe.sdk.registry import (
+    absent,
+    companion_of,
+    configure_backend,
+    devices_of,
+    forget_options,
+    get_backend,
+)
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # most boards that a message names
@@ -141,3 +152,36 @@ def _reference(member: Member) -> str:
 
 def _backend(member: Member) -> str:
     return member.opened_device.partition(":")[0]
+
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Variables for the thread pools of the libraries that torch and numpy bring."""
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc accepts no larger value
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""For glibc: freed activations stay with the process. By default they return to the system, and
+every micro-batch faults its pages in again, which costs a tenth of a step."""
+
+
+def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
+    """Return the variables for a member's worker; its backend's override a companion's."""
+    cores = len(member.cores) or len(os.sched_getaffinity(0))
+    settings = usual_settings(cores)
+    if companion := companion_of(info.backend):
+        settings |= _backend_settings(companion, cores)
+    return settings | _backend_settings(info, cores)
+
+
+def _backend_settings(info: DeviceInfo, cores: int) -> dict[str, str]:
+    with blamed(info.backend, f"fails to give the settings of {info.id}"):
+        return get_backend(info.backend).worker_environment(info, cores)
+
+
+def usual_settings(cores: int) -> dict[str, str]:
+    """Return the variables of a worker with `cores` cores, before its backend changes any."""
+    # Members share this host, so gloo need not look up the host's name to find an interface.
+    gloo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    return dict.fromkeys(THREADS, str(cores)) | KEEP_MEMORY | gloo

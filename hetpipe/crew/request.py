@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.closing import Closing
+from hetpipe.schedule.complete import Closing
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.wire.messages import Array, Clip
 

@@ -1,4 +1,4 @@
-"""SGD with momentum, Adam and AdamW, as torch.optim defines them.
+"""Optimizers as torch.optim defines them, and Lion and LAMB as their papers define them.
 
 Predictions: PipeOptim's, param - lr * ahead * dW, with dW the direction of the last update.
 """
@@ -13,6 +13,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.optim.formulas import (
     TINY,
     check,
+    check_below_one,
     check_betas,
     correction,
     fading_sum,
@@ -155,3 +156,147 @@ def _adam(
     settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     state, fixed = ("mean", "square"), tuple(settings.items())
     return Optimizer(name, lr, state, update, fixed, predict, predict_steps)
+
+
+def rmsprop(
+    lr: LearningRate = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """RMSprop (Hinton's lecture 6e, 2012), `torch.optim.RMSprop` without `centered`.
+
+    Prediction: dW is the momentum of g / (sqrt(v) + eps). Without momentum the state holds sizes
+    but no signs, so nothing is predicted.
+    """
+    check(lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    check_below_one("alpha", alpha)
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        if weight_decay:
+            grad = torch.add(grad, param, alpha=weight_decay)
+        square = torch.addcmul(state[0] * alpha, grad, grad, value=1 - alpha)
+        direction = grad / (square.sqrt() + eps)
+        if not momentum:
+            return param - lr * direction, (square,)
+        velocity = torch.add(direction, state[1], alpha=momentum)
+        return param - lr * velocity, (square, velocity)
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        return linear(param, lr, ahead, state[1])
+
+    settings = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+    optimizer = Optimizer(
+        "rmsprop",
+        lr,
+        ("square", "momentum") if momentum else ("square",),
+        update,
+        tuple(settings.items()),
+        predict if momentum else None,
+    )
+    return exclude_from_decay(
+        optimizer, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum)
+    )
+
+
+def adagrad(
+    lr: LearningRate = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """Adagrad (Duchi, Hazan and Singer, JMLR'11), `torch.optim.Adagrad` whose sum starts at 0.
+
+    For its `lr_decay` give a function as `lr`. The state holds sizes but no signs, so nothing is
+    predicted.
+    """
+    check(lr, eps=eps, weight_decay=weight_decay)
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        if weight_decay:
+            grad = torch.add(grad, param, alpha=weight_decay)
+        total = torch.addcmul(state[0], grad, grad)
+        return param - lr * (grad / (total.sqrt() + eps)), (total,)
+
+    settings = {"eps": eps, "weight_decay": weight_decay}
+    optimizer = Optimizer("adagrad", lr, ("sum",), update, tuple(settings.items()))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: adagrad(lr, eps, 0.0))
+
+
+def lion(
+    lr: LearningRate = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """Lion (Chen et al., NeurIPS'23, algorithm 2): the sign of a momentum, with decoupled decay.
+
+    Prediction: dW = sign(m), the direction of an update whose gradient is m itself; the decay is
+    not predicted.
+    """
+    check(lr, weight_decay=weight_decay)
+    check_betas(betas)
+    beta1, beta2 = betas
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        direction = torch.lerp(state[0], grad, 1 - beta1).sign()
+        if weight_decay:
+            direction = torch.add(direction, param, alpha=weight_decay)
+        return param - lr * direction, (torch.lerp(state[0], grad, 1 - beta2),)
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        return linear(param, lr, ahead, state[0].sign())
+
+    settings = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    optimizer = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
+    return exclude_from_decay(optimizer, decay_exclude, lambda: lion(lr, betas, 0.0))
+
+
+def lamb(
+    lr: LearningRate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, scaled to the weights' norm.
+
+    A layer is one parameter tensor and the paper's phi is the identity. If the weights or their
+    direction are all zero, the ratio of their norms counts as 1.
+
+    Prediction: dW is the update's direction from the present weights and moments; it includes the
+    decay, which is part of the norm.
+    """
+    check(lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+    beta1, beta2 = betas
+
+    def moved(param: Tensor, state: Tensors, step: Tensor, eps: float, scale: Tensor) -> Tensor:
+        direction = state[0] / root(state[1], beta2, step, eps) / correction(beta1, step)
+        if weight_decay:
+            direction = torch.add(direction, param, alpha=weight_decay)
+        return param - scale * _ratio(_norm(param), _norm(direction)) * direction
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        state = moments(state, grad, betas)
+        return moved(param, state, step, eps, lr), state
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        scale = lr * zero_before_start(step, ahead)
+        return moved(param, state, step.clamp(min=1), max(eps, TINY), scale)
+
+    settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    optimizer = Optimizer("lamb", lr, ("mean", "square"), update, tuple(settings.items()), predict)
+    return exclude_from_decay(optimizer, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return (x * x).sum().sqrt()
+
+
+def _ratio(weights: Tensor, direction: Tensor) -> Tensor:
+    """Return weights / direction, both norms; 1 if either is 0."""
+    positive = torch.logical_and(weights > 0, direction > 0)
+    return torch.where(positive, weights / direction, torch.ones_like(weights))

@@ -20,7 +20,7 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.bench.machine import describe
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.passes.recompute import MODES, NONE
+from hetpipe.capture.passes.partition import MODES, NONE
 from hetpipe.papers.footprint import (
     DEVICE,
     Footprint,

@@ -65,14 +65,14 @@ def write(
         "settings": dict(settings),
     }
     save(directory, values, manifest)
-    training.last_save = last_save(training.steps, directory)
+    training.last_save = f"its last checkpoint is that of step {training.steps} in {directory}"
 
 
-def last_save(step: int, directory: Path | None) -> str:
-    """Name the last checkpoint, for messages."""
-    if directory is None:
+def last_save(step: int, checkpoint: Checkpoint | None) -> str:
+    """Name the checkpoint that a training continues, for messages."""
+    if checkpoint is None:
         return "no checkpoint of it was saved"
-    return f"its last checkpoint is that of step {step} in {directory}"
+    return f"its last checkpoint is that of step {step} in {checkpoint.directory}"
 
 
 def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import Apply, StepRequest, StepResult, StreamPart
-from hetpipe.schedule.closing import closing
+from hetpipe.schedule.complete import closing
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import WeightPolicy
 from hetpipe.simulate.timeline import Timeline

@@ -95,7 +95,7 @@ class Training:
         self.not_finite: str | None = None
         """The message of the first loss that was not finite and was still applied."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
-        self.last_save = last_save(self.steps, resume and resume.directory)
+        self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # the counts of mini-batches since the last update
         self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)

@@ -19,11 +19,10 @@ from hetpipe.plan.times import tied as tied_stages
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
-from hetpipe.simulate.quick import order_of
-from hetpipe.simulate.simulator import simulate
-from hetpipe.simulate.stream import period_s
+from hetpipe.simulate.simulator import period_s, simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes
+from hetpipe.simulate.walk import order_of
 from hetpipe.words import words
 
 MIB = 2**20

@@ -38,8 +38,8 @@ from hetpipe.capture.program import (
 )
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.profile import clock
-from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
+from hetpipe.profile.probing import Stirrer
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
 from hetpipe.sdk.host.validation import check_ran, check_uploaded

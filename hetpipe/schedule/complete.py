@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Op
+from hetpipe.schedule.action import PER_MINI_BATCH, TIED, Action, Op, Schedule
 from hetpipe.schedule.codes import CODES, are
 from hetpipe.schedule.columns import Columns
 
@@ -99,3 +99,17 @@ def with_transfers(passes: Columns, stages: int) -> Columns:
         table[0, (ends - counts)[own & receives]] = CODES[receive]
         table[0, ends[own & sends] - 1] = CODES[send]
     return Columns(table, np.diff(np.concatenate(([0], ends))[passes.ends], prepend=0))
+
+
+Closing = frozenset[tuple[int, Op]]
+"""Stage and operation."""
+
+
+def closing(schedule: Schedule) -> Closing:
+    """Return the last operation of each stage on any of its micro-batches."""
+    last: dict[int, dict[int, Op]] = {}
+    for action in (action for row in schedule for action in row):
+        message = action.message
+        if action.op not in PER_MINI_BATCH and (message is None or message.kind not in TIED):
+            last.setdefault(action.stage, {})[action.number] = action.op
+    return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
-from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.lanes import laned_stages, row_names
 from hetpipe.schedule.requirements import (
     BACKWARDS,
@@ -21,6 +20,7 @@ from hetpipe.schedule.requirements import (
     required_of,
 )
 from hetpipe.schedule.tables import is_valid
+from hetpipe.schedule.text import format_grid
 from hetpipe.schedule.turns import places, round_of
 
 

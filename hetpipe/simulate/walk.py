@@ -3,18 +3,28 @@
 A step begins when the previous step of its row has ended, and the message that it receives has
 arrived. Its message leaves when its edge is free. `hetpipe.schedule.order` says why steps can be
 processed one by one, in any order that respects these rules.
+
+Under a schedule that flushes, the order of all steps depends on the schedule alone. So planners
+that price many plans keep the order (`order_of`), and every price is one walk through it. Schedules
+with lanes or with sums over replicas need the simulator.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.codes import RECEIVE, SEND
 from hetpipe.schedule.columns import columns_of
+from hetpipe.schedule.complete import Pair, complete_passes
+from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.order import Order
+from hetpipe.schedule.rule import Rule
 from hetpipe.simulate.timeline import SpanColumns
 from hetpipe.simulate.times import FREE, StageTimes
 
@@ -119,3 +129,45 @@ def _with_chunks(order: Order, times: StageTimes) -> Moments:
         add_leave(leave_s)
         arrivals_s.append(left_s + latency_s)
     return moments
+
+
+KEPT = 256
+"""The number of orders that are remembered, the latest ones."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Prices steps under one schedule."""
+
+    order: Order
+
+    def step_s(self, times: StageTimes) -> float:
+        """Return the seconds of a step without the controller's overhead."""
+        return max(moments_of(self.order, times).arrivals_s)
+
+
+@lru_cache(KEPT)
+def order_of(
+    rule: Rule,
+    stages: int,
+    microbatches: int,
+    in_flight: tuple[int, ...],
+    workers: int,
+    pairs: tuple[Pair, ...] = (),
+) -> Pricing | None:
+    """Return the pricing under a rule; None if only the simulator can price it.
+
+    `pairs` are stages that share parameters. Raises `ScheduleError` if the rule does, or if its
+    schedule deadlocks.
+    """
+    if not rule.flushes:
+        return None
+    passes = columns_of(rule.rows(stages, microbatches, in_flight, workers))
+    if laned_stages(passes):
+        return None
+    order = complete_passes(passes, stages, pairs, ()).order
+    if order is None:
+        raise ScheduleError(
+            f"{rule.name} deadlocks with {stages} stages and {microbatches} micro-batches"
+        )
+    return Pricing(order)

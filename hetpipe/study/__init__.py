@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hetpipe.study.largest import capacity as capacity
     from hetpipe.study.models import of_file as of_file
     from hetpipe.study.models import of_model as of_model
-    from hetpipe.study.planning import plan as plan
     from hetpipe.study.simulation import simulate as simulate
     from hetpipe.study.subject import Subject as Subject
+    from hetpipe.study.subject import plan as plan
 else:
     __getattr__, __dir__ = lazy(__name__)

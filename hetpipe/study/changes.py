@@ -13,8 +13,8 @@ from hetpipe.cluster.units import parse_link
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.study.planning import plan as planned
 from hetpipe.study.subject import Subject
+from hetpipe.study.subject import plan as planned
 
 FORMS = (
     "-ID (without a device), +BOARD or +BOARD@SERVER (one more), ID=BOARD (another in its place), "

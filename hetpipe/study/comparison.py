@@ -15,8 +15,7 @@ from hetpipe.plan.planners.choice import finish_plan
 from hetpipe.plan.planners.registry import PLANNERS
 from hetpipe.plan.planners.registry import plan as planned
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
-from hetpipe.study.planning import costs_for
-from hetpipe.study.subject import Subject, sizes_of
+from hetpipe.study.subject import Subject, costs_for, sizes_of
 
 BY_HAND = ("even", "speed-sorted", "data-parallel")
 """Names of plans made by hand."""

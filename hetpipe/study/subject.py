@@ -8,15 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.costs import link_costs
+from hetpipe.cluster.cluster import Cluster, link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.placed import scale_to_boards
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
+from hetpipe.plan.intra import split_table
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.proposal import PlannerOptions, Priced
 from hetpipe.words import word, words
 
 REFERENCE = "v100-pcie-16"
@@ -107,3 +108,26 @@ def described(cluster: Cluster) -> dict[str, Board]:
 def sizes_of(mini_batch: int) -> tuple[int, ...]:
     """Return a mini-batch divided by powers of two, rounded up, down to one sample."""
     return tuple(sorted({-(-mini_batch // 2**k) for k in range(mini_batch.bit_length() + 1)}))
+
+
+def plan(
+    subject: Subject,
+    cluster: Cluster,
+    options: PlannerOptions | None = None,
+    planner: str = "auto",
+) -> tuple[Plan, CostTable]:
+    """Return the plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
+    options = options or subject.options()
+    tables = subject.costs(cluster, sizes_of(options.mini_batch))
+    chosen = planned(tables, cluster, options, planner)
+    return chosen, costs_for(Priced(tables, options), chosen)
+
+
+def costs_for(priced: Priced, plan: Plan) -> CostTable:
+    """Return the costs at a plan's micro-batches, or at the nearest known size."""
+    size = priced.options.size(plan.microbatches)
+    least, most = min(priced.tables), max(priced.tables)
+    table = priced.table(min(max(size, least), most))
+    for split in plan.splits:
+        table = split_table(table, split, priced.options.channels)
+    return table

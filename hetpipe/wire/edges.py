@@ -13,9 +13,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.schedule.action import Action
-from hetpipe.wire.pieces import Piece
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Tensor
-from hetpipe.wire.wire import Axes, Kind, Layout
+from hetpipe.wire.wire import Axes, Kind, Layout, Piece
 
 AHEAD = 2
 """Number of received messages that may wait on the device for the compute thread."""

@@ -14,7 +14,7 @@ import numpy as np
 from hetpipe.cluster.member import BackendOptions, Member
 from hetpipe.cluster.topology import Link
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.closing import Closing
+from hetpipe.schedule.complete import Closing
 from hetpipe.schedule.weights import FLUSH, WeightPolicy
 
 if TYPE_CHECKING:

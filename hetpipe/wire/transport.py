@@ -16,14 +16,15 @@ import numpy as np
 from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.info import HOST_MEMORY
-from hetpipe.wire.pieces import Piece, streams
 from hetpipe.wire.wire import (
     Array,
     Kind,
     Layout,
+    Piece,
     Wire,
     host_dtype,
     offsets,
+    streams,
     tensor_nbytes,
 )
 

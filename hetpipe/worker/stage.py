@@ -21,15 +21,13 @@ from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.wire.messages import Keep
-from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.transport import EdgeClosedError
-from hetpipe.wire.wire import Array, host_dtype
+from hetpipe.wire.wire import Array, Leaving, host_dtype
 from hetpipe.worker.bind import Binding, Key, StageBinding, Table
 from hetpipe.worker.blame import run_error
 from hetpipe.worker.divided import Meet, compile_programs
-from hetpipe.worker.frames import Frames, Results
 from hetpipe.worker.memory import Memory, nbytes_of
-from hetpipe.worker.store import Entries, Store
+from hetpipe.worker.store import Entries, Frames, Results, Store
 from hetpipe.worker.weights import Predicted, Version, make_weights
 
 CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)

@@ -247,9 +247,9 @@ def _googlenet(size: int, mini_batch: int, *sizes: int) -> RandomModel:
     )  # fmt: skip
 
 
-def _inception(size: int, mini_batch: int, *sizes: int, repeats: bool = True) -> RandomModel:
+def _inception(size: int, mini_batch: int, classes: int, narrow: int = 1) -> RandomModel:
     return RandomModel(
-        lambda: InceptionV3(*sizes, repeats=repeats), images(size, sizes[0]), mini_batch,
+        lambda: InceptionV3(classes, narrow, narrow == 1), images(size, classes), mini_batch,
         optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4), partial(auxiliary_loss, 0.4),
     )  # fmt: skip
 
@@ -258,5 +258,5 @@ MODELS = {
     "googlenet": _googlenet(224, 64, 100),  # 10 M parameters, with both auxiliary classifiers
     "googlenet-small": _googlenet(224, 4, 10, 8),
     "inception-v3": _inception(299, 64, 200),  # 25 M, with its auxiliary classifier
-    "inception-v3-small": _inception(147, 4, 10, 8, repeats=False),  # a module of each kind
+    "inception-v3-small": _inception(147, 4, 10, 8),  # a module of each kind
 }

@@ -21,7 +21,7 @@ from hetpipe.backends.pytorch import PyTorchBackend, streams
 from hetpipe.backends.pytorch.device import TorchBuffer
 from hetpipe.backends.pytorch.program import Program
 
-from hetpipe.crew.worker_variables import usual_settings
+from hetpipe.crew.launcher import usual_settings
 from hetpipe.errors import BackendError
 
 aten = torch.ops.aten

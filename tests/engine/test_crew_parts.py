@@ -25,13 +25,13 @@ from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.papers.overhead import measure_empty_action
 from hetpipe.schedule.action import Action, Message, Op
-from hetpipe.schedule.closing import closing
+from hetpipe.schedule.complete import closing
 from hetpipe.schedule.generators import generate
 from hetpipe.wire.channel import INLINE_NBYTES, Channel
 from hetpipe.wire.messages import Beat, Failure, Losses, Reply
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import arrays_in, packed_nbytes
-from hetpipe.worker.script import Script
+from hetpipe.worker.runner import Script
 
 
 def pair() -> tuple[Channel, Channel]:

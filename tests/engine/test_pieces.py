@@ -26,8 +26,7 @@ from hetpipe.schedule.generators import generate
 from hetpipe.sdk.backend import DONE, Buffer, DoneEvent
 from hetpipe.sdk.host.registry import get_backend, register_backend
 from hetpipe.wire.gloo import LEAST_PART_NBYTES, _Staging
-from hetpipe.wire.pieces import pieces_of
-from hetpipe.wire.wire import Wire, packed_nbytes
+from hetpipe.wire.wire import Wire, packed_nbytes, pieces_of
 
 register_backend(StreamedBackend)
 register_backend(SleptBackend)

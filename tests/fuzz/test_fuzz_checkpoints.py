@@ -16,8 +16,7 @@ from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 
 from hetpipe import checkpoint
-from hetpipe.checkpoint.manifest import TensorFile, file_name
-from hetpipe.checkpoint.tensors import read_tensors
+from hetpipe.checkpoint.manifest import TensorFile, file_name, read_tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.pipeline.resume import progress_of
 

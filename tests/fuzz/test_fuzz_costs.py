@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from invented import values
 
 from hetpipe.cost import CostTable, read_costs
-from hetpipe.cost.exporter import graph_of
-from hetpipe.cost.pipedream_profile import read_profile, write_profile
+from hetpipe.cost.pipedream_profile import graph_of, read_profile, write_profile
 from hetpipe.cost.table import VERSION, _Table
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.planner import make_plan

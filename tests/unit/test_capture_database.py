@@ -21,7 +21,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hetpipe.capture.export.decompositions import before_cut
-from hetpipe.capture.export.masked_writes import write_by_where
+from hetpipe.capture.export.flatten import write_by_where
 from hetpipe.capture.passes.cut import StagePiece
 from hetpipe.capture.passes.joint_graph import trace_joint
 from hetpipe.capture.passes.partition import partition

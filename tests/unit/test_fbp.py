@@ -9,8 +9,7 @@ import pytest
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.generators import generate, max_in_flight
-from hetpipe.schedule.grid import format_grid
-from hetpipe.schedule.text import parse_schedule
+from hetpipe.schedule.text import format_grid, parse_schedule
 from hetpipe.schedule.validate import validate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer

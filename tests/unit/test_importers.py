@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from hetpipe.cluster import Cluster
-from hetpipe.cost.exporter import graph_of
 from hetpipe.cost.importers import read_chain
-from hetpipe.cost.pipedream_profile import read_profile, write_profile
+from hetpipe.cost.pipedream_profile import graph_of, read_profile, write_profile
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 from hetpipe.errors import CostError
 from hetpipe.study import of_file

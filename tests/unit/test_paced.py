@@ -10,7 +10,7 @@ import torch
 from benchmarks.paced import PACES, Pace, PacedBackend, PacedOpenCL, PacedTorch
 
 from hetpipe.errors import BackendError
-from hetpipe.profile.fixed import compile_operator, filled_buffer
+from hetpipe.profile.probing import compile_operator, filled_buffer
 
 SIZE = 1024
 

@@ -10,10 +10,9 @@ import pytest
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.simulate import simulator
-from hetpipe.simulate.quick import order_of
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
-from hetpipe.simulate.walk import walk
+from hetpipe.simulate.walk import order_of, walk
 
 STRAIGHT = ["naive", "gpipe", "1f1b", "1f1b-sno", "1f1b-so", "zb-h1"]
 SEVERAL = ["interleaved", "zb-v"]

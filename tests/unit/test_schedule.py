@@ -5,9 +5,9 @@ import pytest
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate, max_in_flight
-from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.rule import is_asynchronous, is_chunked, register_schedule, schedule_names
 from hetpipe.schedule.straight import gpipe, naive, one_f_one_b, one_f_one_b_sno, one_f_one_b_so
+from hetpipe.schedule.text import format_grid
 
 
 def passes(schedule):

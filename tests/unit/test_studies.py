@@ -27,9 +27,9 @@ from hetpipe.plan.times import crossing, stage_times
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
-from hetpipe.study.planning import plan as planned
 from hetpipe.study.simulation import simulate
 from hetpipe.study.subject import Subject, of_profile
+from hetpipe.study.subject import plan as planned
 
 LAYERS, SAMPLES, MINI_BATCH = 12, 16, 64
 MIB = 1 << 20

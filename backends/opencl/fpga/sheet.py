@@ -1,7 +1,7 @@
 """Estimates the FPGA resources of a stage's kernels from their parameters.
 
 No compiler for a board has to run first. `design` returns the numbers of a product that
-`hetpipe.cost.design` needs to predict the costs of boards.
+`hetpipe.cost.fpga` needs to predict the costs of boards.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def whole(array: Array, operation: str) -> KernelSheet:
 
 
 def design(array: Array = ARRAY) -> dict[str, str | int | float]:
-    """Return the fields of `hetpipe.cost.design.ProductDesign` for a product with channels.
+    """Return the fields of `hetpipe.cost.fpga.ProductDesign` for a product with channels.
 
     The slower of load and array sets the time per step; load reads a block, then sends it.
     """

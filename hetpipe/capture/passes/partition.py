@@ -3,30 +3,65 @@
 A tensor that depends on no sample is never saved: it depends only on parameters, constants,
 unchanging buffers or the random counter. The backward recomputes it from its own arguments, and so
 works with any version of the weights.
+
+`halve` divides a backward into the programs B and W of Qi et al., "Zero bubble pipeline
+parallelism" (ICLR 2024), so that the previous stage waits only for B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
-from hetpipe.capture.passes.backward_halves import halve
 from hetpipe.capture.passes.joint_graph import Joint
-from hetpipe.capture.passes.mincut import minimum_cut
-from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, NONE
+from hetpipe.capture.passes.mincut import drop_unread, drop_updates, minimum_cut, sources
 from hetpipe.capture.passes.relu_masks import drop_comparisons
-from hetpipe.capture.passes.running_statistics import drop_unread, drop_updates, sources
 from hetpipe.capture.passes.views import in_graph_order, keep_bases
-from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms
+from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms, Program
 from hetpipe.capture.slots import (
     BACKWARD_ORDER,
     FORWARD_ORDER,
     Key,
+    is_tensor,
     make_program,
     placeholders,
     sort_by_role,
 )
-from hetpipe.sdk.operators.replicas import is_sum
+from hetpipe.errors import CaptureError
+from hetpipe.sdk.parts import reachable
+from hetpipe.sdk.replicas import is_sum
+
+NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
+MODES = (NONE, INPUTS, MIN_CUT)
+"""`none`: the forward keeps every tensor that autograd reads, and the backward repeats nothing.
+
+`inputs`: the forward keeps the stage's inputs, and the backward runs the whole forward again (Chen
+et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
+
+`min-cut`: the forward keeps as few bytes as possible, including stage inputs, such that the
+backward repeats no product, convolution, attention or recurrent layer. Among equal choices it
+repeats the least.
+
+In all modes the backward draws the same masks again, sums over replicas are kept, running
+statistics change in the forward only, and a repeated forward uses the backward's parameters.
+"""
+
+
+def check_modes(recompute: Sequence[str], stages: int) -> tuple[str, ...]:
+    """Return one mode per stage; all `none` if `recompute` is empty. Raises `CaptureError`."""
+    modes = tuple(recompute) or (NONE,) * stages
+    if len(modes) != stages:
+        raise CaptureError(
+            f"{len(modes)} recompute modes for {stages} stages; give one per stage, or none at all"
+        )
+    for mode in modes:
+        if mode not in MODES:
+            raise CaptureError(f"recompute mode {mode!r} is not known; use one of {MODES}")
+    return modes
+
 
 aten = torch.ops.aten
 _SHAPE_ONLY = {aten.max_pool2d_with_indices_backward.default: 1}
@@ -169,3 +204,83 @@ def _forget_shapes(graph: fx.Graph) -> None:
         zero.meta.update(node.meta, val=value.new_empty(()))
         wide.meta.update(node.meta, val=value.new_empty(()).expand(value.shape))
         node.update_arg(index, wide)
+
+
+Pairs = Sequence[tuple[Key, fx.Node]]
+
+
+def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, Program]:
+    """Return the input half and the weight half of a backward; see `PassPrograms.halves`.
+
+    The input half computes the outgoing TANGENTs, the weight half everything else. An operator that
+    yields both kinds of gradient stays in the input half; a convolution becomes two calls.
+    """
+    tangents = [(key, node) for key, node in results if key[0] == TANGENT]
+    sums = [(key, node) for key, node in results if key[0] == GRAD]
+    outgoing = {key for key, _ in tangents}
+    inputs = {node for _, node in arguments}
+    replaced = {node for key, node in arguments if key in outgoing}  # by a TANGENT of that name
+    first = _tangent_calls([node for _, node in tangents], inputs) | replaced
+    read = _weight_half_reads(graph, arguments, [node for _, node in sums], first)
+    kept = inputs - replaced
+    saved = [((SAVED, n.name), n) for n in keep_bases(read, inputs) if n not in kept]
+    before = [(key, node) for key, node in arguments if key[0] != GRAD]
+    after = [*((key, node) for key, node in arguments if node in kept), *saved]
+    return (
+        make_program(graph, before, [*tangents, *saved]),
+        make_program(graph, sort_by_role(after, BACKWARD_ORDER), sums),
+    )
+
+
+def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
+    """Return the calls that compute the tangents, after dividing convolutions among them in two."""
+    for node in in_graph_order(reachable(tangents, inputs) - inputs):
+        if node.target is aten.convolution_backward.default:
+            _divide(node)
+    calls = {node for node in reachable(tangents, inputs) - inputs if node.op == "call_function"}
+    return calls | {user for node in calls if not is_tensor(node) for user in node.users}
+
+
+def _divide(node: fx.Node) -> None:
+    """Divide a convolution's backward: one call for the input, one for weight and bias if read."""
+    args: Any = node.args
+    *operands, mask = args
+    values = node.meta["val"]
+    if not any(mask[1:]):
+        return
+    with node.graph.inserting_after(node):
+        weights = node.graph.call_function(
+            aten.convolution_backward.default, (*operands, [False, *mask[1:]])
+        )
+    weights.meta = {**node.meta, "val": (None, *values[1:])}
+    node.args = (*operands, [True, False, False])
+    node.meta["val"] = (values[0], None, None)
+    for user in list(node.users):
+        if user.args[1] != 0:
+            user.args = (weights, user.args[1])
+
+
+def _weight_half_reads(
+    graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
+) -> list[fx.Node]:
+    """Return the nodes of `first` that the weight half reads and that depend on the micro-batch.
+
+    The weight half recomputes nodes that depend on parameters alone.
+    """
+    inputs = {node for _, node in arguments}
+    varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}
+    for node in graph.nodes:
+        if node not in inputs and any(source in varying for source in node.all_input_nodes):
+            varying.add(node)
+    read: list[fx.Node] = []
+    seen, stack = set[fx.Node](), list(sums)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in first and node in varying:
+            read.append(node)
+        elif node not in inputs:
+            stack.extend(node.all_input_nodes)
+    return read

@@ -89,8 +89,7 @@ def processors(named: list[str]) -> list[DeviceInfo]:
 
 
 def _table(info: DeviceInfo, rates: list[dict[str, Any]]) -> Any:
-    from hetpipe.report.tables import make_table
-    from hetpipe.report.units import format_s
+    from hetpipe.report.tables import format_s, make_table
 
     columns = ("kernel", "shape", "time", "GFLOP/s", "GB/s", "of the ceiling", "x torch", "spread")
     emulated = ", emulated" if info.capabilities.emulated else ""
