@@ -21,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.child import Child, Parent, ask
-from hetpipe.crew.worker_variables import THREADS
+from hetpipe.crew.launcher import THREADS
 
 if TYPE_CHECKING:
     import torch

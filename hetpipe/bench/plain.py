@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from hetpipe.child import Child, Parent
-from hetpipe.crew.worker_variables import THREADS
+from hetpipe.crew.launcher import THREADS
 
 
 class PlainTorch:

@@ -18,10 +18,9 @@ from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
-from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.isolation import blamed
-from hetpipe.sdk.references import backend_reference, check_not_loading
-from hetpipe.sdk.registry import (
+from hetpipe.sdk.host.isolation import blamed
+from hetpipe.sdk.host.references import backend_reference, check_not_loading
+from hetpipe.sdk.host.registry import (
     absent,
     companion_of,
     configure_backend,
@@ -29,6 +28,7 @@ from hetpipe.sdk.registry import (
     forget_options,
     get_backend,
 )
+from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # most boards that a message names

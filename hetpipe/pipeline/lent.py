@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetpipe.report.tables import format_nbytes
-from hetpipe.sdk.registry import decompositions_of, get_backend
+from hetpipe.sdk.host.registry import decompositions_of, get_backend
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
     from hetpipe.sdk.backend import UserKernel
-    from hetpipe.sdk.companion import Lent
+    from hetpipe.sdk.host.companion import Lent
 
-FUNCTION = "hetpipe.sdk.companion:lent_operators"
+FUNCTION = "hetpipe.sdk.host.companion:lent_operators"
 
 
 def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:

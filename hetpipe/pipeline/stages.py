@@ -14,7 +14,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.resume import check
 from hetpipe.pipeline.schedules import Schedules
 from hetpipe.pipeline.streaming import Streaming
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares
 

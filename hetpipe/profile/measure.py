@@ -27,7 +27,7 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes
 from hetpipe.profile.profiler import RULES
 from hetpipe.profile.rounds import HALF_S, Effort, Rounds
-from hetpipe.sdk.registry import decompositions_of
+from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.wire import streams
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from hetpipe.profile import clock
 from hetpipe.profile.clock import ClockWarning, Samples
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical, dump_graph
-from hetpipe.sdk.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.worker.emulation import Emulation
 
 PIECE = 1 << 20  # bytes

@@ -21,7 +21,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.validation import check_uploaded
+from hetpipe.sdk.host.validation import check_uploaded
 from hetpipe.wire.wire import Array, Layout, host_dtype
 from hetpipe.worker.bind import Key, PassBindings, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights

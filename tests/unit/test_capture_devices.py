@@ -13,7 +13,7 @@ from found_devices import opened, run
 from torch import nn
 
 from hetpipe.capture import Captured
-from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT
+from hetpipe.capture.passes.partition import INPUTS, MIN_CUT
 from hetpipe.capture.program import Program
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import require_support

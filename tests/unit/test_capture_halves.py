@@ -13,7 +13,7 @@ from capture_models import CASES, Dropout, captured, make
 from torch import nn
 
 from hetpipe.capture import Captured
-from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, NONE
+from hetpipe.capture.passes.partition import INPUTS, MIN_CUT, NONE
 from hetpipe.capture.program import GRAD, SAVED, TANGENT, Program, StageGraphs
 from hetpipe.capture.slots import BACKWARD_ORDER
 from hetpipe.sdk.graph import operator_name

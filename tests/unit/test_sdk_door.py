@@ -21,7 +21,7 @@ from torch import fx
 
 from hetpipe.crew.fleet import _close
 from hetpipe.errors import BackendError
-from hetpipe.profile.fixed import graph_of
+from hetpipe.profile.probing import graph_of
 from hetpipe.sdk import API_VERSION, backend, info, kernels
 from hetpipe.sdk.backend import DONE
 from hetpipe.sdk.formats import bundle

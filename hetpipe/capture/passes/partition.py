@@ -31,8 +31,8 @@ from hetpipe.capture.slots import (
     sort_by_role,
 )
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.parts import reachable
-from hetpipe.sdk.replicas import is_sum
+from hetpipe.sdk.host.parts import reachable
+from hetpipe.sdk.operators.replicas import is_sum
 
 NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
 MODES = (NONE, INPUTS, MIN_CUT)
