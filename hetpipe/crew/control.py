@@ -47,7 +47,7 @@ class Patience:
         self.limit_s = self.FIRST_STEP_S
         self._longest_s = 0.0
 
-    def saw(self, step_s: float) -> None:
+    def add(self, step_s: float) -> None:
         """Record the duration of a step."""
         self._longest_s = max(self._longest_s, step_s)
         self.limit_s = max(self.LEAST_S, self.STEPS * self._longest_s)

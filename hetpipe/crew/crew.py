@@ -16,7 +16,7 @@ from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.handout import Scripts, batch_of
 from hetpipe.crew.moving import stage_moves, travelling_names
-from hetpipe.crew.request import Apply, Request, StepRequest, StepResult, StreamPart
+from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
@@ -206,7 +206,7 @@ class Crew(Workers):
                 message = say.Step(
                     self._serial, script, schedule, member_rows, place.closing, place.first,
                     place.microbatches, place.begins, batch,
-                    drain=part is None or isinstance(request, Apply), evaluates=evaluates,
+                    drain=part is None or isinstance(request, UpdateRequest), evaluates=evaluates,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
 
@@ -220,7 +220,7 @@ class Crew(Workers):
         with self._conversation():
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer, pass_limit_s)
-            self._patience.saw(time.monotonic() - posted.begin_s)
+            self._patience.add(time.monotonic() - posted.begin_s)
         return result_of(reports, posted, self._origin_s, self._answers)
 
     @property

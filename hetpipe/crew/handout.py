@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetpipe.crew.assembly import Assembly
-from hetpipe.crew.request import Apply, Request
+from hetpipe.crew.request import Request, UpdateRequest
 from hetpipe.schedule.action import Schedule
 from hetpipe.wire import messages as say
 from hetpipe.wire.shares import Replica
@@ -16,7 +16,7 @@ def batch_of(
     request: Request, serial: int, own: Sequence[Replica], assembly: Assembly
 ) -> say.Apply:
     """Return a worker's part of a request. `own` are its replicas that take part."""
-    if isinstance(request, Apply):
+    if isinstance(request, UpdateRequest):
         return say.Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
     none = (0,) * len(request.samples)
     return say.Batch(

@@ -39,7 +39,7 @@ class StepRequest:
 
 
 @dataclass(frozen=True)
-class Apply:
+class UpdateRequest:
     """Only sums and updates, for the gradients that earlier mini-batches have accumulated.
 
     Gradients are multiplied by `grad_scale`; NaN drops them, and restores the buffers too.
@@ -52,7 +52,7 @@ class Apply:
     clip: Clip | None = None
 
 
-Request = StepRequest | Apply
+Request = StepRequest | UpdateRequest
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ CHUNKED = ("1f1b-as", "fbp")
 
 
 @dataclass(frozen=True)
-class Case:
+class ClockCase:
     """One schedule on N stages with one transfer time; times of a step, or of a mini-batch."""
 
     schedule: str
@@ -64,7 +64,7 @@ class Case:
     busy: float  # computing time of a worker over the measured time
 
 
-def measure() -> list[Case]:
+def measure() -> list[ClockCase]:
     """Measure all cases on worker processes."""
     register_backend(SleepingBackend)
     cases = []
@@ -175,14 +175,14 @@ def _request(count: int, schedule: Schedule = ()) -> StepRequest:
     )
 
 
-def _flushed(crew: Crew, name: str, times: _Times) -> Case:
+def _flushed(crew: Crew, name: str, times: _Times) -> ClockCase:
     stages, chunks = times.stages, times.chunks
     _load(crew, stages, "flush")
     schedule = generate(name, stages, MICROBATCHES)
     request = _request(MICROBATCHES, schedule)
     steps_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS + 1)][1:]
     step_s = statistics.median(steps_s)
-    return Case(
+    return ClockCase(
         name if chunks == 1 else f"{name}, {chunks} chunks",
         stages,
         times.transfer_s,
@@ -194,7 +194,7 @@ def _flushed(crew: Crew, name: str, times: _Times) -> Case:
     )
 
 
-def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -> Case:
+def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -> ClockCase:
     stages = len(in_flight)
     _load(crew, stages, "stash")
     streaming = Streaming(crew, Stream("pipedream", stages, 1, in_flight), STASH)
@@ -211,7 +211,7 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
         "pipedream", stages, 1, in_flight=list(in_flight), mini_batches=MINI_BATCHES
     )
     interval_s = _interval_s(measured)
-    return Case(
+    return ClockCase(
         f"pipedream, {depth}",
         stages,
         times.transfer_s,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DEVICE = "pytorch:cpu:0"
 
 
-class Subject:
+class CutModel:
     """A captured model in stages that begin at layer 0 and at each of `cuts`."""
 
     def __init__(
@@ -48,9 +48,9 @@ class Subject:
         self._graphs: dict[tuple[int, str, bool], list[StageGraphs]] = {}
         self._costs: dict[int, StageCosts] = {}
 
-    def whole(self) -> Subject:
+    def whole(self) -> CutModel:
         """Return the same model as one stage."""
-        single = Subject(self.captured, self.optimizer, (), self._device)
+        single = CutModel(self.captured, self.optimizer, (), self._device)
         single._costs = self._costs
         return single
 
@@ -113,7 +113,7 @@ def crew_of(stages: int, device: str = DEVICE) -> Crew:
 
 def flushed(
     crew: Crew,
-    subject: Subject,
+    subject: CutModel,
     batch: Batch,
     schedule: str,
     microbatches: int,
@@ -130,7 +130,7 @@ def flushed(
 
 
 def streamed(
-    crew: Crew, subject: Subject, batch: Batch, in_flight: Sequence[int] | None = None
+    crew: Crew, subject: CutModel, batch: Batch, in_flight: Sequence[int] | None = None
 ) -> Footprint:
     """Run PipeDream with stashed weights until all versions of the weights are in use."""
     request = _request(subject, batch, 1)
@@ -148,7 +148,7 @@ def streamed(
     return _footprint(results)
 
 
-def predicted_nbytes(subject: Subject, samples: int, depths: Footprint) -> tuple[int, ...]:
+def predicted_nbytes(subject: CutModel, samples: int, depths: Footprint) -> tuple[int, ...]:
     """Predict the peak bytes of each stage for micro-batches of `samples` and counted depths."""
     costs = subject.costs(samples)
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
@@ -158,7 +158,7 @@ def predicted_nbytes(subject: Subject, samples: int, depths: Footprint) -> tuple
     )
 
 
-def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
+def communicated_nbytes(subject: CutModel, samples: int) -> tuple[float, float]:
     """Return bytes per sample of the pipeline, over all cuts both ways, and of data parallelism.
 
     In a ring of m workers with a mini-batch each, a worker moves 2 (m - 1) / m times the weights
@@ -172,7 +172,7 @@ def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
     return (ahead + back) / samples, 2 * (workers - 1) / workers * weights / samples
 
 
-def weights_nbytes(subject: Subject) -> int:
+def weights_nbytes(subject: CutModel) -> int:
     """Return the bytes of all parameters."""
     return sum(array.nbytes for array in subject.captured.parameters.values())
 
@@ -181,14 +181,14 @@ def _nbytes(slots: Sequence[Slot], role: str) -> int:
     return sum(slot.nbytes for slot in slots if slot.role == role)
 
 
-def _load(crew: Crew, subject: Subject, graphs: Sequence[StageGraphs], policy: str) -> None:
+def _load(crew: Crew, subject: CutModel, graphs: Sequence[StageGraphs], policy: str) -> None:
     values = {**subject.captured.parameters, **subject.captured.buffers}
     members = [member.id for member in crew.cluster.members][: len(graphs)]
     crew.load(graphs, members, values, keep=Keep(policy_of(policy)))
 
 
 def _request(
-    subject: Subject, batch: Batch, microbatches: int, schedule: Schedule = ()
+    subject: CutModel, batch: Batch, microbatches: int, schedule: Schedule = ()
 ) -> StepRequest:
     leaves = subject.captured.leaves(*batch)
     samples = len(next(iter(leaves.values()))) // microbatches

@@ -19,7 +19,7 @@ from hetpipe.cluster.cluster import Cluster, link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
 from hetpipe.cost.pipedream_profile import ProfileNode, read_profile
-from hetpipe.papers.reproduced.table import Row, expected
+from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.shares import divide_samples
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
@@ -126,7 +126,7 @@ class Speedup:
         return self.evenly_s / self.pipeline_s
 
 
-def table6(data: Path) -> tuple[str, list[Row]]:
+def table6(data: Path) -> tuple[str, list[Figure]]:
     """Return title and rows of table 6; `data` is the folder of published profiles and figures."""
     figures = expected(data, "bapipe")["resnet50_batch_time_speedup_over_dp"]
     network = resnet50(data)
@@ -147,7 +147,7 @@ def table6(data: Path) -> tuple[str, list[Row]]:
                 f"{by[IDEAL.name].evenly:.2f}x. A balanced pipeline lies near the harmonic mean of "
                 "the rows of equal boards, so the paper's stages are not balanced"
             )
-        rows.append(Row(key, f"{figure:.2f}x", ours, note))
+        rows.append(Figure(key, f"{figure:.2f}x", ours, note))
     return (
         "Speed-up of FBP-AS over data parallelism, ResNet-50 in float16, 128 samples one at a "
         "time. A pipeline's stages keep weights, gradients and features on the chip as far as they "

@@ -78,7 +78,7 @@ ON_DEVICES = Task(
 
 
 @dataclass(frozen=True)
-class Row:
+class Trials:
     """A method on a task: a trial for each seed, from 0."""
 
     task: Task
@@ -94,7 +94,7 @@ class Row:
         return kept | {"optimizer": rule, "method": asdict(self.method), "trials": trials}
 
 
-def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
+def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Trials]:
     """Measure all methods of all tasks for seeds 0, 1, ...; print progress on standard error."""
     subjects: dict[tuple[str, int, int], Subject] = {}
     rows = []
@@ -112,7 +112,7 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
                     f"M = {method.microbatches}: {trial.times_s[-1]:.1f} s",
                     file=sys.stderr,
                 )
-        rows += [Row(task, method, tuple(of_method)) for method, of_method in trials.items()]
+        rows += [Trials(task, method, tuple(of_method)) for method, of_method in trials.items()]
     return rows
 
 
@@ -122,7 +122,7 @@ def on_torch() -> Cluster:
     return Cluster(members, transport="local")
 
 
-def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
+def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
     """Return a table with a line for each method, below a line for its task and target."""
     infos = crew.infos.values()
     emulated = any(info.capabilities.emulated for info in infos)
@@ -155,7 +155,7 @@ def spread(values: Sequence[float], digits: int, of: int) -> str:
     return f"{statistics.fmean(values):.{digits}f} ({ends})"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Trials) -> tuple[str, ...]:
     task, of = row.task, len(row.trials)
     reached = [(trial, trial.reached(task.target)) for trial in row.trials]
     hits = [(trial, count) for trial, count in reached if count is not None]

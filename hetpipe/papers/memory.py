@@ -23,8 +23,8 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.passes.partition import MODES, NONE
 from hetpipe.papers.footprint import (
     DEVICE,
+    CutModel,
     Footprint,
-    Subject,
     communicated_nbytes,
     crew_of,
     flushed,
@@ -85,7 +85,7 @@ def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int,
     return tuple(next(i for i, n in enumerate(layers) if n.startswith(name)) for name in names)
 
 
-def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: int) -> Subject:
+def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: int) -> CutModel:
     """Return an encoder in equal stages, for micro-batches of `samples`."""
     torch.manual_seed(0)
     model = Encoder(**sizes)
@@ -94,7 +94,7 @@ def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: 
     blocks = len(model.blocks)
     names = [f"blocks.{blocks * n // stages}." for n in range(1, stages)]
     cuts = starts(captured, names, samples)
-    return Subject(captured, optim.adam(lr=1e-3), cuts, device)
+    return CutModel(captured, optim.adam(lr=1e-3), cuts, device)
 
 
 def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Batch:
@@ -103,7 +103,7 @@ def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> 
     return x, x
 
 
-def zoo(name: str) -> tuple[Subject, Batch]:
+def zoo(name: str) -> tuple[CutModel, Batch]:
     """Return a workload cut by `CUTS`, with its optimizer, and one of its mini-batches."""
     workload = load_workload(name)
     if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
@@ -112,7 +112,7 @@ def zoo(name: str) -> tuple[Subject, Batch]:
     batch = next(workload.batches(workload.mini_batch, 0))
     captured = Captured(workload.model, workload.loss_fn, batch)
     cuts = starts(captured, CUTS[name], workload.mini_batch)
-    return Subject(captured, optimizer_of(workload), cuts), batch
+    return CutModel(captured, optimizer_of(workload), cuts), batch
 
 
 def dapple_table(crew: Crew) -> Table:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.request import Apply, StepRequest, StepResult, StreamPart
+from hetpipe.crew.request import StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.schedule.complete import closing
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import WeightPolicy
@@ -55,7 +55,7 @@ class Streaming:
         if self.admitted == 0:
             return updates, StepResult((), None, Timeline((), (), "measured"))
         segment = self._stream.flush(self.admitted)
-        rest = Apply(segment.schedule, lr=0.0, number=0)
+        rest = UpdateRequest(segment.schedule, lr=0.0, number=0)
         self._crew.post(rest, self._part(segment.first, self.admitted))
         result = self._crew.collect()
         self.admitted = 0

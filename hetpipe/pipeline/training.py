@@ -13,7 +13,7 @@ import numpy as np
 
 from hetpipe.capture.program import BUFFER, GRAD
 from hetpipe.checkpoint.checkpoint import Checkpoint
-from hetpipe.crew.request import Apply, StepRequest, StepResult
+from hetpipe.crew.request import StepRequest, StepResult, UpdateRequest
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.pipeline.batches import (
     check_gradients,
@@ -297,7 +297,7 @@ class Training:
                 "before it, or leave it out"
             )
         schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)
-        self._crew.step(Apply(schedule, 0.0, self.steps, grad_scale=1.0))
+        self._crew.step(UpdateRequest(schedule, 0.0, self.steps, grad_scale=1.0))
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
@@ -305,7 +305,7 @@ class Training:
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         lr = self.setup.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
-        result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
+        result = self._crew.step(UpdateRequest(schedule, lr, self.steps, grad_scale, self._clip))
         if not math.isnan(grad_scale):
             check_gradients(result, self.steps, NOT_APPLIED)
             self._record(result)

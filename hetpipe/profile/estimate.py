@@ -15,7 +15,7 @@ from hetpipe.errors import CostError
 from hetpipe.profile.clock import Samples, credible, half_width_s
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import median_probe, warn_of_bad
-from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
+from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
 
 PRECISION = 0.02  # sufficient relative error of a median
 LEAST_ALONE = 0.05  # of the time beside others; a smaller one is not a measurement
@@ -31,9 +31,9 @@ class Series:
     name: str
     network: Network
     refused: Mapping[int, str]  # by pattern, why the device cannot run it
-    beside: Sequence[Taken]
-    alone: Sequence[Taken] = ()
-    updates: tuple[Taken, Taken] = field(default_factory=lambda: (Taken(), Taken()))
+    beside: Sequence[Times]
+    alone: Sequence[Times] = ()
+    updates: tuple[Times, Times] = field(default_factory=lambda: (Times(), Times()))
 
     def check(self, sizes: Sequence[int]) -> None:
         """Raise `CostError` for a pass without times, or with mostly incredible ones.
@@ -99,7 +99,7 @@ class Series:
         Other work that slowed a slice also slowed its probe. So each probe is divided by the
         slice's time over the usual one: then costs and probe belong to the same speed.
         """
-        ratios = [self._ratio(taken, sizes) for taken in self.beside]
+        ratios = [self._ratio(measured, sizes) for measured in self.beside]
         pairs = [(p, ratio) for p, ratio in zip(probes, ratios, strict=True) if ratio is not None]
         if not pairs:
             return None
@@ -166,16 +166,16 @@ class Series:
 
     def _ratios(self, size: int) -> list[float]:
         """Return `_ratio` of each slice that has passes of this size."""
-        ratios = (self._ratio(taken, {size}) for taken in self.beside)
+        ratios = (self._ratio(measured, {size}) for measured in self.beside)
         return [ratio for ratio in ratios if ratio is not None]
 
-    def _ratio(self, taken: Taken, sizes: Collection[int]) -> float | None:
+    def _ratio(self, measured: Times, sizes: Collection[int]) -> float | None:
         """Return the time of a slice's passes of these sizes, over the sum of their medians.
 
         Compares only the patterns that the slice has; None if it has none.
         """
         now_s = usual_s = 0.0
-        for place, times_s in taken.times_s.items():
+        for place, times_s in measured.times_s.items():
             if place[0] in sizes:
                 good = Samples.of(times_s).good
                 count = self._counts[place[1]]
@@ -203,9 +203,9 @@ def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[i
     return {pattern: share * max(one_s, 0.0) for pattern, one_s in changes_s.items()}
 
 
-def _samples(taken: Sequence[Taken], size: int, pattern: int, which: int) -> Samples:
+def _samples(measured: Sequence[Times], size: int, pattern: int, which: int) -> Samples:
     """Return the times of a pass."""
     place = size, pattern, which
     return Samples.of(
-        time_s for one in taken if place in one.times_s for time_s in one.times_s[place]
+        time_s for one in measured if place in one.times_s for time_s in one.times_s[place]
     )

@@ -103,7 +103,7 @@ Run = Callable[[], float]
 """Runs a program, waits for it, and returns its seconds."""
 Sizes = tuple[int, int]
 """Rows of the product's matrices, bytes that the elementwise pass reads."""
-Taken = tuple[list[float], list[float]]
+ProbeTimes = tuple[list[float], list[float]]
 """Seconds of every run of product and elementwise pass."""
 
 _own = threading.local()
@@ -126,17 +126,17 @@ def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes 
     return product[0], elementwise[0]
 
 
-def take(device: Device) -> Taken:
+def take(device: Device) -> ProbeTimes:
     """Run both programs in turn for `TAKE_S`, and `LEAST` times at least."""
     product, elementwise = _own.runs
     product()  # brings its own data into the caches, whatever ran before
     elementwise()
-    taken: Taken = ([], [])
+    measured: ProbeTimes = ([], [])
     begin_s = time.perf_counter()
-    while len(taken[0]) < LEAST or time.perf_counter() - begin_s < TAKE_S:
-        taken[0].append(product())
-        taken[1].append(elementwise())
-    return taken
+    while len(measured[0]) < LEAST or time.perf_counter() - begin_s < TAKE_S:
+        measured[0].append(product())
+        measured[1].append(elementwise())
+    return measured
 
 
 def release(device: Device) -> None:
@@ -167,21 +167,21 @@ class Probes:
 
     def together(self, turns: int = 1) -> dict[str, Probe]:
         """Probe all members at once, and return the median of `turns` probes for each."""
-        taken = [self._take(list(self._sizes)) for _ in range(turns)]
-        return {member: median_probe([one[member] for one in taken]) for member in self._sizes}
+        measured = [self._take(list(self._sizes)) for _ in range(turns)]
+        return {member: median_probe([one[member] for one in measured]) for member in self._sizes}
 
     def alone(self, member: str) -> Probe | None:
         """Probe a member while the others are idle; None if its device cannot run the programs."""
         return self._take([member])[member] if member in self._sizes else None
 
     def _take(self, members: Sequence[str]) -> dict[str, Probe]:
-        taken = self._crew.call(members, "hetpipe.profile.probing:take")
-        pairs = zip(members, taken, strict=True)
+        measured = self._crew.call(members, "hetpipe.profile.probing:take")
+        pairs = zip(members, measured, strict=True)
         return {member: self._made(member, times) for member, times in pairs}
 
-    def _made(self, member: str, taken: Taken) -> Probe:
+    def _made(self, member: str, measured: ProbeTimes) -> Probe:
         name = f"{member} ({self._crew.infos[member].id})"
-        product, elementwise = (Samples.of(times_s) for times_s in taken)
+        product, elementwise = (Samples.of(times_s) for times_s in measured)
         for subject, samples in (("product", product), ("elementwise pass", elementwise)):
             samples.check(f"{name}: the probe's {subject}")
             warn_of_bad(f"{name}: the probe's {subject}", samples)

@@ -57,7 +57,7 @@ MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 
 @dataclass
-class Taken:
+class Times:
     """The times that a worker measured, by place, and the seconds of each round over all sizes."""
 
     times_s: dict[Place, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -86,33 +86,33 @@ def prepare(
     Some runtimes compile a program at its first run. A speed below 1 is emulated from then on.
     """
     session = _own.session = Session(device, network, seed=seed)
-    taken = Taken()
+    measured = Times()
     for size in sizes:
-        session.walk(size, session.able, taken)
-    session.update(taken)
+        session.walk(size, session.able, measured)
+    session.update(measured)
     session.emulation = emulation
-    return Prepared(session.refused, session.compilations, taken.runs)
+    return Prepared(session.refused, session.compilations, measured.runs)
 
 
-def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Taken:
+def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Times:
     """Run rounds, at least one and up to `most`, for `least_s` seconds.
 
     A round walks through the network at one size after another, with the `active` patterns of each.
     """
     session: Session = _own.session
-    taken = Taken()
+    measured = Times()
     begin_s = time.perf_counter()
-    while not taken.rounds_s or (
-        len(taken.rounds_s) < most and time.perf_counter() - begin_s < least_s
+    while not measured.rounds_s or (
+        len(measured.rounds_s) < most and time.perf_counter() - begin_s < least_s
     ):
         start_s = time.perf_counter()
         for size, patterns in active.items():
-            session.walk(size, frozenset(patterns), taken)
-        taken.rounds_s.append(time.perf_counter() - start_s)
-    return taken
+            session.walk(size, frozenset(patterns), measured)
+        measured.rounds_s.append(time.perf_counter() - start_s)
+    return measured
 
 
-def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Taken, Taken]:
+def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Times, Times]:
     """Run all updates and two passes after each, at least `least` times, for `least_s` seconds.
 
     Returns the times of updates and first passes, and of second passes. The first passes find new
@@ -120,8 +120,8 @@ def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Take
     on the micro-batch, and is most visible beside a small one.
     """
     session: Session = _own.session
-    after, usual = Taken(), Taken()
-    session.walk(size, session.able, Taken())  # brings its own data into the caches
+    after, usual = Times(), Times()
+    session.walk(size, session.able, Times())  # brings its own data into the caches
     begin_s = time.perf_counter()
     while len(usual.rounds_s) < least or time.perf_counter() - begin_s < least_s:
         start_s = time.perf_counter()
@@ -139,12 +139,12 @@ def release(device: Device) -> None:
 
 def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[float] | str:
     """Return the seconds of every forward of a tiny stage, for one sample; or why it cannot run."""
-    session, taken = Session(device, Network.of([stage]), emulation), Taken()
+    session, measured = Session(device, Network.of([stage]), emulation), Times()
     if session.refused:
         return session.refused[0]
     for _ in range(ROUNDS + 1):
-        session.walk(1, session.able, taken)
-    return taken.times_s[1, 0, FORWARD][1:]  # the first one warms up
+        session.walk(1, session.able, measured)
+    return measured.times_s[1, 0, FORWARD][1:]  # the first one warms up
 
 
 class Session:
@@ -184,7 +184,7 @@ class Session:
             self._programs[place] = program, executable
         self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
-    def walk(self, size: int, active: frozenset[int], taken: Taken) -> None:
+    def walk(self, size: int, active: frozenset[int], measured: Times) -> None:
         """Run one micro-batch forward through the network and back, by the `active` patterns."""
         order = range(len(self._network.layers))
         fresh: set[tuple[str, str]] = set()  # tensors written in this walk
@@ -195,20 +195,20 @@ class Session:
                 pattern = self._network.layers[layer]
                 if pattern in active and self._firsts[pattern] == layer:
                     self._stirrer.pass_over(min(skipped, MOST_STIRRED))
-                    ahead_s += self._run((size, pattern, which), size, taken, fresh)
+                    ahead_s += self._run((size, pattern, which), size, measured, fresh)
                     skipped = 0
                 else:
                     skipped += self._network.nbytes(pattern, size)
             clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
-    def update(self, taken: Taken) -> None:
+    def update(self, measured: Times) -> None:
         """Run the updates of all patterns."""
         begin, ahead_s = clock.begin(), 0.0
         for pattern in sorted(self.able):
-            ahead_s += self._run((0, pattern, UPDATE), 0, taken, set())
+            ahead_s += self._run((0, pattern, UPDATE), 0, measured, set())
         clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
-    def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> float:
+    def _run(self, place: Place, size: int, measured: Times, fresh: set[tuple[str, str]]) -> float:
         """Run a pass, and return the seconds by which the device is ahead of its emulated speed."""
         if place not in self._programs:
             return 0.0
@@ -228,8 +228,8 @@ class Session:
             raise run_error(self._device, graph, inputs, donate, error) from error
         time_s = clock.since_s(begin, self.emulation)
         ahead_s = time_s - (clock.now_s() - begin.clock_s)
-        taken.times_s[place].append(time_s)
-        taken.runs += 1
+        measured.times_s[place].append(time_s)
+        measured.runs += 1
         for slot, buffer in zip(program.outputs, outputs, strict=True):
             self._room(slot, size, pattern)[slot.key] = buffer
             fresh.add(slot.key)

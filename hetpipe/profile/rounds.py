@@ -20,7 +20,7 @@ from hetpipe.profile import contention
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes, median_probe
-from hetpipe.profile.profiler import Prepared, Taken
+from hetpipe.profile.profiler import Prepared, Times
 
 LEAST = 3  # slices in a half
 MOST = 50  # rounds in a slice
@@ -48,7 +48,7 @@ class Effort:
 class _Half:
     """The slices of a half, and the share of the cores that other work used during it."""
 
-    taken: dict[str, list[Taken]]
+    measured: dict[str, list[Times]]
     probes: dict[str, list[Probe]] = field(default_factory=dict)
     foreign: float = 0.0
 
@@ -84,9 +84,9 @@ class Rounds:
         for results in begun:
             self._prepared |= results()
         self._halves: list[_Half] = []
-        self._alone: dict[str, list[Taken]] = {member: [] for member in self._members}
+        self._alone: dict[str, list[Times]] = {member: [] for member in self._members}
         self._alone_probes: dict[str, list[Probe]] = {member: [] for member in self._members}
-        self._updates: dict[str, tuple[Taken, Taken]] = {}
+        self._updates: dict[str, tuple[Times, Times]] = {}
         self._able = {member: list(self._series(member, ()).able) for member in self._members}
         self._slice_s = SLICE_S  # the first round says little about the others
 
@@ -109,8 +109,8 @@ class Rounds:
                 self._slice_s,
                 MOST,
             )
-            for member, taken in latest.items():
-                half.taken[member].append(taken)
+            for member, measured in latest.items():
+                half.measured[member].append(measured)
             for member, probe in probes.together().items():
                 half.probes.setdefault(member, []).append(probe)
             self._slice_s = self._slowest_s(latest)
@@ -124,8 +124,8 @@ class Rounds:
         Raises `CostError` if times are not credible.
         """
         size = min(self._sizes)
-        taken = self._crew.call(self._members, f"{WORKER}:updates", size, UPDATES, self._half_s)
-        self._updates = dict(zip(self._members, taken, strict=True))
+        measured = self._crew.call(self._members, f"{WORKER}:updates", size, UPDATES, self._half_s)
+        self._updates = dict(zip(self._members, measured, strict=True))
         self._crew.call(self._members, f"{WORKER}:release")
         series = {member: self._series(member, self._counting) for member in self._members}
         for own in series.values():
@@ -141,14 +141,14 @@ class Rounds:
     def effort(self) -> Effort:
         """Layers, patterns, compilations and runs so far."""
         network = self._networks[self._members[0]]
-        slices = (own for half in self._halves for own in half.taken.values())
-        taken = chain(*slices, *self._alone.values(), *self._updates.values())
+        slices = (own for half in self._halves for own in half.measured.values())
+        measured = chain(*slices, *self._alone.values(), *self._updates.values())
         return Effort(
             len(network.layers),
             len(network.patterns),
             sum(prepared.compilations for prepared in self._prepared.values()),
             sum(prepared.runs for prepared in self._prepared.values())
-            + sum(one.runs for one in taken),
+            + sum(one.runs for one in measured),
             time.perf_counter() - self._begin_s,
         )
 
@@ -177,9 +177,9 @@ class Rounds:
             f"{member} ({self._crew.infos[member].id})",
             self._networks[member],
             self._prepared[member].refused,
-            [taken for half in halves for taken in half.taken[member]],
+            [measured for half in halves for measured in half.measured[member]],
             self._alone[member],
-            self._updates.get(member, (Taken(), Taken())),
+            self._updates.get(member, (Times(), Times())),
         )
 
     def _everything(self, member: str) -> dict[int, list[int]]:
@@ -192,20 +192,20 @@ class Rounds:
         return {size: patterns for size, patterns in uncertain.items() if patterns}
 
     def _is_enough(self, half: _Half, uncertain: bool, spent_s: float) -> bool:
-        slices = len(half.taken[self._members[0]])
+        slices = len(half.measured[self._members[0]])
         if slices < LEAST or spent_s < self._half_s:
             return False
         return not uncertain or spent_s >= BUDGET_S * len(self._sizes)
 
     def _slice(
         self, active: Mapping[str, Mapping[int, Sequence[int]]], least_s: float, most: int
-    ) -> dict[str, Taken]:
+    ) -> dict[str, Times]:
         arguments = {member: (own, least_s, most) for member, own in active.items()}
         return self._crew.call_each(f"{WORKER}:rounds", arguments)
 
-    def _slowest_s(self, latest: Mapping[str, Taken]) -> float:
+    def _slowest_s(self, latest: Mapping[str, Times]) -> float:
         """Return the length of a slice in which the slowest device ends a round."""
-        return max(SLICE_S, *(min(taken.rounds_s) for taken in latest.values()))
+        return max(SLICE_S, *(min(measured.rounds_s) for measured in latest.values()))
 
     def _measure_alone(self, probes: Probes) -> None:
         """Run some rounds of each device while the others are idle, at the smallest size."""

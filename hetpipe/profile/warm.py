@@ -13,7 +13,7 @@ from hetpipe.crew.workers import Workers
 from hetpipe.profile import probing
 from hetpipe.profile.links import small_stages
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.profiler import Session, Taken
+from hetpipe.profile.profiler import Session, Times
 from hetpipe.sdk.backend import Device
 from hetpipe.worker.emulation import OWN_SPEED
 from hetpipe.worker.programs import compile_ahead
@@ -36,7 +36,7 @@ def warm_up(device: Device, stages: Sequence[StageGraphs]) -> None:
     compile_ahead(device, stages)
     for stage in stages:
         session = Session(device, Network.of([stage]))
-        session.walk(1, session.able, Taken())
+        session.walk(1, session.able, Times())
     if probing.prepare(device, OWN_SPEED, None) is not None:
         probing.release(device)
     _own.warm = True

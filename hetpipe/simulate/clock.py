@@ -42,7 +42,7 @@ _KINDS = "FBKVAGP"  # of messages
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StageOp:
     """One operation of one stage, for all its actions: they differ only in their numbers. So the
     clock computes its costs once, and identifies a message by one integer."""
 
@@ -60,18 +60,18 @@ class Step:
         return self.first_key + self.key_step * number
 
 
-class Steps(dict[tuple[Op, int], Step]):
-    """Steps by operation and stage, each made at its first use."""
+class StageOps(dict[tuple[Op, int], StageOp]):
+    """Operations by kind and stage, each made at its first use."""
 
     def __init__(self, times: StageTimes) -> None:
         super().__init__()
         self._times = times
 
-    def __missing__(self, key: tuple[Op, int]) -> Step:
+    def __missing__(self, key: tuple[Op, int]) -> StageOp:
         step = self[key] = self._step(*key)
         return step
 
-    def _step(self, op: Op, stage: int) -> Step:
+    def _step(self, op: Op, stage: int) -> StageOp:
         times, first, second = self._times, Action(stage, op, 0), Action(stage, op, 1)
         compute_s, transfer = 0.0, None
         first_key, key_step = stage * (MOST_NUMBER + 1), 1
@@ -87,7 +87,7 @@ class Steps(dict[tuple[Op, int], Step]):
                 transfer = times.transfer(message)
         chunks = times.chunks[stage] if times.chunks else 1
         after_sums = op in AFTER_SUMS
-        return Step(
+        return StageOp(
             code, compute_s, transfer, chunks, after_sums, _SENDS.get(op), first_key, key_step
         )
 
@@ -99,7 +99,7 @@ def _key(action: Action) -> int:
     return way * (MOST_NUMBER + 1) + number
 
 
-Row = Generator[float | None, float, None]
+RowWalk = Generator[float | None, float, None]
 """Yields the time at which it resumes, or None if another row sets that event; is sent the time."""
 
 NOTHING, SUMS = -1, -2
@@ -123,7 +123,7 @@ class Clock:
         self._targets: dict[int, list[int]] = {}  # rows that receive a message, by its key
         self._takers: Counter[int] = Counter()  # number of rows in a sum, by its key
         self._gathering: dict[int, list[int]] = {}  # rows that have reached a sum, by its key
-        steps = Steps(times)
+        steps = StageOps(times)
         self._steps = [[steps[action.op, action.stage] for action in row] for row in schedule]
         for row, (own, actions) in enumerate(zip(self._steps, schedule, strict=True)):
             for step, action in zip(own, actions, strict=True):
@@ -166,7 +166,7 @@ class Clock:
             if awaited != NOTHING
         }
 
-    def _row(self, row: int) -> Row:
+    def _row(self, row: int) -> RowWalk:
         """Run the actions of a row in order."""
         actions, arrivals_s, record = self._schedule[row], self._arrivals_s[row], self.spans.append
         is_lane = self._lanes[self._workers[row]] > 1
@@ -236,7 +236,7 @@ class Clock:
     # Messages.
 
     def _post(
-        self, row: int, step: Step, action: Action, first_s: float | None, now_s: float
+        self, row: int, step: StageOp, action: Action, first_s: float | None, now_s: float
     ) -> None:
         """Queue a message on its edges; a message within a worker is free."""
         key, worker = step.first_key + step.key_step * action.number, self._workers[row]
@@ -260,7 +260,13 @@ class Clock:
                 self._network.close(load, least_s, now_s)
 
     def _load(
-        self, row: int, target: int, step: Step, action: Action, key: int, is_open: bool = False
+        self,
+        row: int,
+        target: int,
+        step: StageOp,
+        action: Action,
+        key: int,
+        is_open: bool = False,
     ) -> Load:
         edge = self._workers[row], self._workers[target]
         transfer = step.transfer or self._transfer(action)
@@ -296,7 +302,7 @@ class Clock:
 
     # Sums over replicas.
 
-    def _gather(self, row: int, step: Step, action: Action, now_s: float) -> None:
+    def _gather(self, row: int, step: StageOp, action: Action, now_s: float) -> None:
         """Record that a row has reached a sum; the last row begins it."""
         self._sums[row] += 1
         key = step.key(action.number)

@@ -22,7 +22,7 @@ BY_HAND = ("even", "speed-sorted", "data-parallel")
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannerRow:
     """A planner's plan, or the reason why it has none."""
 
     planner: str
@@ -38,7 +38,7 @@ class Comparison:
 
     subject: str
     mini_batch: int
-    rows: tuple[Row, ...]
+    rows: tuple[PlannerRow, ...]
     sum_samples_per_s: float
     """Samples per second of all devices, each with the whole model and all the memory it needs."""
 
@@ -50,7 +50,7 @@ class Comparison:
                 return row.plan
         raise PlanError("no planner has a plan: " + "; ".join(row.why_not for row in self.rows))
 
-    def share(self, row: Row) -> float | None:
+    def share(self, row: PlannerRow) -> float | None:
         """Return the predicted throughput of a row as a share of `sum_samples_per_s`."""
         if row.plan is None or isinf(self.sum_samples_per_s):
             return None
@@ -132,7 +132,7 @@ def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
     return total
 
 
-def _measured(subject: Subject, cluster: Cluster, row: Row) -> Row:
+def _measured(subject: Subject, cluster: Cluster, row: PlannerRow) -> PlannerRow:
     """Return the row with its measured step; a row without a plan stays unchanged."""
     if subject.measure is None:
         raise HetpipeError(f"{subject.name} is a profile, which cannot be run: give the model")
@@ -141,7 +141,7 @@ def _measured(subject: Subject, cluster: Cluster, row: Row) -> Row:
     return replace(row, measured_s=subject.measure(cluster, row.plan, row.costs))
 
 
-def _row(planner: str, priced: Priced, cluster: Cluster) -> Row:
+def _row(planner: str, priced: Priced, cluster: Cluster) -> PlannerRow:
     try:
         if planner in BY_HAND:
             quickest = priced.quickest(by_hand(planner, priced, cluster), planner)
@@ -149,5 +149,5 @@ def _row(planner: str, priced: Priced, cluster: Cluster) -> Row:
         else:
             plan = planned(priced.tables, cluster, priced.options, planner)
     except HetpipeError as error:
-        return Row(planner, why_not=str(error))
-    return Row(planner, plan, costs_for(priced, plan))
+        return PlannerRow(planner, why_not=str(error))
+    return PlannerRow(planner, plan, costs_for(priced, plan))

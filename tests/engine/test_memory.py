@@ -16,8 +16,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.papers.footprint import (
+    CutModel,
     Footprint,
-    Subject,
     flushed,
     predicted_nbytes,
     streamed,
@@ -38,14 +38,14 @@ def vectors(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def perceptron() -> Subject:
+def perceptron() -> CutModel:
     """Four layers, a stage each."""
     captured = Captured(MLP(), F.cross_entropy, vectors(SAMPLES))
-    return Subject(captured, hp.optim.adam(lr=1e-2), (1, 2, 3), DEVICE)
+    return CutModel(captured, hp.optim.adam(lr=1e-2), (1, 2, 3), DEVICE)
 
 
 @functools.cache
-def small_encoder() -> Subject:
+def small_encoder() -> CutModel:
     sizes = {"blocks": 4, "width": 64, "heads": 2, "length": LENGTH, "vocabulary": VOCABULARY}
     return encoder(2, samples=2, device=DEVICE, **sizes)
 
@@ -181,7 +181,7 @@ class Shared(nn.Module):
 
 def test_a_shared_parameter_counts_once_in_a_stage(crew: Crew) -> None:
     captured = Captured(Shared(), F.cross_entropy, vectors(SAMPLES))
-    whole = Subject(captured, hp.optim.adam(lr=1e-2), (), DEVICE)
+    whole = CutModel(captured, hp.optim.adam(lr=1e-2), (), DEVICE)
     found = flushed(crew, whole, vectors(SAMPLES * 2), "gpipe", 2)
     (predicted,), (counted,) = predicted_nbytes(whole, SAMPLES, found), found.peak_nbytes
     assert abs(predicted - counted) < 64 + 20 * SAMPLES * 8

@@ -14,7 +14,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.papers.fpga import table6
 from hetpipe.papers.reproduced.gnmt import Gnmt
-from hetpipe.papers.reproduced.table import Row, expected
+from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as planned
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal
@@ -65,7 +65,7 @@ GNMT_PARAMS = {32: 445.6, 42: 550.6, 60: 739.5, 74: 886.4, 118: 1350.0, 158: 178
 
 
 @dataclass(frozen=True)
-class Case:
+class Model:
     """A model on some devices of the paper's cluster; 0 micro-batches mean data parallelism."""
 
     key: str
@@ -99,7 +99,7 @@ class Case:
         return priced.plan(Proposal((), (cluster.ids,), "data-parallel", 1), "data-parallel")
 
 
-def speedups(data: Path) -> tuple[str, list[Row]]:
+def speedups(data: Path) -> tuple[str, list[Figure]]:
     """Return table 3, with three assumptions about the links."""
     figures = expected(data, "bapipe")["speedup_over_dp"]
     rates = {devices: gloo_Bps(data, devices) for devices in HALF_BATCH}
@@ -111,7 +111,7 @@ def speedups(data: Path) -> tuple[str, list[Row]]:
             ours = {links: speedup(by_links[links], method) for links in LINKS}
             text = ", ".join(f"{links} {_times(factor)}" for links, factor in ours.items())
             name = f"{case.model} on {case.devices}, {method}"
-            rows.append(Row(name, f"{figure[method]:.2f}x", text, _note(case, method, by_links)))
+            rows.append(Figure(name, f"{figure[method]:.2f}x", text, _note(case, method, by_links)))
     shown = " and ".join(f"{rate / 1e9:.1f} GB/s on {n}" for n, rate in rates.items())
     return (
         "Speed-up over data parallelism at 64 samples a device. Times and bytes of the one "
@@ -122,13 +122,13 @@ def speedups(data: Path) -> tuple[str, list[Row]]:
     )
 
 
-def case_of(data: Path, key: str, figure: Mapping[str, float]) -> Case:
+def case_of(data: Path, key: str, figure: Mapping[str, float]) -> Model:
     """Return a case of table 3."""
     path = data / "profiles" / "pipedream" / f"{PROFILES[key.rpartition('_')[0]][0]}.txt"
-    return Case(key, path, int(figure.get("M", 0)), int(figure.get("B", BATCH)))
+    return Model(key, path, int(figure.get("M", 0)), int(figure.get("B", BATCH)))
 
 
-def plans(case: Case, links: str, rate_Bps: float) -> dict[str, Plan | None]:
+def plans(case: Model, links: str, rate_Bps: float) -> dict[str, Plan | None]:
     """Return the plans of all methods and of data parallelism; None if memory is short.
 
     GPipe has the stages of BaPipe's pipeline (section 4.2.1), and is data parallelism if the paper
@@ -179,7 +179,7 @@ def slower(cluster: Cluster, rate_Bps: float) -> Cluster:
     return replace(cluster, servers=(replace(server, inside=inside),))
 
 
-def _pipedream(case: Case, links: str, rate_Bps: float) -> Plan:
+def _pipedream(case: Model, links: str, rate_Bps: float) -> Plan:
     """Return PipeDream's plan. Its planner knows one rate: with slow sums, the rate of sums."""
     options = PlannerOptions(BATCH, (1,), ("pipedream",))
     slow = slower(case.cluster, rate_Bps)
@@ -195,7 +195,7 @@ def _pipedream(case: Case, links: str, rate_Bps: float) -> Plan:
     return case.priced(apart, options).plan(again, "pipedream")
 
 
-def _gpipe(case: Case, cluster: Cluster, pipeline: Plan | None) -> Plan | None:
+def _gpipe(case: Model, cluster: Cluster, pipeline: Plan | None) -> Plan | None:
     if pipeline is None:
         return None
     count, batch = GPIPE[case.key if case.key in GPIPE else case.model]
@@ -227,7 +227,7 @@ def _times(factor: float | None) -> str:
     return "out of memory" if factor is None else f"{factor:.2f}x"
 
 
-def _note(case: Case, method: str, by_links: Mapping[str, Mapping[str, Plan | None]]) -> str:
+def _note(case: Model, method: str, by_links: Mapping[str, Mapping[str, Plan | None]]) -> str:
     """Return why a row differs, and the gain that the links allow."""
     parallel = by_links[SUMS]["data-parallel"]
     assert parallel is not None
@@ -239,17 +239,17 @@ def _note(case: Case, method: str, by_links: Mapping[str, Mapping[str, Plan | No
     return "; ".join(sentences)
 
 
-def largest_gnmt(data: Path) -> tuple[str, list[Row]]:
+def largest_gnmt(data: Path) -> tuple[str, list[Figure]]:
     """Return table 4: layers of GNMT-L on 1, 2, 4, 8 devices, and its parameters."""
     figures = expected(data, "bapipe")["largest_gnmt_layers"]
     gnmt = Gnmt(data)
     rows = []
     for method, paper in figures.items():
         ours = gnmt.largest(method)
-        rows.append(Row(method, _listed(paper), _listed(ours), LARGEST_NOTES[method]))
+        rows.append(Figure(method, _listed(paper), _listed(ours), LARGEST_NOTES[method]))
     for layers, params in GNMT_PARAMS.items():
         ours_M = gnmt.params(layers) / 1e6
-        rows.append(Row(f"parameters of GNMT-{layers}", f"{params:.1f}M", f"{ours_M:.1f}M"))
+        rows.append(Figure(f"parameters of GNMT-{layers}", f"{params:.1f}M", f"{ours_M:.1f}M"))
     return (
         "Largest GNMT-L on 1, 2, 4, 8 devices of 16 GB, 32 samples each, M = 2N. A layer counts "
         f"{gnmt.params_nbytes * 4 / 1e6:.0f} MB for weights, gradients and Adam's two moments, and "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.pipedream_profile import ChainCosts, ProfileGraph, read_profile
-from hetpipe.papers.reproduced.table import Row, expected
+from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.latency import PublishedPlan, published_plans
 from hetpipe.plan.proposal import deep_in_flight, in_flight
 from hetpipe.plan.server_groups import Machines, Wire
@@ -54,13 +54,15 @@ BLOCK = "node5"
 """The profile's first encoder layer, equal to the others."""
 
 
-def warmups(data: Path) -> tuple[str, list[Row]]:
+def warmups(data: Path) -> tuple[str, list[Figure]]:
     """Return table 3: throughput with P_B's forwards in flight over P_A's throughput."""
     rows = []
     for model, (ratio, microbatches, paper) in GAINS.items():
         ours = f"{gain(ratio, microbatches):.2f}x"
         note = "; ".join(filter(None, (GAIN_NOTES.get(model), f"{microbatches} micro-batches")))
-        rows.append(Row(f"{model}, transfers {ratio:.2f} of a stage", f"{paper:.2f}x", ours, note))
+        rows.append(
+            Figure(f"{model}, transfers {ratio:.2f} of a stage", f"{paper:.2f}x", ours, note)
+        )
     return "Gain of policy P_B over P_A: two equal stages, transfers by the paper's ratio", rows
 
 
@@ -79,7 +81,7 @@ def gain(ratio: float, microbatches: int) -> float:
     return steps_s[0] / steps_s[1]
 
 
-def plans(data: Path) -> tuple[str, list[Row]]:
+def plans(data: Path) -> tuple[str, list[Figure]]:
     """Return table 4: replicas and layers of the stages on 16 devices."""
     rows = []
     for entry in expected(data, "dapple")["plan"]:
@@ -95,7 +97,7 @@ def plans(data: Path) -> tuple[str, list[Row]]:
             paper = figure if isinstance(figure, str) else _shape(**figure)
             ours = shape_of(graph, model, best)
             rows.append(
-                Row(f"{model} on {config}", paper, ours, PLAN_NOTES.get((model, config), ""))
+                Figure(f"{model} on {config}", paper, ours, PLAN_NOTES.get((model, config), ""))
             )
     return "Plans on 16 V100 by the rules of the authors' released planner", rows
 
@@ -146,14 +148,14 @@ def _shape(replicas: Sequence[int], split: Sequence[int]) -> str:
     return "{}, layers {}".format(*pairs)
 
 
-def largest_bert(data: Path) -> tuple[str, list[Row]]:
+def largest_bert(data: Path) -> tuple[str, list[Figure]]:
     """Return table 7: layers of BERT-L on 1, 2, 4, 8 devices."""
     layers = bert_layers(data)
     rows = []
     for devices, ours in layers.items():
         paper, paper_M = BERT[devices]
         rows.append(
-            Row(
+            Figure(
                 "Native-1" if devices == 1 else f"Pipeline-{devices}",
                 f"{paper} layers, {paper_M}M",
                 f"{ours} layers, {bert_params(data, ours) / 1e6:.0f}M",

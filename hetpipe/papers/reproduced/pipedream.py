@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetpipe.cost.pipedream_profile import read_profile
-from hetpipe.papers.reproduced.table import Row, expected
+from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.pipedream import Level, data_parallel_s, plan_pipedream
 
 
-def plans(data: Path) -> tuple[str, list[Row]]:
+def plans(data: Path) -> tuple[str, list[Figure]]:
     """Return replicas of stages and times of a mini-batch, by the rule of the published code."""
     rows = []
     for entry in expected(data, "pipedream")["flat"]:
@@ -25,7 +25,7 @@ def plans(data: Path) -> tuple[str, list[Row]]:
             note += f"; by the paper's text {_stages(by_text)}"
         parallel_ms = 1e3 * data_parallel_s(chain, levels, "published-code")
         rows.append(
-            Row(
+            Figure(
                 f"{entry['profile']}, {entry['workers']} workers, "
                 f"{entry['bandwidth_Bps'] / 1e9:g} GB/s",
                 f"{_stages(entry['plan'])}, {entry['time_ms']:.2f} ms",

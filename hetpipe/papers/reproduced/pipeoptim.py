@@ -8,7 +8,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.between import at_size
 from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced.gnmt import even_cuts
-from hetpipe.papers.reproduced.table import Row
+from hetpipe.papers.reproduced.table import Figure
 from hetpipe.study.largest import Method, fits, most
 from hetpipe.study.subject import of_chain, sizes_of
 
@@ -37,7 +37,7 @@ NOTES = {
 }
 
 
-def largest_batches(data: Path) -> tuple[str, list[Row]]:
+def largest_batches(data: Path) -> tuple[str, list[Figure]]:
     """Return table V: samples per device on 4 devices of 16 GB."""
     rows = []
     for model, figures in LARGEST.items():
@@ -45,9 +45,9 @@ def largest_batches(data: Path) -> tuple[str, list[Row]]:
         for (name, note), paper in zip(NOTES.items(), figures, strict=True):
             row = f"{model}, {name}"
             if model in PROFILES:
-                rows.append(Row(row, str(paper), str(ours[name]), note))
+                rows.append(Figure(row, str(paper), str(ours[name]), note))
             else:
-                rows.append(Row(row, str(paper), "-", "no profile of it is published"))
+                rows.append(Figure(row, str(paper), "-", "no profile of it is published"))
     return (
         "Largest batch a device on 4 devices of 16 GB with Adam, stages balanced by time and the "
         "same for all. Bytes are the outputs that the profiles list, without what an LSTM keeps "

@@ -26,7 +26,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """One figure: the paper's, ours, and a line about the difference."""
 
     name: str
@@ -42,14 +42,14 @@ class Table:
     paper: str
     name: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Figure, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write."""
         return asdict(self)
 
 
-Maker = Callable[[Path], tuple[str, list[Row]]]
+Maker = Callable[[Path], tuple[str, list[Figure]]]
 """The folder of published data -> a title and rows."""
 
 
