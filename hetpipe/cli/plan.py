@@ -174,7 +174,7 @@ def _priced(
 ) -> tuple[Plan, CostTable]:
     """Return the plan from a table of costs alone."""
     from hetpipe.cli.priced import check_layers, plan_by
-    from hetpipe.cost.cost_file import read_costs
+    from hetpipe.cost.importers import read_costs
 
     table = read_costs(path)
     from hetpipe.pipeline.fit import check_policy

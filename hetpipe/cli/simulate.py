@@ -40,7 +40,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
-    from hetpipe.cost.cost_file import read_costs
+    from hetpipe.cost.importers import read_costs
     from hetpipe.plan.plan_file import read_plan
     from hetpipe.study.simulation import simulate
 

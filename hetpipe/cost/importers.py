@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hetpipe.cost.pipedream_profile import ChainCosts
+from hetpipe.cost.table import CostTable
 from hetpipe.cost.workloads import (
     CURES,
     FORWARD_SHARE,
@@ -110,3 +111,8 @@ def _metis_chain(source: Source, data: Any, cut_nbytes: int | None) -> ChainCost
         params_nbytes=tuple(map(math.ceil, params_nbytes)),
         cut_nbytes=(*(cut_nbytes,) * (count - 1), 0),
     )
+
+
+def read_costs(path: Path) -> CostTable:
+    """Read a cost table from a JSON file. Raises `CostError` with the file and the place in it."""
+    return CostTable.from_json(read_json(path, CostError), str(path))

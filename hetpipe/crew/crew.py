@@ -15,9 +15,8 @@ from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.handout import Scripts, batch_of
-from hetpipe.crew.moving import stage_moves, travelling_names
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
-from hetpipe.crew.stage_members import StageMembers
+from hetpipe.crew.stage_members import StageMembers, stage_moves, travelling_names
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.complete import closing

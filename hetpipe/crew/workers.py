@@ -15,6 +15,7 @@ from hetpipe.cost.table import Label
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.launcher import launch
 from hetpipe.errors import HetpipeError
+from hetpipe.sdk.host.references import operator_origins
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire import messages as say
 from hetpipe.worker.emulation import Emulation
@@ -22,6 +23,7 @@ from hetpipe.worker.emulation import Emulation
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hetpipe.capture.captured import Captured
     from hetpipe.capture.program import StageGraphs
 
 
@@ -151,7 +153,7 @@ class Workers:
             for member, stage_list in stages.items()
             if self.compiles_ahead(member)
         }
-        self.begin_each("hetpipe.worker.programs:compile_ahead", able)
+        self.begin_each("hetpipe.worker.divided:compile_ahead", able)
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from its next action on, even while a step runs.
@@ -223,3 +225,15 @@ class Workers:
         if member not in self._index:
             raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
         return self._index[member]
+
+
+def share_operators(captured: Captured, crew: Workers) -> None:
+    """Let all workers import the modules that define the model's custom operators.
+
+    Raises `BackendError` for an operator whose module is unknown.
+    """
+    layers = captured.layer_graph(captured.samples).layers
+    operators = list(dict.fromkeys(name for layer in layers for name in layer.operators))
+    if origins := operator_origins(operators):
+        function = "hetpipe.sdk.host.references:import_operators"
+        crew.call(list(crew.infos), function, operators, origins)

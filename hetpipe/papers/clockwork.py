@@ -26,7 +26,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.papers.overhead import empty_stage
 from hetpipe.papers.sleeping import SleepingBackend
-from hetpipe.pipeline.streaming import Streaming
+from hetpipe.pipeline.schedules import Streaming
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream

@@ -13,7 +13,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult
-from hetpipe.pipeline.streaming import Streaming
+from hetpipe.pipeline.schedules import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import generate

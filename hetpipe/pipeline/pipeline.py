@@ -220,7 +220,7 @@ class Pipeline:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        cure = "use save(folder) and Pipeline.load, or take its weights with state_dict()"
+        cure = "write it with save(folder) for Pipeline.load, or take its state_dict()"
         raise HetpipeError(f"a pipeline, whose workers are processes, cannot be copied: {cure}")
 
     @property

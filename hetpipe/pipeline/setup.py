@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.crew.custom_operators import share_operators
+from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.fit import (
     check_boards,

@@ -12,8 +12,7 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.resume import check
-from hetpipe.pipeline.schedules import Schedules
-from hetpipe.pipeline.streaming import Streaming
+from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares

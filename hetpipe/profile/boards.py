@@ -102,7 +102,7 @@ def _reasons(
         tables = [decompositions_of(backend)] * count
         stages = captured.stage_graphs(range(1, count), tables, [size], optimizer, extras=())
         network = Network.of(stages)
-        answers = crew.call(own, "hetpipe.worker.programs:find_refusals", network.patterns)
+        answers = crew.call(own, "hetpipe.worker.divided:find_refusals", network.patterns)
         for member, refused in zip(own, answers, strict=True):
             reasons[member] = {
                 layer: f"its numerics, {refused[pattern]}"

@@ -1,15 +1,23 @@
-"""Measures links: the time of a tensor between members, and the controller's time per step."""
+"""Measures links (the time of a tensor between members), the controller's time per step, and the
+engine's part of an action: the seconds beyond the device's program.
+
+A worker that has waited for its device finds little of its data in the caches of its core. So the
+engine's part is measured with a product as long as a probe's, and not with the smallest program.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
+from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.cost.table import LinkCost
@@ -21,7 +29,7 @@ from hetpipe.sdk.graph import canonical
 
 NBYTES = (4 << 10, 256 << 10, 4 << 20)
 ROUNDS = 12
-WARM_UP = 2  # rounds that do not count
+WARM_UP = 2  # rounds and actions that do not count
 
 Links = dict[tuple[str, str], LinkCost]
 """By source and target."""
@@ -126,3 +134,52 @@ def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
     graph.output((y,))
     forward = Program(canonical(graph), (entering,), (leaving,))
     return StageGraphs(stage=index, passes={1: PassPrograms(1, forward, None)})
+
+
+ACTIONS = 12
+
+
+def engine_s(crew: Crew, orders: Mapping[str, int]) -> dict[str, float]:
+    """Return, by member, the seconds from one forward to the next, without its program.
+
+    `orders` are the rows of a product's matrices. 0 for a device without products.
+    """
+    return {member: _beyond_s(crew, member, order) for member, order in orders.items()}
+
+
+def _beyond_s(crew: Crew, member: str, order: int) -> float:
+    stage = product_stage(order)
+    arguments = {member: (stage, crew.emulations[member])}
+    times_s: list[float] | str
+    times_s = crew.call_each("hetpipe.profile.profiler:smallest", arguments)[member]
+    if isinstance(times_s, str):
+        return 0.0
+    crew.load([stage], [member], {})
+    request = StepRequest(
+        schedule=(tuple(Action(0, Op.FORWARD, number) for number in range(ACTIONS)),),
+        samples=(1,) * ACTIONS,
+        feeds=({"x": np.zeros((1, order * order), np.float32)},) * ACTIONS,
+        loss_tangents=(1.0,) * ACTIONS,
+        lr=0.0,
+        number=1,
+        seed=0,
+        grad_scale=1.0,
+    )
+    starts_s = [span.start_s for span in crew.step(request).timeline.spans]
+    between = Samples.of(after - before for before, after in pairwise(starts_s[WARM_UP:]))
+    between.check(f"{member} ({crew.infos[member].id}): a forward")
+    return max(between.median_s - statistics.median(times_s), 0.0)
+
+
+@cache
+def product_stage(order: int) -> StageGraphs:
+    """Return a stage that squares its input, a matrix of `order` rows."""
+
+    def body(x: torch.Tensor) -> tuple[Any, ...]:
+        square = x.reshape(order, order)
+        return (torch.sum(square @ square, (0, 1)),)
+
+    graph = canonical(make_fx(body)(torch.zeros(1, order * order)))
+    entering = Slot(INPUT, "x", (1, order * order), "float32")
+    forward = Program(graph, (entering,), (Slot(LOSS, "loss", (), "float32"),))
+    return StageGraphs(stage=0, passes={1: PassPrograms(1, forward, None)})

@@ -15,14 +15,13 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.custom_operators import share_operators
+from hetpipe.crew.workers import share_operators
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.profile import cache, contention, warm
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
-from hetpipe.profile.engine import engine_s
 from hetpipe.profile.estimate import Series
-from hetpipe.profile.links import Links, measure_links, probe_stage
+from hetpipe.profile.links import Links, engine_s, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes
 from hetpipe.profile.profiler import RULES

@@ -15,8 +15,8 @@ from hetpipe.profile.links import small_stages
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import Session, Times
 from hetpipe.sdk.backend import Device
+from hetpipe.worker.divided import compile_ahead
 from hetpipe.worker.emulation import OWN_SPEED
-from hetpipe.worker.programs import compile_ahead
 
 _own = threading.local()
 """Whether a worker is warm: all its calls come on one thread, and workers may share a process."""

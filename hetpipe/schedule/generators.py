@@ -14,7 +14,6 @@ import numpy as np
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Op, Schedule
-from hetpipe.schedule.asp import one_by_one
 from hetpipe.schedule.codes import are
 from hetpipe.schedule.columns import columns_of
 from hetpipe.schedule.complete import (
@@ -28,7 +27,7 @@ from hetpipe.schedule.complete import (
 )
 from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.rule import Rule, rule_of
-from hetpipe.schedule.turns import in_turn, noam
+from hetpipe.schedule.turns import in_turn, noam, one_by_one
 from hetpipe.schedule.validate import validate
 
 KEPT = 128

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.asp import asp
 from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.interleaved import interleaved
 from hetpipe.schedule.straight import (
@@ -24,6 +23,7 @@ from hetpipe.schedule.straight import (
     one_f_one_b_so,
     pipedream,
 )
+from hetpipe.schedule.turns import asp
 from hetpipe.schedule.zerobubble import zb_h1, zb_v
 
 Passes = Callable[..., Schedule]

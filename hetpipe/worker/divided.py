@@ -14,10 +14,10 @@ from torch import fx
 
 from hetpipe.capture.passes.division import Division, Exchange, Segment, divide, has_sums, layouts
 from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import of_one_replica
+from hetpipe.sdk.graph import of_one_replica, require_support
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
@@ -170,3 +170,38 @@ def _text(layouts: Sequence[Layout]) -> str:
         )
         or "nothing"
     )
+
+
+def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
+    """Let the device begin with the supported programs; loading refuses the others later."""
+    graphs = []
+    for stage in stages:
+        for program in programs_of(stage):
+            if has_sums(program):  # its segments depend on the replicas
+                continue
+            graph = mark_results(program)
+            try:
+                require_support(device, graph)
+            except UnsupportedOperatorError:
+                continue
+            graphs.append(graph)
+    device.compile_ahead(graphs)
+
+
+def programs_of(stage: StageGraphs) -> list[Program]:
+    """Return all programs of a stage."""
+    passes = [program for pair in stage.passes.values() for program in pair.programs]
+    extras = (stage.update, stage.predict, stage.norm)
+    return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]
+
+
+def find_refusals(device: Device, stages: Sequence[StageGraphs]) -> dict[int, str]:
+    """Return, by number, the reasons why the device cannot run the programs of a stage."""
+    reasons: dict[int, str] = {}
+    for number, stage in enumerate(stages):
+        try:
+            for program in programs_of(stage):
+                require_support(device, of_one_replica(program.graph))
+        except UnsupportedOperatorError as error:
+            reasons[number] = str(error)
+    return reasons

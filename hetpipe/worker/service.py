@@ -39,11 +39,11 @@ from hetpipe.wire.messages import (
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.bind import Key
 from hetpipe.worker.blame import failing_method, summary, trace_of
+from hetpipe.worker.divided import find_refusals
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver, Sums
 from hetpipe.worker.minibatches import MiniBatches
-from hetpipe.worker.programs import find_refusals
 from hetpipe.worker.runner import Runner, Script
 from hetpipe.worker.stage import Stage
 from hetpipe.worker.updates import Updates

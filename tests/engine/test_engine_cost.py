@@ -15,7 +15,7 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.plan.costs import passes_s
 from hetpipe.profile import measure
-from hetpipe.profile.engine import engine_s
+from hetpipe.profile.links import engine_s
 from hetpipe.profile.measure import profile
 
 CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), transport="local")

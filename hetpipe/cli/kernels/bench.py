@@ -120,7 +120,7 @@ def _conclude(output: Output, info: DeviceInfo, rates: list[dict[str, Any]]) -> 
 def _draw(path: Path, info: DeviceInfo, rates: list[dict[str, Any]]) -> None:
     from statistics import median
 
-    from hetpipe.report.roofline import Point, draw_roofline
+    from hetpipe.report.picture import Point, draw_roofline
 
     points = [
         Point(
