@@ -21,7 +21,7 @@ from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.train.eager import Eager
 from hetpipe.zoo.gpt import GPT
-from hetpipe.zoo.random_data import language, random_workload
+from hetpipe.zoo.random_data import RandomModel, language
 from hetpipe.zoo.text import token_loss
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
@@ -154,14 +154,9 @@ def test_what_cannot_be_compiled_is_told() -> None:
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
 def test_gradients_and_intermediates_lie_where_saved_tensors_were() -> None:
     """Together they need less memory of their own than gradients alone would."""
-    workload = random_workload(
-        "gpt",
-        lambda: GPT(64, 32, 192, 2, 2),
-        language(64, 32),
-        16,
-        optim.adamw(lr=1e-3),
-        token_loss,
-    )
+    workload = RandomModel(
+        lambda: GPT(64, 32, 192, 2, 2), language(64, 32), 16, optim.adamw(lr=1e-3), token_loss
+    ).workload("gpt")
     device = open_device(RUNTIME)
     trained = Trained(workload, next(workload.batches(16, 0)))
     trained.trace(device)

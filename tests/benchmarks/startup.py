@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.loaded import BEGIN, LOADED, Clock
 from hetpipe import process
 
-RESNET, CONVNEXT = "hetpipe.bench.stepmodels:resnet18", "hetpipe.bench.stepmodels:convnext"
+RESNET, CONVNEXT = "benchmarks.stepmodels:resnet18", "benchmarks.stepmodels:convnext"
 TORCH, OPENCL = "pytorch:cpu:0", "opencl:pocl:0"
 ROUNDS = 3
 

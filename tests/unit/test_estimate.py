@@ -16,7 +16,7 @@ from hetpipe.errors import CostError
 from hetpipe.profile.clock import ClockWarning
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
+from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
 from hetpipe.sdk.host.registry import get_backend
 
 SIZE = 4
@@ -31,9 +31,9 @@ def network() -> Network:
     return Network.of(captured.stage_graphs(range(1, 5), tables, [SIZE], hp.optim.sgd(0.1)))
 
 
-def taken(*rounds: dict[int, float]) -> Taken:
+def taken(*rounds: dict[int, float]) -> Times:
     """Rounds: by pattern, the seconds of a forward; a backward takes twice as long."""
-    own = Taken()
+    own = Times()
     for each in rounds:
         for pattern, time_s in each.items():
             own.times_s[SIZE, pattern, FORWARD].append(time_s)
@@ -46,7 +46,7 @@ def even(pattern_s: float = 1.0) -> dict[int, float]:
     return {0: pattern_s, 1: pattern_s, 2: pattern_s}
 
 
-def series(network: Network, *beside: Taken, **options: object) -> Series:
+def series(network: Network, *beside: Times, **options: object) -> Series:
     return Series("a (numpy:cpu:0)", network, {}, beside, **options)  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ def test_a_probe_is_that_of_the_usual_slice(network: Network) -> None:
     usual = series(network, *steady).usual_probe(alone, [SIZE])
     assert usual is not None
     assert usual.arithmetic_s == pytest.approx(2e-3)
-    assert series(network, Taken(), *slices).usual_probe([probes[3], *probes], [SIZE]) == (
+    assert series(network, Times(), *slices).usual_probe([probes[3], *probes], [SIZE]) == (
         series(network, *slices).usual_probe(probes, [SIZE])
     ), "a slice without passes tells nothing"
-    assert series(network, Taken()).usual_probe(probes[:1], [SIZE]) is None
+    assert series(network, Times()).usual_probe(probes[:1], [SIZE]) is None

@@ -14,7 +14,7 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import StageGraphs
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Session, Taken
+from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Session, Times
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.registry import get_backend, open_device
 
@@ -100,7 +100,7 @@ def test_work_grows_with_patterns_and_not_with_layers() -> None:
     for layers in (3, 9):
         network = Network.of(layers_of(*(block() for _ in range(layers))))
         device = Counting(open_device("numpy:cpu:0"))
-        session, taken = Session(device, network), Taken()  # type: ignore[arg-type]
+        session, taken = Session(device, network), Times()  # type: ignore[arg-type]
         for size in SIZES:
             session.walk(size, session.able, taken)
         session.update(taken)
@@ -113,7 +113,7 @@ def test_a_walk_runs_the_active_patterns_forward_and_back() -> None:
     """Also after a walk of others: a layer whose neighbour is left out gets its input anew."""
     network = Network.of(layers_of(block(), block(), block(), block(), nn.Tanh(), block()))
     assert network.layers == (0, 1, 1, 2, 3)
-    session, every, some = Session(open_device("numpy:cpu:0"), network), Taken(), Taken()
+    session, every, some = Session(open_device("numpy:cpu:0"), network), Times(), Times()
     session.walk(4, session.able, every)
     session.walk(4, frozenset({1, 3}), some)
     assert list(every.times_s) == [

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetpipe.capture import capture
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.profiler import Session, Taken
+from hetpipe.profile.profiler import Session, Times
 from hetpipe.sdk.host.registry import get_backend, open_device
 
 
@@ -32,7 +32,7 @@ def test_a_0d_constant_stays_0d(backend: str) -> None:
     model = capture(Masked(), F.mse_loss, (torch.randn(2, 3), torch.randn(2, 4)))
     table = get_backend(backend).decompositions()
     stages = model.stage_graphs([], [table], [2], None)
-    session, taken = Session(open_device(f"{backend}:cpu:0"), Network.of(stages)), Taken()
+    session, taken = Session(open_device(f"{backend}:cpu:0"), Network.of(stages)), Times()
     assert not session.refused
     session.walk(2, session.able, taken)
     assert taken.runs == 2
