@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Message, Op
+from hetpipe.schedule.codes import Array
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.simulate.timeline import Span, Timeline
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

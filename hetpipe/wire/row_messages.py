@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.shares import Replica, Rows, Shares, overlap
-from hetpipe.wire.wire import Axes, Content, Kind, Layout, host_dtype
-
-Array = np.ndarray[Any, Any]
+from hetpipe.wire.wire import Array, Axes, Content, Kind, Layout, host_dtype
 
 
 class Route(NamedTuple):

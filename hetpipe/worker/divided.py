@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -19,10 +18,8 @@ from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
-from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
+from hetpipe.wire.wire import Array, Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
-
-Array = np.ndarray[Any, Any]
 
 Meet = Callable[[list[Array]], list[Array]]
 """Returns the sums of its terms over the replicas. Every replica calls it at the same positions."""

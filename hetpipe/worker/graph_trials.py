@@ -18,8 +18,7 @@ from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_outputs, load_graph
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
-
-Array = np.ndarray[Any, Any]
+from hetpipe.wire.wire import Array
 
 WAIT_S = 300.0
 """Seconds after which an unfinished run counts as failed."""
