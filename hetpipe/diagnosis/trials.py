@@ -11,7 +11,8 @@ from torch import fx
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import dump_graph
-from hetpipe.worker.graph_trials import Array, Failed, Held
+from hetpipe.wire.wire import Array
+from hetpipe.worker.graph_trials import Failed, Held
 
 Given = torch.Tensor | Held
 """An input: a tensor, or a value on the device."""

@@ -110,7 +110,7 @@ def _factory(name: str) -> Callable[[], Any]:
     if not callable(factory):
         file = getattr(module, "__file__", None) or "built into Python"
         raise HetpipeError(f"model {name!r}: {module_name} ({file}) has no function {attribute!r}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def optimizer_of(workload: Workload) -> Optimizer:

@@ -37,8 +37,7 @@ class Recurrent(nn.Module):
         y = self.embedding(x)
         for layer in self.layers:
             y, _ = layer(y)
-        logits: torch.Tensor = self.head(y)
-        return logits
+        return self.head(y)
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:

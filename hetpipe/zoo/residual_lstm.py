@@ -29,8 +29,7 @@ class ResidualLstm(nn.Module):
         for layer in self.layers:
             added, _ = layer(self.dropout(y))
             y = y + added
-        logits: torch.Tensor = self.head(y.mean(1))
-        return logits
+        return self.head(y.mean(1))
 
 
 def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:
