@@ -20,7 +20,8 @@ from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
 from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
 from hetpipe.sdk.host.registry import get_backend, open_device
 from hetpipe.sdk.operators.replicas import replica_sum
-from hetpipe.worker.divided import Array, compile_programs
+from hetpipe.wire.wire import Array
+from hetpipe.worker.divided import compile_programs
 
 aten = torch.ops.aten
 SUM = "hetpipe.replica_sum.default"
