@@ -6,8 +6,8 @@ from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
     from .backend import OpenCLBackend as OpenCLBackend
-    from .own import Call as Call
-    from .own import OwnKernel as OwnKernel
-    from .own import Pack as Pack
+    from .user.user_kernels import Call as Call
+    from .user.user_kernels import OwnKernel as OwnKernel
+    from .user.user_kernels import Pack as Pack
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -16,18 +16,18 @@ from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
-from .driver import driver, errors, platforms
-from .families import CHANNELS, MOST_KERNELS, choice, default_family
-from .names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
 from .options import Options
-from .runtimes import EMULATORS, POCL, prepare, unloadable
+from .platform.driver import driver, errors, platforms
+from .platform.families import CHANNELS, MOST_KERNELS, choice, default_family
+from .platform.names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
+from .platform.runtimes import EMULATORS, POCL, prepare, unloadable
 
 if TYPE_CHECKING:
     from hetpipe.sdk.kernels import KernelRunner
 
     from .device import OpenCLDevice
-    from .ops.registry import Lowering
-    from .own import OwnKernel
+    from .lower.registry import Lowering
+    from .user.user_kernels import OwnKernel
 
 
 class OpenCLBackend(Backend):
@@ -45,7 +45,7 @@ class OpenCLBackend(Backend):
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
         """Read the options of a cluster file; see `Options`."""
-        from .own_spec import kernel_of
+        from .user.specification import kernel_of
 
         source = Source(f"the options of backend {self.name}", BackendError)
         self._options = source.record(Options, dict(options))
@@ -93,9 +93,9 @@ class OpenCLBackend(Backend):
         return opened
 
     def kernel_runner(self) -> KernelRunner:
-        from .runner import OpenCLRunner
+        from .user.runner import OpenCLRunner
 
-        return OpenCLRunner(self)
+        return OpenCLRunner(self.place)
 
     def place(self, device_id: str) -> tuple[Any, Runtime | None]:
         """Return pyopencl's device with this id, and its `Runtime` if hetpipe has an entry for it.
@@ -111,18 +111,18 @@ class OpenCLBackend(Backend):
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from .decompositions import decompositions
-        from .ops.registry import kept_operators
+        from .lower.registry import kept_operators
 
         return decompositions(kept_operators(self.lowerings()))
 
     def lowerings(self) -> Mapping[str, Lowering]:
         """Return the lowering of each operator: hetpipe's kernels and the user's kernels."""
-        from .own import lowerings_with
+        from .user.user_kernels import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
 
     def user_kernels(self) -> Sequence[UserKernel]:
-        from .own import runs
+        from .user.user_kernels import runs
 
         own = (*self.kernels, *self._configured)
         last = {each.operator: each for each in own}  # a later kernel replaces an earlier one
@@ -142,7 +142,7 @@ class OpenCLBackend(Backend):
         which workers load the class. Raises `BackendError` for `OpenCLBackend` itself: a backend
         with other kernels needs another name.
         """
-        from .own import OwnKernel, text_of
+        from .user.user_kernels import OwnKernel, text_of
 
         if cls is OpenCLBackend:
             raise BackendError(
@@ -158,7 +158,7 @@ class OpenCLBackend(Backend):
 
         Raises `BackendError` as `register_kernel` does, and for a fault of the file.
         """
-        from .own_spec import kernel_of
+        from .user.specification import kernel_of
 
         own = kernel_of(user_path(path, BackendError))
         settings = {each.name: getattr(own, each.name) for each in fields(own)}
@@ -169,7 +169,7 @@ class OpenCLBackend(Backend):
         """Name the configured kernels in the device's description: costs are stored under it."""
         if not self._configured:
             return info
-        from .own_spec import digest_of
+        from .user.specification import digest_of
 
         names = ", ".join(each.function for each in self._configured)
         own = f"{info.driver}, kernels {names} {digest_of(self._configured)}"

@@ -24,7 +24,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import open_device
 
-from .driver import driver
+from .platform.driver import driver
 
 LIBRARY = "clblast"
 ROW_MAJOR, NOT_TRANSPOSED = 101, 111

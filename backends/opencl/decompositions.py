@@ -13,7 +13,7 @@ from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositi
 from hetpipe.sdk.decompositions.indexing import scatter_mean
 from hetpipe.sdk.graph import core_decompositions
 
-from .ops.registry import LOWERINGS
+from .lower.registry import LOWERINGS
 
 aten = torch.ops.aten
 FLOAT32_KERNELS = (

@@ -12,35 +12,36 @@ import numpy as np
 from torch import fx
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
+from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
 from hetpipe.sdk.graph import graph_rows, require_support
 from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
-from .binaries import Binaries, facts_of
-from .bundled import BundledPrograms
-from .ceiling import fma_ceiling, launch_floor
-from .driver import driver, errors, quiet
-from .events import CommandEvent
-from .executable import OpenCLExecutable
-from .exporting import exported, job_of
-from .lowering import Lowered, lower
-from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, Piece, computes_in_host
-from .names import Runtime
-from .ops.registry import Lowering
+from .bundle.export import exported, job_of
+from .bundle.programs import BundledPrograms
+from .lower.lowering import Lowered, lower
+from .lower.registry import Lowering
+from .lower.support import refusal
+from .lower.target import Target
 from .options import Options
-from .programs import Programs
-from .queues import PassQueue
-from .second_compiler import SecondCompiler
-from .specialise import specialise
-from .support import refusal
-from .target import Target
-from .tuning import cache_nbytes, tuning_of
+from .platform.driver import driver, errors, quiet
+from .platform.names import Runtime
+from .platform.tuning import cache_nbytes, tuning_of
+from .run.binaries import Binaries, facts_of
+from .run.ceiling import fma_ceiling, launch_floor
+from .run.events import CommandEvent
+from .run.executable import OpenCLExecutable
+from .run.memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, Piece, computes_in_host
+from .run.opened import OpenedDevice
+from .run.programs import Programs
+from .run.queues import PassQueue
+from .run.second_compiler import SecondCompiler
+from .run.specialise import specialise
 
 if TYPE_CHECKING:
     from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
 
 
-class OpenCLDevice(Device):
+class OpenCLDevice(OpenedDevice):
     """A device with in-order queues for passes and a separate queue for transfers.
 
     Memory passes from one queue to another only when the first queue has finished with it.
@@ -60,6 +61,7 @@ class OpenCLDevice(Device):
         cl = driver()
         self.info = info
         self._cl_device = cl_device
+        self._lowerings = lowerings
         self.retired: deque[Any] = deque()
         self._drains = runtime is not None and runtime.drains
         self.target = Target(
@@ -69,15 +71,12 @@ class OpenCLDevice(Device):
             local_memory_nbytes=cl_device.local_mem_size,
             alignment_nbytes=max(GRANULE_NBYTES, cl_device.mem_base_addr_align // 8),
             extensions=frozenset(cl_device.extensions.split()),
-            lowerings=lowerings,
             tuning=tuning_of(cl_device, runtime),
             last_cache_nbytes=cache_nbytes(3),
             channels=channels,
             family=family,
         )
         self.dataflow_limit_s = Options.dataflow_limit_s
-        self.stuck = False
-        """Whether kernels of a dataflow hang."""
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
             queues = range(info.capabilities.queues)
@@ -101,7 +100,6 @@ class OpenCLDevice(Device):
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
-        """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
 
     def _programs(self, bundles: Path | None, forgets: bool) -> Programs | BundledPrograms:
         """Return the source of kernels: bundles, or the runtime's compiler with stored binaries."""
@@ -113,7 +111,7 @@ class OpenCLDevice(Device):
         return Programs(self.context, self.info.id, binaries, second)
 
     def supports(self, node: fx.Node) -> str | None:
-        return refusal(self.target, node)
+        return refusal(self.info, self._lowerings, node)
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         return self.compile_all([graph])[0]
@@ -246,7 +244,7 @@ class OpenCLDevice(Device):
     def _lower(self, graph: fx.GraphModule) -> Lowered:
         require_support(self, graph)
         ahead = self._ahead.pop(_text_of(graph), None) if self._ahead else None
-        return lower(graph, self.target) if ahead is None else ahead
+        return lower(graph, self.target, self._lowerings) if ahead is None else ahead
 
     def _copy(self, dst: Bytes, src: Bytes) -> Event:
         """Copy in the host's memory: a driver would first wait for all running kernels."""

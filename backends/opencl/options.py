@@ -7,7 +7,7 @@ from typing import Annotated
 
 from hetpipe.records import Name, Number, OneOf
 
-from .families import FAMILIES
+from .platform.families import FAMILIES
 
 
 @dataclass(frozen=True)

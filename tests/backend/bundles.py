@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from found_devices import Array, run
-from hetpipe.backends.opencl.driver import driver
+from hetpipe.backends.opencl.platform.driver import driver
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyopencl as cl
 from hetpipe.backends.opencl.device import OpenCLDevice
-from hetpipe.backends.opencl.memory import Piece
+from hetpipe.backends.opencl.run.memory import Piece
 from opencl_devices import IDS
 
 ORACLE = next((device_id for device_id in IDS if "oclgrind" in device_id), None)

@@ -410,7 +410,7 @@ def test_a_grid_of_defined_values(tried: Callable[..., list[Outcome]], tmp_path:
         {"n": 64, "TILE": 8}, {"n": 5, "TILE": 8}, {"n": 64, "TILE": 16}, {"n": 5, "TILE": 16}
     ]  # fmt: skip
     assert [bool(each.flaws) for each in results] == [False, False, True, True]
-    from hetpipe.backends.opencl.own_spec import kernel_of
+    from hetpipe.backends.opencl.user.specification import kernel_of
 
     assert kernel_of(tmp_path / "mine.toml").options == ("-DTILE=8",)
 

@@ -27,9 +27,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     seen: list[fx.GraphModule] = []
     lower = opencl.lower
 
-    def watched(graph: fx.GraphModule, target: object) -> object:
+    def watched(graph: fx.GraphModule, *how: object) -> object:
         seen.append(graph)
-        return lower(graph, target)  # type: ignore[arg-type] # passed on
+        return lower(graph, *how)  # type: ignore[arg-type] # passed on
 
     monkeypatch.setattr(opencl, "lower", watched)
     return seen

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from found_devices import infos
-from hetpipe.backends.opencl import binaries
-from hetpipe.backends.opencl.programs import Programs
+from hetpipe.backends.opencl.run import binaries
+from hetpipe.backends.opencl.run.programs import Programs
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.caches import CacheWarning

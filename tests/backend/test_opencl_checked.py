@@ -86,7 +86,7 @@ for form, weights in itertools.product(range(4), ((), (0,), (1,), (0, 1))):
 ONE_KERNEL = """
 import numpy as np
 from opencl_devices import opened_here
-from hetpipe.backends.opencl.builder import Kernel
+from hetpipe.backends.opencl.lower.launch import Kernel
 import pyopencl as cl
 device = opened_here(ORACLE)
 kernel = Kernel("__kernel void out(__global float *a) { BODY }", "out")

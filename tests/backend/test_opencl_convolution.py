@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from found_devices import trace
-from hetpipe.backends.opencl.lowering import lower
+from hetpipe.backends.opencl.lower.lowering import lower
 from hetpipe.backends.opencl.ops._convolution import MOST_PIXELS, choose_tile
 from hetpipe.backends.opencl.ops._weight_gradient import MOST_SUMS, choose_tiling
 from opencl_devices import opencl_device

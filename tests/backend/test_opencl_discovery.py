@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from found_devices import infos
-from hetpipe.backends.opencl.names import runtime_of, slug
-from hetpipe.backends.opencl.target import Target
+from hetpipe.backends.opencl.lower.target import Target
+from hetpipe.backends.opencl.platform.names import runtime_of, slug
 
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
@@ -99,7 +99,7 @@ def test_prefetches_are_for_known_runtimes_alone() -> None:
 def test_the_users_settings_are_kept(tmp_path: Path) -> None:
     code = """
 import os
-from hetpipe.backends.opencl.runtimes import prepare
+from hetpipe.backends.opencl.platform.runtimes import prepare
 prepare()
 for name in ("OCL_ICD_VENDORS", "CL_CONFIG_CPU_TARGET_ARCH", "POCL_CACHE_DIR"):
     print(os.environ[name])
@@ -114,11 +114,11 @@ for name in ("OCL_ICD_VENDORS", "CL_CONFIG_CPU_TARGET_ARCH", "POCL_CACHE_DIR"):
 def test_two_processes_never_share_a_kernel_cache() -> None:
     code = """
 import os, subprocess, sys
-from hetpipe.backends.opencl.runtimes import prepare
+from hetpipe.backends.opencl.platform.runtimes import prepare
 prepare()
 again = '''
 import os
-from hetpipe.backends.opencl.runtimes import prepare
+from hetpipe.backends.opencl.platform.runtimes import prepare
 prepare()
 print(os.environ["POCL_CACHE_DIR"])
 '''

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from found_devices import fetch, trace
-from hetpipe.backends.opencl.lowering import lower
-from hetpipe.backends.opencl.memory import OpenCLBuffer
-from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
+from hetpipe.backends.opencl.lower.lowering import lower
+from hetpipe.backends.opencl.platform.tuning import by_rules, cache_nbytes
+from hetpipe.backends.opencl.run.memory import OpenCLBuffer
 from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL

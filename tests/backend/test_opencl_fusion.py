@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import fetch, trace
-from hetpipe.backends.opencl.lowering import lower
+from hetpipe.backends.opencl.lower.lowering import lower
 from opencl_devices import (
     IDS,
     close_to_torch,

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hetpipe.backends.opencl import codegen, groups
-from hetpipe.backends.opencl.codegen import Kernel
-from hetpipe.backends.opencl.programs import Programs
+from hetpipe.backends.opencl.lower import sources
+from hetpipe.backends.opencl.lower.launch import Kernel
+from hetpipe.backends.opencl.run import groups
+from hetpipe.backends.opencl.run.programs import Programs
 
 from hetpipe.caches import CacheWarning
 
@@ -89,9 +90,9 @@ def test_kernels_of_another_version_join_no_program(
 
 
 def test_the_identity_of_helpers_is_that_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = codegen.helpers_identity.__wrapped__()
-    assert before == codegen.helpers_identity.__wrapped__()
-    monkeypatch.setattr(codegen, "kernel_source", lambda file: f"another {file}")
-    changed = codegen.helpers_identity.__wrapped__()
-    monkeypatch.setattr(codegen, "HELPERS", {})
-    assert len({before, changed, codegen.helpers_identity.__wrapped__()}) == 3
+    before = sources.helpers_identity.__wrapped__()
+    assert before == sources.helpers_identity.__wrapped__()
+    monkeypatch.setattr(sources, "kernel_source", lambda file: f"another {file}")
+    changed = sources.helpers_identity.__wrapped__()
+    monkeypatch.setattr(sources, "HELPERS", {})
+    assert len({before, changed, sources.helpers_identity.__wrapped__()}) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from found_devices import fetch, trace
-from hetpipe.backends.opencl.lowering import lower
+from hetpipe.backends.opencl.lower.lowering import lower
 from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import OPENCL
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hetpipe.backends.opencl.codegen import Kernel, with_helpers
-from hetpipe.backends.opencl.driver import driver, quiet
-from hetpipe.backends.opencl.joined import defined, joined
-from hetpipe.backends.opencl.specialise import build
+from hetpipe.backends.opencl.bundle.merged_source import defined, joined
+from hetpipe.backends.opencl.lower.launch import Kernel
+from hetpipe.backends.opencl.lower.sources import with_helpers
+from hetpipe.backends.opencl.platform.driver import driver, quiet
+from hetpipe.backends.opencl.run.specialise import build
 from opencl_devices import IDS, opencl_device
 
 KERNELS = Path(__file__).parents[2] / "kernels"

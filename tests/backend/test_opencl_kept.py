@@ -6,7 +6,7 @@ import pytest
 import torch
 from hetpipe.backends.opencl import ops  # noqa: F401 - registers the lowerings
 from hetpipe.backends.opencl.decompositions import FLOAT32_KERNELS
-from hetpipe.backends.opencl.ops.registry import LOWERINGS, Lowering, kept_operators
+from hetpipe.backends.opencl.lower.registry import LOWERINGS, Lowering, kept_operators
 
 from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS
 from hetpipe.sdk.host.registry import get_backend

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hetpipe.backends.opencl.lower.product import Operand, Product
 from hetpipe.backends.opencl.ops.matmul import (
     COLS,
     ROWS,
@@ -15,8 +16,7 @@ from hetpipe.backends.opencl.ops.matmul import (
     parts_of,
     suits_in_place,
 )
-from hetpipe.backends.opencl.product import Operand, Product
-from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
+from hetpipe.backends.opencl.platform.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
 aten = torch.ops.aten

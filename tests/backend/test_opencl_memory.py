@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import fetch
-from hetpipe.backends.opencl.memory import OpenCLBuffer
+from hetpipe.backends.opencl.run.memory import OpenCLBuffer
 from opencl_devices import IDS, compiled, opencl_device, upload
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError

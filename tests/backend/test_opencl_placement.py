@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from found_devices import fetch, trace
-from hetpipe.backends.opencl import placement
-from hetpipe.backends.opencl.memory import Memory, OpenCLBuffer, Part
-from hetpipe.backends.opencl.placement import Where
+from hetpipe.backends.opencl.run import placement
+from hetpipe.backends.opencl.run.memory import Memory, OpenCLBuffer, Part
+from hetpipe.backends.opencl.run.placement import Where
 from opencl_devices import opencl_device, upload
 from opencl_products import OPENCL
 

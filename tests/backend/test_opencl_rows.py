@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from found_devices import trace
-from hetpipe.backends.opencl.lowering import lower
-from hetpipe.backends.opencl.rows import PAST_CACHES
+from hetpipe.backends.opencl.lower.lowering import lower
+from hetpipe.backends.opencl.lower.rows import PAST_CACHES
 from opencl_devices import close_to_torch, opencl_device, results
 from opencl_products import OPENCL
 

@@ -16,11 +16,11 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from hetpipe.backends.opencl import second_compiler
 from hetpipe.backends.opencl.device import OpenCLDevice
-from hetpipe.backends.opencl.driver import driver, quiet
-from hetpipe.backends.opencl.second_compiler import CACHE, SecondCompiler
-from hetpipe.backends.opencl.specialise import MOST_NBYTES, FirstLaunch, Job, specialise
+from hetpipe.backends.opencl.platform.driver import driver, quiet
+from hetpipe.backends.opencl.run import second_compiler
+from hetpipe.backends.opencl.run.second_compiler import CACHE, SecondCompiler
+from hetpipe.backends.opencl.run.specialise import MOST_NBYTES, FirstLaunch, Job, specialise
 from opencl_devices import IDS, opencl_device
 
 from hetpipe.errors import BackendError

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from found_devices import infos, opened, trace
-from hetpipe.backends.opencl.codegen import Kernel, kernel_source
-from hetpipe.backends.opencl.expr import Value
-from hetpipe.backends.opencl.lowering import lower
-from hetpipe.backends.opencl.signature import bind, parameters
+from hetpipe.backends.opencl.lower.expr import Value
+from hetpipe.backends.opencl.lower.launch import Kernel
+from hetpipe.backends.opencl.lower.lowering import lower
+from hetpipe.backends.opencl.lower.signature import bind, parameters
+from hetpipe.backends.opencl.lower.sources import kernel_source
 
 from hetpipe.conformance.cases import CASES
 from hetpipe.errors import BackendError
@@ -118,7 +119,7 @@ def test_every_kernel_is_launched_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         bound.add(kernel.name)
         return parameters(kernel)
 
-    monkeypatch.setattr("hetpipe.backends.opencl.signature.parameters", noted)
+    monkeypatch.setattr("hetpipe.backends.opencl.lower.signature.parameters", noted)
     device: Any = opened(next(i.id for i in infos() if i.backend == "opencl"))
     generator = torch.Generator().manual_seed(0)
     own = get_backend("opencl").decompositions()

@@ -12,9 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from found_devices import infos, run, trace
-from hetpipe.backends.opencl import OpenCLBackend, tuning
-from hetpipe.backends.opencl.names import RUNTIMES
-from hetpipe.backends.opencl.tuning import Tuning, by_rules, candidates, lanes_of, tuning_of
+from hetpipe.backends.opencl import OpenCLBackend
+from hetpipe.backends.opencl.platform import tuning
+from hetpipe.backends.opencl.platform.names import RUNTIMES
+from hetpipe.backends.opencl.platform.tuning import (
+    Tuning,
+    by_rules,
+    candidates,
+    lanes_of,
+    tuning_of,
+)
 from opencl_devices import opened_here
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hetpipe.backends.opencl import device as opencl_device
-from hetpipe.backends.opencl import memory as opencl_memory
+from hetpipe.backends.opencl.run import memory as opencl_memory
 from models import CASES
 from plans import unpriced
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hetpipe.backends.opencl.builder import Kernel, Launch
 from hetpipe.backends.opencl.fpga.array import ARRAY
 from hetpipe.backends.opencl.fpga.sheet import (
     KernelSheet,
@@ -23,6 +22,7 @@ from hetpipe.backends.opencl.fpga.sheet import (
     storing,
     whole,
 )
+from hetpipe.backends.opencl.lower.launch import Kernel, Launch
 from torch import nn
 
 from hetpipe.capture import Captured

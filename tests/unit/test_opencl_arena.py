@@ -7,9 +7,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from hetpipe.backends.opencl.arena import aligned, lives, place
-from hetpipe.backends.opencl.builder import Kernel, Launch
-from hetpipe.backends.opencl.expr import Value
+from hetpipe.backends.opencl.lower.arena import aligned, lives, place
+from hetpipe.backends.opencl.lower.expr import Value
+from hetpipe.backends.opencl.lower.launch import Kernel, Launch
 
 ALIGNMENT = 128
 

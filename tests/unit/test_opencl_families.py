@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hetpipe.backends.opencl import OpenCLBackend
-from hetpipe.backends.opencl.families import VARIABLE, choice, default_family
+from hetpipe.backends.opencl.platform.families import VARIABLE, choice, default_family
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.info import Capabilities, DeviceInfo

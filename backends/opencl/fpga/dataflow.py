@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..builder import Builder, Kernel, Launch, Value, kernel_source
-from ..codegen import Store, Tile
-from ..expr import Rows
-from ..own_epilogue import macros, overwritable, result_alone
-from ..signature import Argument, bind
-from ..target import Target
+from ..lower.builder import Builder
+from ..lower.expr import Rows, Value
+from ..lower.launch import Kernel, Launch, Store, Tile
+from ..lower.signature import Argument, bind
+from ..lower.sources import kernel_source
+from ..lower.store_macros import macros, overwritable, result_alone
+from ..lower.target import Target
 from .array import ARRAY, ROW_COLS
 
 ONE = (1,)

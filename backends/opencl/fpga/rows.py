@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..builder import Builder, Value
-from ..expr import Expr, Rows
-from ..signature import Argument
+from ..lower.builder import Builder
+from ..lower.expr import Expr, Rows, Value
+from ..lower.signature import Argument
 
 AFFINE = ("row_weight", "row_bias")
 RUNNING = ("row_running_mean", "row_running_var", "row_new_mean", "row_new_var")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..builder import Kernel, Launch
+from ..lower.launch import Kernel, Launch
 from .array import ARRAY, ROW_COLS, Array
 
 FLOAT = 4

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..builder import Builder, Value
-from ..geometry import Geometry
-from ..signature import Argument
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.geometry import Geometry
+from ..lower.signature import Argument
 from .tiles import in_parts, launch, tiles_of
 
 FILES = ("patches.cl", "gpu/convolution.cl")

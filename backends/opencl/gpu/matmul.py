@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..builder import Builder, Value
-from ..product import Product
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.product import Product
 from .tiles import in_parts, launch, tiles_of
 
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..builder import Builder, Kernel, Value
-from ..codegen import Tile
-from ..own_epilogue import OwnLaunch
-from ..reduce import SUM, reduce
-from ..signature import Argument
-from ..target import Target
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.launch import Kernel, Tile
+from ..lower.reduce import SUM, reduce
+from ..lower.signature import Argument
+from ..lower.store_macros import OwnLaunch
+from ..lower.target import Target
 
 DEPTH = 16
 """Steps of k in local memory at once."""

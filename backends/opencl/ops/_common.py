@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import Const, Expr
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import Const, Expr
 
 FLOATS = ("float16", "float32", "float64")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..geometry import Geometry
+from ..lower.geometry import Geometry
 from ._float32 import arguments
 
 MOST_PIXELS = 14

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from .. import layouts
-from ..builder import Builder, node_shape
-from ..expr import Expr, Layout, Load
-from ..product import Operand, Product
+from ..lower import layouts
+from ..lower.builder import Builder, node_shape
+from ..lower.expr import Expr, Layout, Load
+from ..lower.product import Operand, Product
 from .view import views_after
 
 Run = tuple[int, int]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ..builder import Builder, Kernel, Value
-from ..geometry import Geometry
-from ..product import Operand
-from ..signature import Argument
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
+from ..lower.product import Operand
+from ..lower.signature import Argument
 from .matmul import COLS, ROWS, pack_rows
 
 MOST_CHANNELS = 8

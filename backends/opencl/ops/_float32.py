@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..builder import Builder, Value
+from ..lower.builder import Builder
+from ..lower.expr import Value
 
 
 def why_not_float32(node: fx.Node) -> str | None:

@@ -9,11 +9,12 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from ..builder import Builder, Kernel, Value
-from ..expr import Expr
-from ..geometry import Geometry
-from ..layouts import narrow
-from ..product import Operand
+from ..lower.builder import Builder
+from ..lower.expr import Expr, Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
+from ..lower.layouts import narrow
+from ..lower.product import Operand
 from .matmul import COLS, pack_rows
 
 ROOM_PANELS = 4

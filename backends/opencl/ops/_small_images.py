@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from ..builder import Builder, Kernel, Value
-from ..expr import Expr
-from ..geometry import Geometry
-from ..layouts import narrow, permute, reshape
-from ..signature import Argument
+from ..lower.builder import Builder
+from ..lower.expr import Expr, Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
+from ..lower.layouts import narrow, permute, reshape
+from ..lower.signature import Argument
 
 COLS, FEW, LANES = 32, 4, 16
 """Sizes as in the kernels: columns and least rows of a product's tile, floats of a vector."""

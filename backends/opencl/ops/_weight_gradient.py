@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..builder import Builder, Kernel, Value
-from ..geometry import Geometry
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
 
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""

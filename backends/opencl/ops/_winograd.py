@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..builder import Builder, Kernel, Value
-from ..geometry import Geometry
-from ..signature import Argument
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
+from ..lower.signature import Argument
 from ._convolution import forward_axis, gradient_axes
 
 COLS, FEW = 32, 4

@@ -9,11 +9,11 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from ..builder import Builder
-from ..expr import DEAR, Expr
+from ..lower.builder import Builder
+from ..lower.expr import DEAR, Expr
+from ..lower.registry import lowers
 from ._common import argument, choose, operands
 from .elementwise import ARITHMETIC, erf_plus_one
-from .registry import lowers
 
 
 @lowers("aten.gelu.default")

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .. import layouts
-from ..builder import Builder, Kernel, Value, node_shape
-from ..expr import Expr
+from ..lower import layouts
+from ..lower.builder import Builder, node_shape
+from ..lower.expr import Expr, Value
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
 from ._float32 import arguments, why_not_all_float32
-from .registry import lowers
 
 LANES = 16
 BLOCK = 64

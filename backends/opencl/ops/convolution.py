@@ -14,22 +14,17 @@ from itertools import product
 from torch import fx
 
 from .. import fpga, gpu
-from ..builder import Builder, Kernel, Value
-from ..geometry import Geometry
-from ..reduce import SUM, reduce
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.geometry import Geometry
+from ..lower.launch import Kernel
+from ..lower.reduce import SUM, reduce
+from ..lower.registry import lowers
 from . import _few_channels, _small_images, _winograd
-from ._convolution import (
-    Axis,
-    choose_tile,
-    forward_axis,
-    geometry_of,
-    gradient_axes,
-    why_not,
-)
+from ._convolution import Axis, choose_tile, forward_axis, geometry_of, gradient_axes, why_not
 from ._float32 import arguments
 from ._pointwise import folded_gradient, folds, is_pointwise, pointwise, sampled
 from ._weight_gradient import weight_gradient
-from .registry import lowers
 
 COLS = 32
 """Output channels of a register tile, as in the kernels."""

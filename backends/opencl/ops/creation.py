@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from .. import layouts
-from ..builder import Builder, Kernel, node_dtype, node_shape
-from ..expr import Const, Coord, Layout
-from ..signature import Argument
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import Const, Coord, Layout
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
+from ..lower.signature import Argument
 from ._common import FLOATS, cast
-from .registry import lowers
 
 CHUNK = 1024
 """Blocks of four numbers per work-item."""

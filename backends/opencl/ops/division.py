@@ -6,10 +6,10 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from ..builder import Builder
-from ..expr import DEAR, Expr
+from ..lower.builder import Builder
+from ..lower.expr import DEAR, Expr
+from ..lower.registry import lowers
 from ._common import FLOATS, operands
-from .registry import lowers
 
 UNSIGNED = ("uint8", "bool")
 OTHER_SIGN = "({0} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"

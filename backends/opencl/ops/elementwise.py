@@ -14,11 +14,11 @@ from torch import fx
 
 from hetpipe.sdk.graph import dtype_name, operator_name, why_not_fill
 
-from .. import layouts
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import DEAR, Apply, Const, Expr
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import DEAR, Apply, Const, Expr
+from ..lower.registry import lowers
 from ._common import FLOATS, argument, cast, choose, operands, truth
-from .registry import lowers
 
 UNSIGNED = ("bool", "uint8")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from .. import layouts
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import Expr, Layout, Load, Value
-from .registry import lowers
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import Expr, Layout, Load, Value
+from ..lower.registry import lowers
 
 Index = tuple[Expr, int, int]
 

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from torch import fx
 
 from .. import fpga
-from ..builder import Builder, Kernel, Value, node_shape
-from ..rows import past_caches, rows_each
-from ..signature import Argument
+from ..lower.builder import Builder, node_shape
+from ..lower.expr import Value
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
+from ..lower.rows import past_caches, rows_each
+from ..lower.signature import Argument
 from ._float32 import arguments, optional, why_not_float32
-from .registry import lowers
 
 LANES = 16
 MOST_CLASSES = 4096

@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import fx
 
-from .. import layouts
-from ..blocks import COUNT as STREAMED
-from ..builder import Builder, Kernel, Launch, Value
-from ..codegen import Panels, Tile
-from ..expr import Expr
 from ..fpga import systolic_product
 from ..gpu import tiled_product
-from ..product import Operand, Product
-from ..signature import Argument, bind
-from ..target import Target
+from ..lower import layouts
+from ..lower.blocks import COUNT as STREAMED
+from ..lower.builder import Builder
+from ..lower.expr import Expr, Value
+from ..lower.launch import Kernel, Launch, Panels, Tile
+from ..lower.product import Operand, Product
+from ..lower.registry import lowers
+from ..lower.signature import Argument, bind
+from ..lower.target import Target
 from ._common import operands
 from ._copies import at_sources, copy_at_once, is_turned_later
 from ._float32 import arguments, why_not_float32_product
-from .registry import lowers
 
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""

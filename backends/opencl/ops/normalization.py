@@ -8,11 +8,12 @@ from typing import Any
 from torch import fx
 
 from .. import fpga
-from ..builder import Builder, Kernel, Value
-from ..expr import Expr
-from ..rows import past_caches, rows_each
+from ..lower.builder import Builder
+from ..lower.expr import Expr, Value
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
+from ..lower.rows import past_caches, rows_each
 from ._float32 import arguments, optional, why_not_float32
-from .registry import lowers
 
 LANES = 16
 GRADIENTS = ("dx", "dweight", "dbias")

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from ..builder import Builder, Kernel, Value
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
 from ._float32 import arguments, why_not_float32
-from .registry import lowers
 
 WINDOW = (
     "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",

@@ -6,11 +6,13 @@ import math
 
 from torch import fx
 
-from ..builder import Builder, Kernel, Value
-from ..product import Operand
+from ..lower.builder import Builder
+from ..lower.expr import Value
+from ..lower.launch import Kernel
+from ..lower.product import Operand
+from ..lower.registry import lowers
 from ._float32 import arguments, optional, why_not_float32
 from .matmul import pack_columns
-from .registry import lowers
 
 LANES = 16
 LARGEST_ROWS = 12

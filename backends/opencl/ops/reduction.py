@@ -10,12 +10,12 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from .. import layouts
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import Const, Coord, Expr, Layout
-from ..reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import Const, Coord, Expr, Layout
+from ..lower.reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
+from ..lower.registry import lowers
 from ._common import argument, cast, choose
-from .registry import lowers
 
 
 def _dims(dims: Any, rank: int) -> list[int]:

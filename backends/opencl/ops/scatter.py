@@ -11,13 +11,14 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from .. import layouts
-from ..builder import Builder, Kernel, node_dtype, node_shape
-from ..cnames import C_TYPES
-from ..expr import Const, Coord, Expr, Layout
-from ..target import Target
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.c_types import C_TYPES
+from ..lower.expr import Const, Coord, Expr, Layout
+from ..lower.launch import Kernel
+from ..lower.registry import lowers
+from ..lower.target import Target
 from ._common import FLOATS, argument, cast
-from .registry import lowers
 
 JOINS = {"sum": "ADD", "add": "ADD", "prod": "MULTIPLY", "multiply": "MULTIPLY",
          "amax": "LARGER", "amin": "SMALLER"}  # fmt: skip

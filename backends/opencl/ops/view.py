@@ -9,11 +9,11 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name, strided_offset, why_not_strided
 
-from .. import layouts
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import Const, Expr, Layout, Load, View
+from ..lower import layouts
+from ..lower.builder import Builder, node_dtype, node_shape
+from ..lower.expr import Const, Expr, Layout, Load, View
+from ..lower.registry import lowers
 from ._common import argument, cast
-from .registry import lowers
 
 
 def _define_view(builder: Builder, node: fx.Node, view: View) -> None:

@@ -1,0 +1,1 @@
+"""From a graph to launches of kernels: expressions, fusion, generated code."""

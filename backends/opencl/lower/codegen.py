@@ -1,0 +1,141 @@
+"""Generates the text of fused elementwise kernels.
+
+On a CPU, a work-item computes rows of the innermost dimension, 16 elements at a time; on a GPU it
+computes one element. Expressions that are constant along a row are computed once per row. The
+number of rows is an argument, so micro-batches of all sizes share one text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .body import Body
+from .c_types import pointed
+from .expr import Coord, Load, Value, walk
+from .launch import Store
+from .nest import Nest
+from .target import Target
+
+BLOCK = 4096
+"""Elements per work-item on a CPU: enough to hide the cost of a work-group."""
+TILE = 256
+"""Columns per work-item if the kernel reads across rows."""
+LANES = 16
+
+
+@dataclass(frozen=True)
+class Code:
+    """A generated kernel and how to launch it."""
+
+    text: str
+    name: str
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+    args: tuple[Value | int | float, ...]
+
+
+def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:
+    """Return one kernel for a group of stores of one shape; only stores in `kept` write memory."""
+    exprs = list(walk(*(store.expr for store in group)))
+    layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
+    layouts += [store.layout for store in group]
+    nest = Nest(group[0].expr.shape, layouts)
+    body = Body(nest, {store.out.id: store.expr for store in group})
+    body.vectorises = nest.inner >= (2 if nest.rows == 1 else LANES) and all(
+        map(body.has_lanes, exprs)
+    )
+    if target.kind == "gpu":
+        lines, count = _by_element(body, kept)
+        width = min(256, target.max_work_group_size)
+        size = (-(-count // width) * width,)
+        local = (width,)
+    else:
+        straight = all(body.in_step(item) for item in exprs if isinstance(item, Load))
+        padded = straight and all(store.plain for store in group) and not target.checks_memory
+        lines, count = _by_row(body, kept, padded)
+        size, local = (count,), (1,)
+    args: list[Value | int | float] = list(body.tensors.values())
+    parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
+    parameters.append(f"const int {'n' if nest.rows == 1 else 'rows'}")
+    args.append(nest.inner if nest.rows == 1 else nest.rows)
+    return finish(lines, parameters, size, local, tuple(args))
+
+
+def finish(
+    lines: Sequence[str],
+    parameters: Sequence[str],
+    global_size: tuple[int, ...],
+    local_size: tuple[int, ...] | None,
+    args: tuple[Value | int | float, ...],
+) -> Code:
+    """Return a kernel with these statements, named by the hash of its text."""
+    inside = "\n".join(f"    {line}" for line in lines)
+    signature = ",\n    ".join(parameters)
+    digest = hashlib.sha256((signature + inside).encode()).hexdigest()[:16]
+    name = f"fused_{digest}"
+    text = f"__kernel void {name}(\n    {signature})\n{{\n{inside}\n}}\n"
+    return Code(text, name, global_size, local_size, args)
+
+
+def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str], int]:
+    nest = body.nest
+    if nest.rows == 1:
+        head = [
+            f"const int begin = get_global_id(0) * {BLOCK};",
+            f"const int end = min(begin + {BLOCK}, n);",
+        ]
+        loops = _loops(body, group, ("begin", "end"), not padded)
+        return head + body.row_lines([]) + loops, -(-nest.inner // BLOCK)
+    # Neighbouring rows share the cache lines that a step other than 1 touches: walk in tiles.
+    crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
+    span = min(nest.inner, TILE if crooked else BLOCK)
+    each = max(1, BLOCK // span)
+    blocks = -(-nest.inner // span)
+    loops = _loops(body, group, ("begin", "end"), nest.inner % LANES != 0)
+    lines = [
+        f"const int first = get_global_id(0) / {blocks} * {each};",
+        f"const int begin = get_global_id(0) % {blocks} * {span};",
+        f"const int end = min(begin + {span}, {nest.inner});",
+        *indent(
+            body.row_lines(body.coordinates("row")) + loops,
+            f"for (int row = first; row < min(first + {each}, rows); ++row) {{",
+            "}",
+        ),
+    ]
+    return lines, -(-nest.rows // each) * blocks
+
+
+def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:
+    """Return loops over `i` from `span[0]` to `span[1]`: by vectors, then by single elements.
+
+    Without `tail` there is no loop by elements: the last vector may pass the end.
+    """
+    lo, hi = span
+    by_element = indent(body.stores(group, 1), f"for (; i < {hi}; ++i) {{", "}")
+    if not body.vectorises:
+        return indent([f"int i = {lo};", *by_element], "{", "}")
+    stop = f"i + {LANES - 1} < {hi}" if tail else f"i < {hi}"
+    by_vector = indent(body.stores(group, LANES), f"for (; {stop}; i += {LANES}) {{", "}")
+    return indent([f"int i = {lo};", *by_vector, *(by_element if tail else ())], "{", "}")
+
+
+def indent(lines: Sequence[str], head: str = "{", foot: str = "}") -> list[str]:
+    """Return a block of C: the indented `lines` between `head` and `foot`."""
+    return [head, *(f"    {line}" for line in lines), foot]
+
+
+def _by_element(body: Body, group: Sequence[Store]) -> tuple[list[str], int]:
+    nest = body.nest
+    count = nest.rows * nest.inner
+    stores = body.stores(group, 1)
+    if nest.rows == 1:
+        head = ["const int i = get_global_id(0);", "if (i >= n) return;"]
+        return head + body.row_lines([]) + stores, count
+    head = [
+        "const int element = get_global_id(0);",
+        f"if (element >= rows * {nest.inner}) return;",
+        f"const int row = element / {nest.inner}, i = element % {nest.inner};",
+    ]
+    return head + body.row_lines(body.coordinates("row")) + stores, count

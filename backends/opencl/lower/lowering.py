@@ -1,0 +1,135 @@
+"""Lowers a graph into launches, and describes its inputs and outputs for the executable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from hetpipe.errors import UnsupportedOperatorError
+from hetpipe.sdk.graph import graph_inputs, graph_outputs, operator_name
+
+from .arena import inherits, lives, nbytes
+from .builder import Builder
+from .expr import Value
+from .index_checks import Check, checks
+from .launch import Launch
+from .order import order
+from .registry import LOWERINGS, Lowering
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of a graph: the placeholder with index `source`, or the tensor `value`.
+
+    `heirs` lists the placeholders whose memory it may take if they are donated.
+    """
+
+    value: Value | None
+    source: int | None = None
+    heirs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph, lowered into launches."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Output, ...]
+    results: tuple[int, ...]
+    """For each result of the graph, its index in `outputs`."""
+    launches: tuple[Launch, ...]
+    checks: tuple[Check, ...] = ()
+    """Index tensors to check at the end of a run."""
+    together: frozenset[int] = frozenset()
+    """Indices of the `outputs` that may share a piece of memory, see `hetpipe.sdk.graph`."""
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """Ids of a run's inputs, outputs and checked tensors; other tensors are intermediates."""
+        values = [*self.inputs, *(check.value for check in self.checks)]
+        values += [output.value for output in self.outputs if output.value is not None]
+        return frozenset(value.id for value in values)
+
+
+def lower(
+    graph: fx.GraphModule, target: Target, lowerings: Mapping[str, Lowering] = LOWERINGS
+) -> Lowered:
+    """Lower every node that a result needs, in order."""
+    nodes = graph_outputs(graph)
+    builder = Builder(target, frozenset(nodes))
+    placeholders = graph_inputs(graph)
+    inputs = [builder.input(node) for node in placeholders]
+    calls = order(graph)
+    for node in calls:
+        lowering = lowerings.get(operator_name(node))
+        if lowering is None:
+            raise UnsupportedOperatorError(
+                f"{target.info.id} has no kernel for {operator_name(node)}"
+            )
+        lowering.lower(builder, node)
+    distinct = list(dict.fromkeys(nodes))
+    taken = {value.id for value in inputs}
+    outputs: list[Output] = []
+    for node in distinct:
+        if node.op == "placeholder":
+            outputs.append(Output(None, placeholders.index(node)))
+            continue
+        # A caller may donate one result and keep another, so results never share memory.
+        value = builder.value(node)
+        if value.id in taken:
+            value = builder.store_copy(builder.expr(node))
+        taken.add(value.id)
+        outputs.append(Output(value))
+    checked = checks(builder, calls)
+    results = [output.value for output in outputs if output.value is not None]
+    launches = builder.finish([*results, *(check.value for check in checked)])
+    return Lowered(
+        tuple(inputs),
+        _with_heirs(outputs, inputs, launches),
+        tuple(distinct.index(node) for node in nodes),
+        launches,
+        checked,
+        _together(graph, nodes, distinct, outputs),
+    )
+
+
+def _together(
+    graph: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    distinct: Sequence[fx.Node],
+    outputs: Sequence[Output],
+) -> frozenset[int]:
+    """Return the indices of outputs whose results the caller always keeps together."""
+    marked = graph.graph.output_node().meta.get("together", frozenset())
+    apart = {node for result, node in enumerate(nodes) if result not in marked}
+    pairs = enumerate(zip(distinct, outputs, strict=True))
+    return frozenset(at for at, (node, out) in pairs if node not in apart and out.value is not None)
+
+
+def _with_heirs(
+    outputs: Sequence[Output], inputs: Sequence[Value], launches: Sequence[Launch]
+) -> tuple[Output, ...]:
+    life = lives(launches)
+    returned = {output.source for output in outputs}
+    alike: dict[int, list[int]] = {}  # inputs by size
+    for index, value in enumerate(inputs):
+        if index not in returned:
+            alike.setdefault(nbytes(value), []).append(index)
+    with_heirs = []
+    for output in outputs:
+        heirs: list[int] = []
+        if output.value is not None and output.value.id in life:
+            mine = life[output.value.id]
+            for index in alike.get(mine.nbytes, ()):
+                key = inputs[index].id
+                if key not in life or inherits(key, output.value.id, life, launches):
+                    heirs.append(index)
+            # The operands of its first launch come first: they are in the cache.
+            first = launches[mine.first].inplace
+            heirs.sort(key=lambda index: inputs[index].id not in first)
+        with_heirs.append(Output(output.value, output.source, tuple(heirs)))
+    return tuple(with_heirs)

@@ -1,0 +1,153 @@
+"""Arguments of kernels by name, checked against the parameters that the source declares.
+
+This module parses the source, not the built program: `clGetKernelArgInfo` is optional, and gives no
+result before a kernel is built.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from hetpipe.errors import BackendError
+
+from .c_types import pointed
+from .expr import Value
+from .launch import Kernel
+
+Argument = Value | int | float
+QUALIFIERS = re.compile(
+    r"\b(__global|global|__local|local|__constant|constant|const|restrict|volatile)\b"
+)
+VECTOR = re.compile(r"([a-z]+)(2|4|8|16)")
+"""A vector type with contiguous elements in memory; a vector of three has a gap."""
+DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel: a number of type `ctype`, or a pointer to elements of that type."""
+
+    name: str
+    ctype: str
+    points: bool
+    constant: bool = False
+    """Whether it is a pointer to constant elements."""
+
+    def __str__(self) -> str:
+        return f"{self.ctype} {'*' if self.points else ''}{self.name}"
+
+    def element_of(self, count: int) -> str:
+        """Return the scalar type, if `count` elements fill whole vectors; else the type itself."""
+        found = VECTOR.fullmatch(self.ctype)
+        return found[1] if found and count % int(found[2]) == 0 else self.ctype
+
+    def takes(self, argument: Argument) -> bool:
+        """Return whether an argument has this type; tensors of whole vectors may be vectors."""
+        if isinstance(argument, Value):
+            count = math.prod(argument.shape)
+            return self.points and pointed(argument.dtype) == self.element_of(count)
+        number = "float" if isinstance(argument, float) else "int"
+        return not self.points and self.ctype == number
+
+
+def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, ...]:
+    """Return the arguments in the order of the declaration.
+
+    Raises `BackendError` if an argument is missing, not declared or of another type. The message
+    names the kernel, the argument and both types.
+    """
+    declared = {parameter.name: parameter for parameter in parameters(kernel)}
+    for name in [*declared, *arguments]:
+        parameter, argument = declared.get(name), arguments.get(name)
+        if parameter is None or argument is None or not parameter.takes(argument):
+            raise BackendError(
+                f"kernel {kernel.name}, argument {name!r}: the source declares "
+                f"{parameter or 'none of that name'}, the launch gives {_described(argument)}"
+            )
+    return tuple(arguments[name] for name in declared)
+
+
+def _described(argument: Argument | None) -> str:
+    if argument is None:
+        return "none of that name"
+    if isinstance(argument, Value):
+        return f"a tensor of {argument.dtype}"
+    return f"the {type(argument).__name__} {argument}"
+
+
+@cache
+def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
+    """Return the parameters in order. Raises `BackendError` if the source has no such kernel."""
+    source = re.sub(r"//[^\n]*", "", kernel.source).replace("\\\n", " ")
+    macros: dict[str, tuple[list[str] | None, str]] = {}
+    for option in kernel.options:
+        name, _, body = option.removeprefix("-D").partition("=")
+        macros[name] = (None, body or "1")
+    text = "\n".join(_lines(source, macros))
+    head = re.search(rf"\b(?:__)?kernel\b[^;{{}}]*?\bvoid\s+{kernel.name}\s*\(", text)
+    if head is None:
+        raise BackendError(f"the source of kernel {kernel.name} does not declare it")
+    return tuple(map(_parameter, split(_expand(inside(text, head.end()), macros))))
+
+
+def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
+    """Yield the lines that the preprocessor keeps, and collect macros; `#if` counts as true."""
+    kept = [True]
+    for line in source.split("\n"):
+        word, _, rest = line.strip().partition(" ")
+        if word in ("#if", "#ifdef", "#ifndef"):
+            kept.append(word == "#if" or (rest.strip() in macros) == (word == "#ifdef"))
+        elif word == "#else":
+            kept[-1] = not kept[-1]
+        elif word == "#endif":
+            kept.pop()
+        elif all(kept):
+            if (define := DEFINE.match(line.strip())) is not None:
+                name, names, body = define.groups()
+                formal = None if names is None else [each.strip() for each in names.split(",")]
+                macros[name] = (formal, body.strip())
+            else:
+                yield line
+
+
+def inside(text: str, begin: int) -> str:
+    """Return the text from `begin` to the parenthesis that closes the one before `begin`."""
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return text[begin:]
+
+
+def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> str:
+    for name, (formal, body) in macros.items():
+        if formal is None:
+            text = replaced(text, {name: body})
+            continue
+        while (call := re.search(rf"\b{name}\s*\(", text)) is not None:
+            argument_list = inside(text, call.end())
+            actual = dict(zip(formal, split(argument_list), strict=True))
+            filled = replaced(body, actual).replace("##", "")
+            text = text[: call.start()] + filled + text[call.end() + len(argument_list) + 1 :]
+    return text
+
+
+def replaced(text: str, names: Mapping[str, str]) -> str:
+    """Return the text with whole words replaced as in `names`."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+
+def split(text: str) -> list[str]:
+    """Return the parts between commas, without outer spaces."""
+    return [part.strip() for part in text.split(",")]
+
+
+def _parameter(text: str) -> Parameter:
+    *ctype, name = QUALIFIERS.sub(" ", text).replace("*", " ").split()
+    before, star, _ = text.partition("*")
+    return Parameter(name, " ".join(ctype), bool(star), bool(star) and "const" in before.split())

@@ -1,0 +1,1 @@
+"""The OpenCL runtimes of this machine, and what is known about them."""

@@ -1,0 +1,1 @@
+"""Runs launches on a device: programs, memory, queues and events."""

@@ -1,0 +1,214 @@
+"""Device memory that returns to a pool, so that repeated runs allocate nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hetpipe.sdk.backend import Buffer, Device
+
+from ..platform.driver import driver, errors
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+PROBE_NBYTES = 4096
+HUGE_PAGE_NBYTES = 2 << 20
+MADV_HUGEPAGE = 14
+
+GRANULE_NBYTES = 128
+"""The memory of each tensor is a multiple of this, so that a vector of 16 may pass its end."""
+
+
+def room_nbytes(nbytes: int) -> int:
+    """Return the bytes that a tensor of `nbytes` takes in memory."""
+    return max(1, -(-nbytes // GRANULE_NBYTES)) * GRANULE_NBYTES
+
+
+class Piece:
+    """A `cl.Buffer`, and its bytes in host memory if the device computes there."""
+
+    __slots__ = ("_parts", "cl", "host")
+
+    def __init__(self, cl: Any, host: Bytes | None) -> None:
+        self.cl = cl
+        self.host = host
+        self._parts: dict[tuple[int, int], Any] = {}
+
+    def part(self, begin: int, nbytes: int) -> Any:
+        """Return the `cl.Buffer` of some bytes; the same bytes give the same object."""
+        buffer = self._parts.get((begin, nbytes))
+        if buffer is None:
+            buffer = self._parts[begin, nbytes] = self.cl.get_sub_region(begin, nbytes)
+        return buffer
+
+
+class Memory:
+    """A piece of device memory; it returns to its pool when its last tensor is deleted."""
+
+    __slots__ = ("_pool", "nbytes", "piece")
+
+    def __init__(self, piece: Piece, nbytes: int, pool: MemoryPool) -> None:
+        self.piece = piece
+        self.nbytes = nbytes
+        self._pool = pool
+
+    @property
+    def cl(self) -> Any:
+        """The `cl.Buffer`."""
+        return self.piece.cl
+
+    @property
+    def host(self) -> Bytes | None:
+        """The same memory as the host sees it, or None."""
+        return self.piece.host
+
+    def __del__(self) -> None:
+        self._pool.give_back(self.piece, self.nbytes)
+
+
+class Part(NamedTuple):
+    """Bytes of a piece of memory. The piece lives as long as any of its parts."""
+
+    whole: Memory
+    begin: int
+    nbytes: int
+
+    @property
+    def cl(self) -> Any:
+        """The `cl.Buffer`."""
+        return self.whole.piece.part(self.begin, self.nbytes)
+
+    @property
+    def host(self) -> Bytes | None:
+        """The same memory as the host sees it, or None."""
+        host = self.whole.host
+        return None if host is None else host[self.begin : self.begin + self.nbytes]
+
+
+class OpenCLBuffer(Buffer):
+    """A tensor in a piece of device memory."""
+
+    def __init__(
+        self, device: Device, shape: tuple[int, ...], dtype: str, memory: Memory | Part
+    ) -> None:
+        self.device = device
+        self.shape = shape
+        self.dtype = dtype
+        self.memory = memory
+
+
+class MemoryPool:
+    """Free pieces by size, each with the events, one per queue, after which nothing uses it."""
+
+    def __init__(
+        self,
+        context: Any,
+        device_id: str,
+        host_queue: Any | None,
+        last_events: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        """With `host_queue`, pieces are in host memory, and each is mapped once by that queue."""
+        self._context = context
+        self._device_id = device_id
+        self._host_queue = host_queue
+        self._last_events = last_events
+        self._free: dict[int, list[tuple[Piece, tuple[Any, ...]]]] = defaultdict(list)
+        # Reentrant: garbage collection may give memory back while the lock is held.
+        self._lock = threading.RLock()
+        self.held_nbytes = 0
+
+    def take(self, nbytes: int, queue: int | None = None) -> Memory:
+        """Return memory for `nbytes` that no queue of passes uses, except perhaps `queue`.
+
+        A pass may take memory that an earlier pass in the same queue still uses.
+        """
+        size = room_nbytes(nbytes)
+        with self._lock:
+            pieces = self._free[size]
+            for at in range(len(pieces) - 1, -1, -1):
+                if _complete(pieces[at][1], queue):
+                    return Memory(pieces.pop(at)[0], size, self)
+            self.held_nbytes += size
+        return Memory(self.create(size), size, self)
+
+    def create(self, nbytes: int) -> Piece:
+        """Allocate memory; if there is no room, free unused pieces and try again."""
+        cl = driver()
+        with errors(self._device_id, f"allocating {nbytes} bytes"):
+            try:
+                return allocate(self._context, nbytes, self._host_queue)
+            except cl.MemoryError:
+                self.trim()
+                return allocate(self._context, nbytes, self._host_queue)
+
+    def give_back(self, piece: Piece, size: int) -> None:
+        """Keep a piece for the next `take`."""
+        with self._lock:
+            self._free[size].append((piece, self._last_events()))
+
+    def trim(self) -> None:
+        """Free every piece that no queue uses."""
+        with self._lock:
+            for size, pieces in self._free.items():
+                busy = [piece for piece in pieces if not _complete(piece[1])]
+                self.held_nbytes -= size * (len(pieces) - len(busy))
+                pieces[:] = busy
+
+
+def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
+    """Allocate a buffer of `nbytes`; with a queue, in host memory."""
+    cl = driver()
+    if queue is None:
+        return Piece(cl.Buffer(context, cl.mem_flags.READ_WRITE, nbytes), None)
+    buffer = cl.Buffer(context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
+    flags = cl.map_flags.READ | cl.map_flags.WRITE
+    mapped, _ = cl.enqueue_map_buffer(queue, buffer, flags, 0, (nbytes,), np.uint8)
+    place = (ctypes.c_uint8 * nbytes).from_address(mapped.ctypes.data)
+    _ask_for_huge_pages(mapped.ctypes.data, nbytes)
+    mapped.base.release(queue)
+    queue.finish()  # a kernel must not use a buffer that is still mapped
+    return Piece(buffer, np.ctypeslib.as_array(place))
+
+
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Ask Linux for pages of 2 MiB under untouched memory: a matrix spans too many of 4 KiB.
+
+    This is a hint; a system that ignores it is only slower.
+    """
+    begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+    end = (address + nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
+    if sys.platform == "linux" and begin < end:
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
+
+
+def computes_in_host(context: Any, queue: Any) -> bool:
+    """Return whether kernels and the host see each other's writes without mapping a buffer again.
+
+    OpenCL does not promise it, but drivers for processors do it: a probe decides.
+    """
+    cl = driver()
+    piece = allocate(context, PROBE_NBYTES, queue)
+    copied = np.zeros(PROBE_NBYTES, np.uint8)
+    assert piece.host is not None
+    cl.enqueue_fill_buffer(queue, piece.cl, np.uint8(0x5A), 0, PROBE_NBYTES)
+    queue.finish()
+    if not bool((piece.host == 0x5A).all()):
+        return False
+    piece.host[:] = 0xA5
+    cl.enqueue_copy(queue, copied, piece.cl)
+    return bool((copied == 0xA5).all())
+
+
+def _complete(events: tuple[Any, ...], but: int | None = None) -> bool:
+    complete = driver().command_execution_status.COMPLETE
+    return all(
+        event is None or queue == but or event.command_execution_status <= complete
+        for queue, event in enumerate(events)
+    )

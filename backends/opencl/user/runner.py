@@ -1,0 +1,315 @@
+"""Single kernels on an OpenCL device: built from a text, launched once and checked.
+
+Each array is in the middle of a larger buffer: a write beyond the array changes the guard before or
+behind it, and a read there gives NaN. Under Oclgrind, which reports both, buffers have no guards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.kernels import (
+    Array,
+    DeviceLacksError,
+    Flaw,
+    KernelCall,
+    KernelFaultError,
+    KernelRunner,
+    LocalMemory,
+    Shipped,
+)
+
+from ..lower.launch import Kernel
+from ..lower.signature import Parameter, parameters
+from ..platform.driver import driver, quiet
+from ..platform.names import Runtime
+from ..platform.tuning import VARIABLE, candidates, keep, text_of, tuning_of
+from .images import ImageRoom, is_image
+from .oclgrind_log import flaws_of
+from .shipped import shipped_kernels
+
+KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
+ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
+"""Line of an error in a compiler's log, in the formats of clang and PoCL."""
+GUARD = 0xFF
+"""Value of each byte in a guard; floats of these bytes are NaN."""
+CTYPES = {
+    "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32,
+    "uint": np.uint32, "unsigned": np.uint32, "unsigned int": np.uint32, "long": np.int64,
+    "ulong": np.uint64, "float": np.float32, "double": np.float64,
+}  # fmt: skip
+ELEMENTS = {**{name: np.dtype(kind).name for name, kind in CTYPES.items()}, "half": "float16"}
+FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
+    (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # pointers are for vload_half
+    (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
+    (re.compile(r"\b\w*sub_group\w*\b"), ("cl_khr_subgroups", "cl_intel_subgroups")),
+)
+"""Words in a source, each with extensions; the device needs one of these extensions."""
+CONDITION = re.compile(r"^\s*#\s*(?:if|ifdef|elif)\b.*?\b(cl_\w+)", re.M)
+PRAGMA = re.compile(r"^\s*#\s*pragma\s+OPENCL\s+EXTENSION\s+(\w+)\s*:\s*(?:enable|require)", re.M)
+
+
+class OpenCLRunner(KernelRunner):
+    """Runs the kernels of a `.cl` file."""
+
+    suffix = ".cl"
+
+    def __init__(self, find: Callable[[str], tuple[Any, Runtime | None]]) -> None:
+        """`find` returns pyopencl's device of an id, and its runtime if that is a known one."""
+        self._find = find
+        self._opened: dict[str, _Opened] = {}
+
+    def functions(self, source: str) -> Sequence[str]:
+        return KERNEL.findall(_without_comments(source))
+
+    def shipped(self) -> Sequence[Shipped]:
+        return shipped_kernels()
+
+    def checks(self, device_id: str) -> bool:
+        return device_id.split(":")[1] == "oclgrind"
+
+    def checker_environment(self, log: Path) -> Mapping[str, str]:
+        return {
+            "OCLGRIND_LOG": str(log), "OCLGRIND_DATA_RACES": "1", "OCLGRIND_UNINITIALIZED": "1",
+            "OCLGRIND_MAX_ERRORS": "200",
+        }  # fmt: skip
+
+    def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
+        in_use = tuning_of(*self._find(device_id))
+        every = [in_use, *(each for each in candidates() if each != in_use)]
+        return {str(each): {VARIABLE: text_of(each)} for each in every}
+
+    def keep_tuning(self, device_id: str, name: str) -> None:
+        cl_device, runtime = self._find(device_id)
+        every = [tuning_of(cl_device, runtime), *candidates()]
+        named = next((each for each in every if str(each) == name), None)
+        if named is None:
+            super().keep_tuning(device_id, name)
+        else:
+            keep(cl_device, named)
+
+    def flaws_of(self, log: str) -> Sequence[Flaw]:
+        return flaws_of(log)
+
+    def line_that_writes(self, source: str, function: str, argument: str) -> int | None:
+        name = re.escape(argument)
+        writes = re.compile(
+            rf"\b{name}\s*\[[^;]*\]\s*[-+*/|&^]?=[^=]|\bvstore\w*\s*\([^;]*\b{name}\b|"
+            rf"\batomic_\w+\s*\([^;]*\b{name}\b|\*\s*{name}\b\s*[-+*/]?=[^=]"
+        )
+        text = _without_comments(source)
+        heads = [(head.start(), head[1]) for head in KERNEL.finditer(text)]
+        begin = next((at for at, head in heads if head == function), 0)
+        end = next((at for at, _ in heads if at > begin), len(text))
+        found = writes.search(text, begin, end)
+        return None if found is None else text.count("\n", 0, found.start()) + 1
+
+    def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        if device_id not in self._opened:
+            cl_device, _ = self._find(device_id)
+            self._opened[device_id] = _Opened(cl_device, device_id, self.checks(device_id))
+        return self._opened[device_id].run(call)
+
+
+class _Opened:
+    """A device with a queue and its built programs."""
+
+    def __init__(self, cl_device: Any, device_id: str, checks: bool) -> None:
+        cl = driver()
+        self._id, self._checks = device_id, checks
+        self._alignment = max(64, cl_device.mem_base_addr_align // 8)
+        self._context = cl.Context([cl_device])
+        self._queue = cl.CommandQueue(self._context)
+        self._programs: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def run(self, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        cl = driver()
+        launches = {call.function: (call.global_size, call.local_size), **call.beside}
+        kernels = {name: self._kernel(call, name) for name in launches}
+        declared = _declared(call, tuple(launches))
+        try:
+            rooms = self._rooms(call, declared)
+            for name, kernel in kernels.items():
+                for at, parameter in enumerate(declared[name]):
+                    kernel.set_arg(at, _argument(call, parameter, rooms))
+            self._queue.finish()
+            queues = [self._queue, *(cl.CommandQueue(self._context) for _ in call.beside)]
+            for queue, (name, (global_size, local_size)) in zip(
+                queues, launches.items(), strict=True
+            ):
+                if 0 not in global_size:
+                    cl.enqueue_nd_range_kernel(queue, kernels[name], global_size, local_size)
+                queue.flush()
+            for queue in queues:
+                queue.finish()
+            arrays = {name: room.array() for name, room in rooms.items()}
+        except cl.Error as error:
+            sizes = f"global size {call.global_size}, local size {call.local_size}"
+            text = f"cannot be launched with {sizes}: {str(error).strip()}"
+            raise KernelFaultError(Flaw("wrong arguments", call.function, text)) from error
+        damage = [room.damage(name, call.function) for name, room in rooms.items()]
+        return arrays, [flaw for flaw in damage if flaw is not None]
+
+    def _rooms(
+        self, call: KernelCall, declared: Mapping[str, Sequence[Parameter]]
+    ) -> dict[str, _Room | ImageRoom]:
+        """Return memory for the arrays of a call: images where the source declares images."""
+        images = {
+            parameter.name: parameter.ctype.split()[-1]
+            for parameters in declared.values()
+            for parameter in parameters
+            if is_image(parameter)
+        }
+        rooms: dict[str, _Room | ImageRoom] = {}
+        for name, value in call.arguments.items():
+            if isinstance(value, np.ndarray) and name in images:
+                place = (self._context, self._queue, self._id)
+                rooms[name] = ImageRoom(place, call.function, name, images[name], value)
+            elif isinstance(value, np.ndarray):
+                rooms[name] = _Room(self, value, name in call.inputs)
+        return rooms
+
+    def _kernel(self, call: KernelCall, function: str) -> Any:
+        cl = driver()
+        key = (call.source, call.options)
+        if lacking := self._lacking(call.source):
+            raise DeviceLacksError(lacking)
+        try:
+            with quiet():
+                if key not in self._programs:
+                    options = [*call.options, *(["-cl-opt-disable"] if self._checks else [])]
+                    program = cl.Program(self._context, call.source)
+                    self._programs[key] = program.build(options=options)
+                return cl.Kernel(self._programs[key], function)
+        except cl.Error as error:
+            log = str(error).strip()
+            at = ERROR.search(log)
+            text = f"{self._id} cannot build it: {log}"
+            line = int(at[1] or at[2]) if at else None
+            raise KernelFaultError(Flaw("does not build", call.function, text, line)) from error
+
+    def _lacking(self, source: str) -> str:
+        """Return the feature that the source needs and the device lacks, in words; empty if none.
+
+        Some compilers build such a source without an error and compute nonsense. A source that
+        tests for an extension by `#if` or `#ifdef` does not need it.
+        """
+        extensions = self._context.devices[0].extensions.split()
+        text = _without_comments(source)
+        there = {*extensions, *CONDITION.findall(text)}
+        for words, names in FEATURES:
+            if (found := words.search(text)) and not there.intersection(names):
+                return f"the source uses {found[0]}, and the device has no {' nor '.join(names)}"
+        for name in PRAGMA.findall(text):
+            if name not in there:
+                return f"the source enables {name}, which the device does not have"
+        return ""
+
+    def buffer(self, nbytes: int, content: Array, is_input: bool) -> tuple[Any, Any, int]:
+        """Return (the whole buffer, its part for an array of `nbytes`, bytes of each guard).
+
+        Under a checker only inputs are copied, so that it reports reads of uninitialised memory.
+        """
+        cl = driver()
+        flags = cl.mem_flags.READ_WRITE
+        if self._checks:
+            whole = cl.Buffer(self._context, flags, max(nbytes, 1))
+            if content.size and is_input:
+                cl.enqueue_copy(self._queue, whole, content)
+            return whole, whole, 0
+        guard = self._alignment
+        padded = np.full(guard + nbytes + guard, GUARD, np.uint8)
+        padded[guard : guard + nbytes] = content
+        whole = cl.Buffer(self._context, flags | cl.mem_flags.COPY_HOST_PTR, hostbuf=padded)
+        return whole, whole.get_sub_region(guard, max(nbytes, 1)), guard
+
+    def read(self, buffer: Any, nbytes: int) -> Array:
+        """Return the bytes of a buffer."""
+        content = np.empty(nbytes, np.uint8)
+        if nbytes:
+            driver().enqueue_copy(self._queue, content, buffer)
+        return content
+
+
+class _Room:
+    """Memory of one array."""
+
+    def __init__(self, opened: _Opened, array: Array, is_input: bool) -> None:
+        self._opened, self._array = opened, array
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._nbytes = array.nbytes
+        self._whole, self.part, self._guard = opened.buffer(array.nbytes, content, is_input)
+
+    @cached_property
+    def _content(self) -> Array:
+        return self._opened.read(self._whole, self._nbytes + 2 * self._guard)
+
+    def array(self) -> Array:
+        """Return the array's content after the run."""
+        inside = self._content[self._guard : self._guard + self._nbytes]
+        return inside.view(self._array.dtype).reshape(self._array.shape).copy()
+
+    def damage(self, name: str, function: str) -> Flaw | None:
+        """Return a flaw for the first guard that the kernel has written to, or None."""
+        for side, lo in (("before its begin", 0), ("behind its end", self._guard + self._nbytes)):
+            hurt = np.flatnonzero(self._content[lo : lo + self._guard] != GUARD)
+            if hurt.size:
+                first = int(hurt[0]) if lo else self._guard - int(hurt[-1])
+                text = f"writes beyond {name}, {first} bytes {side} ({self._nbytes} bytes)"
+                return Flaw("out of bounds", function, text)
+        return None
+
+
+def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[Parameter]]:
+    """Return the kernels' parameters. Raises `KernelFaultError` if the call has other names."""
+    try:
+        declared: dict[str, Sequence[Parameter]] = {
+            name: parameters(Kernel(call.source, name, call.options)) for name in functions
+        }
+    except BackendError as error:
+        flaw = Flaw("wrong arguments", call.function, str(error))
+        raise KernelFaultError(flaw) from error
+    names = list(dict.fromkeys(each.name for some in declared.values() for each in some))
+    if sorted(names) != sorted(call.arguments):
+        text = (
+            f"the source declares {', '.join(names)}; the specification has "
+            f"{', '.join(call.arguments)}"
+        )
+        raise KernelFaultError(Flaw("wrong arguments", call.function, text))
+    return declared
+
+
+def _argument(
+    call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room | ImageRoom]
+) -> Any:
+    """Return the value of a parameter. Raises `KernelFaultError` if it has another type."""
+    value = call.arguments[parameter.name]
+    if isinstance(value, LocalMemory):
+        if parameter.points:
+            return driver().LocalMemory(max(value.nbytes, 1))
+    elif isinstance(value, np.ndarray):
+        if is_image(parameter):
+            return rooms[parameter.name].part
+        element = ELEMENTS.get(parameter.element_of(value.size))
+        if parameter.points and element == value.dtype.name.replace("bool", "uint8"):
+            return rooms[parameter.name].part
+    elif not parameter.points and parameter.ctype in CTYPES:
+        kind: Any = CTYPES[parameter.ctype]
+        if isinstance(value, int) or np.dtype(kind).kind == "f":
+            return kind(value)
+    form = value.dtype.name + " array" if isinstance(value, np.ndarray) else type(value).__name__
+    text = f"the source declares {parameter}, the specification gives {parameter.name} as {form}"
+    raise KernelFaultError(Flaw("wrong arguments", call.function, text))
+
+
+def _without_comments(source: str) -> str:
+    """Return the source with comments replaced by blanks; line numbers stay the same."""
+    pattern = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+    return pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
