@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from found_devices import run
 from opencl_devices import IDS, close_to_torch, opencl_device
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
 
 pytestmark = [pytest.mark.wide, pytest.mark.parametrize("device_id", IDS)]
 Function = Callable[..., Any]
@@ -23,6 +28,16 @@ def test_signs_of_integers(device_id: str, dtype: torch.dtype) -> None:
     x = torch.arange(37) % 5 if dtype in (torch.uint8, torch.bool) else torch.arange(37) - 18
     fn: Function = lambda x: (torch.sign(x), torch.sgn(x), torch.signbit(x))  # noqa: E731
     close_to_torch(opencl_device(device_id), fn, x.to(dtype))
+
+
+def test_a_slope_by_keyword(device_id: str) -> None:
+    """The slope had the default if the graph gave it by its name."""
+    x = torch.linspace(-2, 2, 9)
+    graph = make_fx(lambda x: (aten.leaky_relu.default(x, 0.3),))(x)
+    node = next(node for node in graph.graph.nodes if node.op == "call_function")
+    node.args, node.kwargs = node.args[:1], {"negative_slope": 0.3}
+    (output,) = run(opencl_device(device_id), graph, [x.numpy()])
+    np.testing.assert_array_equal(output, torch.nn.functional.leaky_relu(x, 0.3).numpy())
 
 
 BINARY: dict[str, Function] = {

@@ -42,7 +42,8 @@ def _gelu(builder: Builder, node: fx.Node) -> Expr:
 @lowers("aten.leaky_relu.default", "aten.elu.default")
 def leaky(builder: Builder, node: fx.Node) -> None:
     if operator_name(node) == "aten.leaky_relu.default":
-        x, slope = operands(builder, node, (node.args[0], argument(node, 1, "slope", 0.01)))
+        slope = argument(node, 1, "negative_slope", 0.01)
+        x, slope = operands(builder, node, (node.args[0], slope))
         low = builder.apply("{0} * {1}", x.dtype, x, slope)
     else:
         alpha, scale = argument(node, 1, "alpha", 1.0), argument(node, 2, "scale", 1.0)
