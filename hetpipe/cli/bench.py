@@ -199,8 +199,7 @@ def _matmul(output: Output) -> list[dict[str, Any]]:
     from hetpipe.bench.products import products
     from hetpipe.bench.show import product_table
 
-    with progress_bar() as progress:
-        progress("matrix products", 0, 1)
+    with progress_bar("matrix products"):
         figures = products()
     if figures:
         output.console.print(product_table(figures))

@@ -41,8 +41,7 @@ def command(
     block = None if repeat is None else parse_block(repeat)
     members = cluster_from(cluster)
     subject = about.subject(global_batch)
-    with progress_bar() as progress:
-        progress("planning", 0, 1)
+    with progress_bar("planning"):
         answer = capacity(subject, members, microbatches, block)
     columns = ["method", *(f"{count} devices" for count in answer.devices)]
     table = make_table(f"{answer.subject}: {answer.counted}, at most", columns, columns[1:])

@@ -59,8 +59,7 @@ def command(
     subject = about.subject(choices.global_batch)
     options = choices.options(subject)
     runs = measure and subject.measure is not None and not members.described
-    with progress_bar() as progress:
-        progress("planning and measuring" if runs else "planning", 0, 1)
+    with progress_bar("planning and measuring" if runs else "planning"):
         comparison = compare(
             subject,
             members,

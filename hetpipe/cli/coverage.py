@@ -24,8 +24,7 @@ def command(
 
     output = Output(json)
     check_name(model)
-    with progress_bar() as progress:
-        progress("capturing", 0, 1)
+    with progress_bar("capturing"):
         answer = coverage(model, device, mini_batch)
     columns = ["operator", "calls", "share of the time", "layers", "reason"]
     table = make_table(f"{answer.device} lacks, for {answer.model}", columns, columns[1:3])

@@ -25,8 +25,7 @@ def command(
 
     output = Output(json)
     output.text(describe())
-    with progress_bar() as progress:
-        progress("matrix products", 0, 1)
+    with progress_bar("matrix products"):
         figures = products(devices)
     output.console.print(product_table(figures))
     output.finish({"machine": machine(), "matmul": figures})

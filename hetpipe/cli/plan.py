@@ -141,8 +141,7 @@ def _studied(
         asked.weights,
         recompute=recompute,
     )
-    with progress_bar() as progress:
-        progress("planning", 0, 1)
+    with progress_bar("planning"):
         return plan(subject, members, options, planner)
 
 
@@ -182,8 +181,7 @@ def _priced(
 
     workload = load_workload(model)
     samples = mini_batch or workload.mini_batch
-    with progress_bar() as progress:
-        progress("capturing", 0, 1)
+    with progress_bar("capturing") as progress:
         check_layers(table, workload, samples)
         progress("planning", 0, 1)
         chosen = plan_by(table, split_names(devices), samples, asked)

@@ -17,20 +17,25 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Yield a callable (text, done, total) that shows the progress of a command."""
+def progress_bar(phase: str = "") -> Iterator[Progress]:
+    """Yield a callable (text, done, total) that shows the progress of a command.
+
+    The first phase is `phase`, if any.
+    """
     from hetpipe.cli.output import error_console
 
     console = error_console()
     if not console.is_terminal:
         with Lines(_write).beating() as lines:
+            if phase:
+                lines.show(phase, 0, 1)
             yield lines.show
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task(phase, total=1 if phase else None)
         yield lambda text, done, total: bar.update(
             task, description=text, completed=done, total=total
         )

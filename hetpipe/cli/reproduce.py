@@ -28,8 +28,7 @@ def command(
     from hetpipe.report.tables import make_table
 
     output = Output(json)
-    with progress_bar() as progress:
-        progress("planning", 0, 1)
+    with progress_bar("planning"):
         tables = reproduce(paper, table)
     for each in tables:
         shown = make_table(

@@ -147,8 +147,8 @@ class DrawingOptions:
 
 def cluster_from(name: str | None) -> Cluster:
     """Return the cluster of a file or of a published name. Raises `ClusterError`."""
-    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cluster.cluster import load_or_published
 
     if name is None:
         raise ClusterError("no cluster: give --cluster a file, or the name of a published cluster")
-    return Cluster.load(name) if Path(name).suffix else Cluster.published(name)
+    return load_or_published(name)

@@ -45,8 +45,7 @@ def command(
     members = cluster_from(cluster)
     subject = about.subject(choices.global_batch)
     options = choices.options(subject)
-    with progress_bar() as progress:
-        progress("planning", 0, 1)
+    with progress_bar("planning"):
         answer = whatif(
             subject, members, change or [f"-{id}" for id in members.ids], options, planner or "auto"
         )

@@ -201,16 +201,14 @@ def _unsteady(
     """Return flaws for outputs that differ between two runs: unwritten or random elements."""
     flaws = []
     for name, array in first.items():
-        one, other = array.reshape(-1).view(np.uint8), again[name].reshape(-1).view(np.uint8)
-        differs = (one != other).reshape(array.size, -1).any(1) if array.size else one != other
+        differs = _differing(array, again[name]).reshape(-1)
         if not differs.any():
             continue
         at = int(np.argmax(differs))
         place = [int(i) for i in np.unravel_index(at, array.shape)]
-        width = array.dtype.itemsize
         kept = all(
-            bool((half[at * width : (at + 1) * width] == poison).all())
-            for half, poison in zip((one, other), POISONS, strict=True)
+            (run.reshape(-1)[at : at + 1].view(np.uint8) == poison).all()
+            for run, poison in zip((array, again[name]), POISONS, strict=True)
         )
         count = f"{int(differs.sum())} of {array.size} elements"
         if kept and not spec.argument[name].is_input:

@@ -57,8 +57,7 @@ def command(
     device_ids = devices_for(source, device or ())
     results: list[Outcome] = []
     shown: set[tuple[object, ...]] = set()
-    with progress_bar() as progress:
-        progress(f"testing {trial.function}", 0, 1)
+    with progress_bar(f"testing {trial.function}"):
         for outcome in outcomes(trial, device_ids, case or ()):
             results.append(outcome)
             _show_flaws(output, trial, outcome, shown)
