@@ -13,26 +13,25 @@ from torch import fx
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import graph as graphs
-from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
+from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
 from hetpipe.sdk.formats.serialised import serialise, serialise_rows
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import form_of, input_forms
+from hetpipe.sdk.support import require_support
 
-from .events import NativeEvent, drain, keep_for_ever, sweep
+from .events import drain, sweep
 from .library import Handle, Library, interface
-from .program import NativeBuffer, NativeExecutable
+from .opened import NativeBuffer, OpenedDevice
+from .program import NativeExecutable
 
 Array = np.ndarray[Any, Any]
 
 
-class NativeDevice(Device):
+class NativeDevice(OpenedDevice):
     """An opened device of a library."""
 
     def __init__(self, info: DeviceInfo, library: Library, index: int) -> None:
-        self.info, self.library = info, library
-        out = interface().new("hetpipe_device **")
-        library.call(f"{info.id} cannot be opened", "open", index, out)
-        self._handle = Handle(self._given("open", out), library.function("close"), library)
+        super().__init__(info, library, index)
         self._reasons: dict[bytes, str | None] = {}
 
     # Graphs.
@@ -62,13 +61,13 @@ class NativeDevice(Device):
             if self.library.function("supports") is None:
                 self._compiled("", data)
             else:
-                self.library.call("", "supports", self._handle.pointer, data, len(data))
+                self.library.call("", "supports", self.handle.pointer, data, len(data))
         except UnsupportedOperatorError as error:
             return str(error).removeprefix(": ")
         return None
 
     def compile(self, graph: fx.GraphModule) -> Executable:
-        graphs.require_support(self, graph)
+        require_support(self, graph)
         placeholders, outputs = graphs.graph_inputs(graph), graphs.graph_outputs(graph)
         computed = list(dict.fromkeys(node for node in outputs if node.op != "placeholder"))
         *rows, last = graphs.graph_rows(graph)
@@ -87,9 +86,9 @@ class NativeDevice(Device):
 
     def _compiled(self, doing: str, data: bytes) -> Handle:
         out = interface().new("hetpipe_program **")
-        self.library.call(doing, "compile", self._handle.pointer, data, len(data), out)
+        self.library.call(doing, "compile", self.handle.pointer, data, len(data), out)
         give_back = self.library.function("release_program")
-        return Handle(self._given("compile", out), give_back, self._handle)
+        return Handle(self.given("compile", out), give_back, self.handle)
 
     # Memory.
 
@@ -102,8 +101,8 @@ class NativeDevice(Device):
         dense = np.ascontiguousarray(src)
         out = interface().new("hetpipe_buffer **")
         doing = f"{self.info.id}: no buffer of {dense.nbytes} bytes"
-        self.library.call(doing, "allocate", self._handle.pointer, dense.nbytes, out)
-        memory = self.memory(self._given("allocate", out))
+        self.library.call(doing, "allocate", self.handle.pointer, dense.nbytes, out)
+        memory = self.memory(self.given("allocate", out))
         buffer = NativeBuffer(self, (tuple(src.shape), dtype), memory)
         copy = partial(self._copy, "upload", memory.pointer, dense.ctypes.data, dense.nbytes)
         return buffer, copy((memory, dense)) if dense.nbytes else DONE
@@ -129,45 +128,12 @@ class NativeDevice(Device):
             return None
         sweep()
         out = interface().new("uint64_t *")
-        self.library.call(self.info.id, "memory_used", self._handle.pointer, out)
+        self.library.call(self.info.id, "memory_used", self.handle.pointer, out)
         return int(out[0])
-
-    def memory(self, pointer: Any) -> Handle:
-        """Return the handle of a library's buffer; the buffer is freed with the handle."""
-        return Handle(pointer, self.library.function("free"), self._handle)
-
-    def memory_of(self, buffer: Buffer) -> Handle:
-        """Return a buffer's memory. Raises `BackendError` if it was donated or is elsewhere."""
-        if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
-            raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
-        if buffer.memory is None:
-            raise BackendError(f"{self.info.id}: a buffer is used after it was donated")
-        return buffer.memory
-
-    # Events.
-
-    def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """Return the event of work that uses `keeps`; the event holds these objects until the end.
-
-        If `pointer` is NULL, the work has ended already.
-        """
-        if pointer == interface().NULL:
-            return DONE
-        give_back = self.library.function("release_event")
-        if give_back is None:
-            path = self.library.path
-            keep_for_ever(keeps)
-            raise BackendError(f"{path} returns an event, and has neither wait nor release_event")
-        return NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
 
     def close(self) -> None:
         """Wait for all work. The library's device closes after its last buffer is freed."""
         drain(self)
-
-    def _given(self, name: str, out: Any) -> Any:
-        if out[0] == interface().NULL:
-            raise BackendError(f"{self.library.path}: {name} succeeds, and gives NULL")
-        return out[0]
 
 
 def _alone(node: fx.Node) -> fx.Graph:

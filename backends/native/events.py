@@ -11,15 +11,11 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Event
+from hetpipe.sdk.backend import Device, Event
 
-from .library import Handle, constant
-
-if TYPE_CHECKING:
-    from .device import NativeDevice
+from .library import Handle, Library, constant
 
 _pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
 _endless: list[object] = []  # objects of work without an event to wait for
@@ -29,8 +25,11 @@ _SLICE_S = 0.25  # the longest wait within a library: Ctrl-C takes effect in bet
 class NativeEvent(Event):
     """The end of work; `keeps` has the objects that the work uses."""
 
-    def __init__(self, device: NativeDevice, handle: Handle, keeps: Sequence[object]) -> None:
+    def __init__(
+        self, device: Device, library: Library, handle: Handle, keeps: Sequence[object]
+    ) -> None:
         self.device = device
+        self._library = library
         self._handle: Handle | None = handle
         self._keeps = tuple(keeps)
         self._failure: BackendError | None = None
@@ -54,7 +53,7 @@ class NativeEvent(Event):
         """Return whether the work ends within `limit_s`; raise its error if it failed."""
         handle = self._handle  # another thread may see the end meanwhile
         if handle is not None:
-            library, where = self.device.library, self.device.info.id
+            library, where = self._library, self.device.info.id
             try:
                 if library.call(where, "wait", handle.pointer, limit_s) == constant("NOT_YET"):
                     return False
@@ -74,7 +73,7 @@ def sweep() -> None:
             event.done()
 
 
-def drain(device: NativeDevice) -> None:
+def drain(device: Device) -> None:
     """Wait for all work of a device."""
     for event in list(_pending):
         if event.device is device:

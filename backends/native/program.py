@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
@@ -11,18 +11,7 @@ from hetpipe.sdk.inputs import Form, check_inputs
 
 from .events import NativeEvent, sweep
 from .library import Handle, interface
-
-if TYPE_CHECKING:
-    from .device import NativeDevice
-
-
-class NativeBuffer(Buffer):
-    """A tensor on a device. `memory` is None after a run has used it for an output."""
-
-    def __init__(self, device: NativeDevice, form: Form, memory: Handle) -> None:
-        self.device = device
-        self.shape, self.dtype = form
-        self.memory: Handle | None = memory
+from .opened import NativeBuffer, OpenedDevice
 
 
 class NativeExecutable(Executable):
@@ -34,7 +23,7 @@ class NativeExecutable(Executable):
 
     def __init__(
         self,
-        device: NativeDevice,
+        device: OpenedDevice,
         program: Handle | None,
         inputs: Sequence[Form],
         outputs: Sequence[Form],

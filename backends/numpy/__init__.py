@@ -13,7 +13,8 @@ from torch import fx
 
 import hetpipe.sdk.graph as graphs
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend, BlockingDevice, Buffer
+from hetpipe.sdk.backend import Backend, Buffer
+from hetpipe.sdk.blocking import BlockingDevice
 from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositions
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import Capabilities, DeviceInfo
@@ -85,7 +86,6 @@ class NumpyDevice(BlockingDevice):
         return f"numpy has no {', '.join(lacking)}" if lacking else None
 
     def _compile(self, graph: fx.GraphModule) -> Any:
-        graphs.require_support(self, graph)
         calls = [(node, _dtype(node), index_bounds(node)) for node in graphs.graph_calls(graph)]
         return graphs.graph_inputs(graph), calls, graphs.graph_outputs(graph)
 

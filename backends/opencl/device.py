@@ -13,8 +13,9 @@ from torch import fx
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
-from hetpipe.sdk.graph import graph_rows, require_support
+from hetpipe.sdk.graph import graph_rows
 from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
+from hetpipe.sdk.support import require_support
 
 from .bundle.export import exported, job_of
 from .bundle.programs import BundledPrograms

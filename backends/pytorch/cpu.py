@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hetpipe.sdk.backend import BlockingDevice, Buffer
+from hetpipe.sdk.backend import Buffer
+from hetpipe.sdk.blocking import BlockingDevice
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 from .own import with_operators

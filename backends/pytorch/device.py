@@ -12,8 +12,9 @@ from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.graph import operator_name, require_support, why_not_fill
+from hetpipe.sdk.graph import operator_name, why_not_fill
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.support import require_support
 
 from .own import with_operators
 from .program import Program

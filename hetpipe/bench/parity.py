@@ -262,7 +262,8 @@ def _operators(
     device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the number of calls by operator: of all calls, and of the calls the device refuses."""
-    from hetpipe.sdk.graph import graph_calls, operator_name, refusal
+    from hetpipe.sdk.graph import graph_calls, operator_name
+    from hetpipe.sdk.support import refusal
 
     every, refused = Counter[str](), Counter[str]()
     programs = [

@@ -15,7 +15,8 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from hetpipe.check.reference import to_float64
-from hetpipe.sdk.backend import BlockingDevice, Buffer
+from hetpipe.sdk.backend import Buffer
+from hetpipe.sdk.blocking import BlockingDevice
 from hetpipe.sdk.graph import graph_outputs
 from hetpipe.sdk.info import DTYPE_NBYTES, HOST_MEMORY, DeviceInfo
 from hetpipe.sdk.inputs import Form, form_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from hetpipe.conformance.outcomes import BrokenRule
 from hetpipe.errors import BackendError
 
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ class Level(IntEnum):
         if name not in levels:
             raise BackendError(f"no level {name!r}; the levels are {', '.join(levels)}")
         return levels[name]
-
-
-class BrokenRule(Exception):
-    """The device has broken the rule of a check; the message describes the observation."""
-
-
-class NotAsked(Exception):
-    """The check does not apply to this device; the message gives the reason."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from hetpipe.check.reference import tensors_of
-from hetpipe.conformance.check import BrokenRule, NotAsked, check, expect
+from hetpipe.conformance.check import check, expect
 from hetpipe.conformance.operators import normal
+from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Backend

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache, partial
 
 from hetpipe.check.difference import Array, case_tolerance, eps_of, errors_of, largest_of
-from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
+from hetpipe.conformance.check import CHECKS, Check, Level
+from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import Rig, compare
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
 

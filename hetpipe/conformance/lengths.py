@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from hetpipe.conformance.cases.case import grads
-from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check
+from hetpipe.conformance.check import CHECKS, Check, Level, check
 from hetpipe.conformance.operators import aten, judge, normal
+from hetpipe.conformance.outcomes import NotAsked
 from hetpipe.conformance.rig import Rig
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)

@@ -12,7 +12,8 @@ import torch
 from hetpipe.check.difference import UNITS, case_tolerance, eps_of
 from hetpipe.check.reference import float64_results
 from hetpipe.conformance.cases import CASES, Case
-from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked, check, expect
+from hetpipe.conformance.check import CHECKS, Check, Level, check, expect
+from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import Rig, compare
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_outputs

@@ -13,7 +13,7 @@ from torch import fx
 
 from hetpipe.check.difference import Array
 from hetpipe.check.reference import float64_results, tensors_of
-from hetpipe.conformance.check import NotAsked
+from hetpipe.conformance.outcomes import NotAsked
 from hetpipe.conformance.rig import trace
 from hetpipe.sdk.graph import graph_calls
 

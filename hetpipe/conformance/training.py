@@ -13,7 +13,8 @@ from torch import nn
 
 from hetpipe.check.difference import Array, case_tolerance, eps_of
 from hetpipe.check.reference import reference_values
-from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check, expect
+from hetpipe.conformance.check import CHECKS, Check, Level, check, expect
+from hetpipe.conformance.outcomes import NotAsked
 from hetpipe.conformance.rig import Rig, compare, refusals
 from hetpipe.sdk.graph import graph_outputs
 

@@ -17,7 +17,8 @@ from typing import Any
 from torch import fx
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import DONE, Backend, BlockingDevice, Buffer, Chunk, Event, Executable
+from hetpipe.sdk.backend import DONE, Backend, Buffer, Chunk, Event, Executable
+from hetpipe.sdk.blocking import BlockingDevice
 from hetpipe.sdk.graph import graph_inputs, graph_outputs
 from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 

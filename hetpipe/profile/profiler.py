@@ -41,8 +41,9 @@ from hetpipe.profile import clock
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Stirrer
 from hetpipe.sdk.backend import Buffer, Device, Executable
-from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.sdk.graph import of_one_replica
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.support import require_support
 from hetpipe.worker.blame import compile_graphs, run_error
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,11 +35,7 @@ import hetpipe.sdk.operators.random
 import hetpipe.sdk.operators.recurrent
 import hetpipe.sdk.operators.replicas  # these register operators of hetpipe for load_graph
 from hetpipe import data_pickle
-from hetpipe.errors import BackendError, UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from hetpipe.sdk.backend import Device
-
+from hetpipe.errors import BackendError
 
 _Function = Callable[..., Any]
 
@@ -116,41 +112,6 @@ def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[
     further |= hetpipe.sdk.operators.random.DECOMPOSITIONS
     kept = frozenset(keep)
     return {**core_decompositions(kept), **without(kept, further)}
-
-
-def refusal(device: Device, node: fx.Node) -> str | None:
-    """Return the reason why a device cannot run a node, or None.
-
-    Raises `BackendError` if `supports` of the device fails or returns something else.
-    """
-    device_id, backend = device.info.id, device.info.backend
-    try:
-        reason = device.supports(node)
-    except BackendError:
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"backend {backend!r}: supports of device {device_id} fails for {operator_name(node)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if reason is None or isinstance(reason, str):
-        return reason
-    raise BackendError(
-        f"backend {backend!r}: supports of device {device_id} returns {reason!r} for "
-        f"{operator_name(node)}; it returns None where the device runs the node, else the reason "
-        "why not, a text"
-    )
-
-
-def require_support(device: Device, graph: fx.GraphModule) -> None:
-    """Raise `UnsupportedOperatorError` for the first node that `device` refuses."""
-    for node in graph_calls(graph):
-        reason = refusal(device, node)
-        if reason is not None:
-            where = f" of layer {node.meta['layer']}" if "layer" in node.meta else ""
-            raise UnsupportedOperatorError(
-                f"{device.info.id} cannot run {operator_name(node)}{where}: {reason}"
-            )
 
 
 def why_not_fill(node: fx.Node) -> str | None:

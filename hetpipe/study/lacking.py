@@ -89,9 +89,10 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     only lent operators, on ones. Raises `HetpipeError` if there is no such model or device.
     """
     from hetpipe.profile.count import count_calls
-    from hetpipe.sdk.graph import operator_name, refusal
+    from hetpipe.sdk.graph import operator_name
     from hetpipe.sdk.host.companion import CompanionDevice
     from hetpipe.sdk.host.registry import decompositions_of, open_device
+    from hetpipe.sdk.support import refusal
     from hetpipe.study.models import of_model
     from hetpipe.zoo.load import optimizer_of
 

@@ -16,8 +16,9 @@ from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.sdk.graph import of_one_replica
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.support import require_support
 from hetpipe.wire.wire import Array, Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
 

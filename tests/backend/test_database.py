@@ -18,8 +18,8 @@ import pytest
 from found_devices import infos
 
 from hetpipe.conformance import survey
-from hetpipe.conformance.check import BrokenRule, NotAsked
 from hetpipe.conformance.database import check_entry
+from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import Rig
 from hetpipe.conformance.run import rig_of
 from hetpipe.conformance.samples import entries

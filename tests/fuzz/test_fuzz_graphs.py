@@ -23,7 +23,8 @@ from models import CASES
 from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.optim import adam
-from hetpipe.sdk.formats.serialised import deserialise, serialise
+from hetpipe.sdk.formats.serialised import serialise
+from hetpipe.sdk.formats.serialised_reader import deserialise
 from hetpipe.sdk.graph import core_decompositions
 
 BY_PYTHON = (

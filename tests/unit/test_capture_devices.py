@@ -16,8 +16,8 @@ from hetpipe.capture import Captured
 from hetpipe.capture.passes.partition import INPUTS, MIN_CUT
 from hetpipe.capture.program import Program
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.host.registry import discover_devices, get_backend
+from hetpipe.sdk.support import require_support
 
 FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
 DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())

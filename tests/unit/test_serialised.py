@@ -16,7 +16,8 @@ from torch import fx, nn
 from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.optim import adam
-from hetpipe.sdk.formats.serialised import MOST_DEPTH, deserialise, serialise
+from hetpipe.sdk.formats.serialised import MOST_DEPTH, serialise
+from hetpipe.sdk.formats.serialised_reader import deserialise
 from hetpipe.sdk.graph import canonical, core_decompositions, graph_inputs, graph_rows
 
 aten = torch.ops.aten

@@ -79,17 +79,6 @@ def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
     return struct.pack("<8sIII", MAGIC, VERSION, nbytes, zlib.crc32(body)) + body
 
 
-def deserialise(data: bytes) -> fx.GraphModule:
-    """Restore a graph from `serialise`; tensors are on the meta device.
-
-    Raises `BackendError` for bytes of another version, for any damaged bytes, and for an operator
-    or overload that this torch lacks, by its name.
-    """
-    from hetpipe.sdk.formats.serialised_reader import read
-
-    return read(data)
-
-
 class _Writer:
     """Writes rows of `graph_rows` as bytes."""
 

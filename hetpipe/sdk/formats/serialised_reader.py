@@ -44,8 +44,12 @@ if TYPE_CHECKING:
 _MOST_ELEMENTS = 1 << 59  # the bytes of a tensor then fit in 63 bits
 
 
-def read(data: bytes) -> fx.GraphModule:
-    """Return the graph in `data`; see `hetpipe.sdk.formats.serialised.deserialise`."""
+def deserialise(data: bytes) -> fx.GraphModule:
+    """Restore a graph from `serialise`; tensors are on the meta device.
+
+    Raises `BackendError` for bytes of another version, for any damaged bytes, and for an operator
+    or overload that this torch lacks, by its name.
+    """
     rows = _Reader(data).rows()
     graph = graph_of_rows(rows)
     for node, row in zip(graph.graph.nodes, rows, strict=True):

@@ -21,18 +21,12 @@ import torch
 from torch import fx
 
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import (
-    dtype_name,
-    graph_inputs,
-    graph_outputs,
-    operator_name,
-    refusal,
-    require_support,
-)
+from hetpipe.sdk.graph import dtype_name, graph_inputs, graph_outputs, operator_name
 from hetpipe.sdk.host.parts import Part, Unit, part_of, units_of
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
+from hetpipe.sdk.support import refusal, require_support
 
 if TYPE_CHECKING:
     from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
