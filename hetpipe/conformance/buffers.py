@@ -21,7 +21,7 @@ from hetpipe.conformance.rig import WAIT_S, Rig, compare
 @check(
     "memory/results last",
     "a result keeps its values until it is dropped or donated, however many runs follow",
-    "a stale buffer: results lie in memory that the next run reuses",
+    "a stale buffer: the next run reuses the memory of the results",
 )
 def _(rig: Rig) -> None:
     x = normal(64)
@@ -41,7 +41,7 @@ def _folded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @check(
     "memory/inputs last",
-    "an input that is not donated keeps its values",
+    "a run does not change an input that is not donated",
     "an input that is overwritten in place",
 )
 def _(rig: Rig) -> None:
@@ -67,7 +67,7 @@ def _(rig: Rig) -> None:
 @check(
     "memory/results of their own",
     "no result shares memory with an input that was not donated, nor with another result",
-    "a result that aliases an input: a view is returned where a copy belongs",
+    "a result that aliases an input: the device returns a view instead of a copy",
 )
 def _(rig: Rig) -> None:
     a = normal(4, 6)
@@ -91,8 +91,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/the same buffer",
-    "a result that is a placeholder is that very Buffer, and a repeated result one Buffer",
-    "outputs that are copied, or made anew, without a look at the graph",
+    "a result that is a placeholder is the same Buffer object, and a repeated result is one Buffer",
+    "the device copies or makes every output without looking at the graph",
 )
 def _(rig: Rig) -> None:
     a, b = normal(3), normal(3, seed=1)
@@ -103,7 +103,8 @@ def _(rig: Rig) -> None:
         for place, index in ((0, 1), (2, 0), (3, 1)):
             expect(
                 results[place] is buffers[index],
-                f"result {place} is input {index} of the graph, and came as another Buffer",
+                f"result {place} is input {index} of the graph, but the run "
+                "returned another Buffer",
             )
 
 
@@ -137,7 +138,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/updates",
-    "donated parameters may go round for ever: each update takes the last one's results",
+    "an update may receive the results of the last update as donated inputs, any number of times",
     "a result in memory that a later run still reads",
 )
 def _(rig: Rig) -> None:
@@ -155,7 +156,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/scalars",
-    "inputs without dimensions are read in every run, as all others are",
+    "every run reads all of its inputs, also inputs without dimensions",
     "a learning rate or a step number that is kept from the first run",
 )
 def _(rig: Rig) -> None:
@@ -188,8 +189,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/steady inputs",
-    "what is computed from a steady input alone may be kept only while the same Buffer comes",
-    "values that are kept for a weight, and used for the next one",
+    "a device may keep a result of steady inputs alone only while it receives the same Buffer",
+    "values that the device keeps for one weight and uses for the next weight",
 )
 def _(rig: Rig) -> None:
     x, weight = normal(20, 30), normal(30, 10, seed=1)
@@ -211,8 +212,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/dropped while queued",
-    "the memory of a buffer may go when all work that reads it has ended, not before",
-    "memory that is freed early: with the Buffer object, not with the work",
+    "the memory of a buffer stays until all work that reads it has ended",
+    "memory that is freed with the Buffer object, before the work has ended",
 )
 def _(rig: Rig) -> None:
     heavy, x, expected = rig.heavy()

@@ -24,25 +24,30 @@ from hetpipe.sdk.info import HOST_MEMORY
 
 @check(
     "contract/description",
-    "discover gives the same valid descriptions every time, and the opened device has its own",
-    "an id that changes, or a device that describes itself otherwise than its backend does",
+    "discover returns the same valid descriptions every time, and the opened "
+    "device has the same description",
+    "an id that changes, or a device whose description differs from its backend's",
 )
 def _(rig: Rig) -> None:
     infos = [devices_of(rig.info.backend) for _ in range(2)]
-    expect(infos[0] == infos[1], f"discover says {infos[0]}, and then {infos[1]}")
+    expect(
+        infos[0] == infos[1], f"discover returns {infos[0]} first and {infos[1]} the second time"
+    )
     check_devices(rig.info.backend, infos[0])
     known = {info.id: info for info in infos[0]}
-    expect(rig.info.id in known, f"{rig.info.id} is open, and discover has {', '.join(known)}")
+    expect(
+        rig.info.id in known, f"{rig.info.id} is open, but discover returns only {', '.join(known)}"
+    )
     expect(
         rig.info == known[rig.info.id],
-        f"the opened device says {rig.info}, discover {known[rig.info.id]}",
+        f"the opened device describes itself as {rig.info}, discover returns {known[rig.info.id]}",
     )
 
 
 @check(
     "contract/abilities",
-    "what is declared is there: chunks need download_part, compiles_ahead needs compile_ahead, "
-    "exports needs export and build",
+    "a declared capability has its methods: chunks need download_part, "
+    "compiles_ahead needs compile_ahead, exports needs export and build",
     "a capability that was copied from another backend",
 )
 def _(rig: Rig) -> None:
@@ -56,23 +61,25 @@ def _(rig: Rig) -> None:
         (can.exports, "build"),
     ):
         own = getattr(kind, method) is not getattr(Device, method)
-        expect(own or not declared, f"the capability is declared, and {method} is not there")
+        expect(
+            own or not declared, f"the device declares the capability but has no method {method}"
+        )
     backend = get_backend(rig.info.backend)
     environment = backend.worker_environment(rig.info, 1)
     texts = all(isinstance(text, str) for pair in environment.items() for text in pair)
-    expect(texts, f"worker_environment gives {environment!r}, not texts")
+    expect(texts, f"worker_environment returns {environment!r}, it should return a dict of strings")
     for finding in backend.describe():
         level, text, cure = finding
         expect(
             level in ("ok", "repaired", "missing", "broken")
             and isinstance(text, str)
             and isinstance(cure, str),
-            f"describe gives {finding!r}, not (level, text, cure)",
+            f"describe returns {finding!r}, it should return (level, text, cure)",
         )
     if rig.info.memory_domain == HOST_MEMORY:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         said = rig.info.memory_nbytes
-        expect(said <= there, f"memory_nbytes is {said}, and the host has {there} bytes")
+        expect(said <= there, f"memory_nbytes is {said}, but the host has {there} bytes")
     nbytes = rig.device.memory_used_nbytes()
     expect(nbytes is None or nbytes >= 0, f"memory_used_nbytes is {nbytes!r}")
 
@@ -80,7 +87,7 @@ def _(rig: Rig) -> None:
 @check(
     "contract/refusals",
     "compile raises UnsupportedOperatorError for the nodes that `supports` refuses, and only then",
-    "`supports` says yes, and compile says no, or the other way round",
+    "`supports` and compile disagree about a node",
 )
 def _(rig: Rig) -> None:
     x = normal(4, 6).abs() + 0.1
@@ -97,7 +104,10 @@ def _(rig: Rig) -> None:
         for node in graph_calls(graph):
             first, second = rig.device.supports(node), rig.device.supports(node)
             name = operator_name(node)
-            expect(first == second, f"supports({name}) is {first!r}, and then {second!r}")
+            expect(
+                first == second,
+                f"supports({name}) returns {first!r} first and {second!r} the second time",
+            )
             if first is not None:
                 reasons[name] = first
         refused += bool(reasons)
@@ -105,14 +115,17 @@ def _(rig: Rig) -> None:
             executable = rig.device.compile(graph)
             rig.run(executable, [rig.put(inputs)])
         except UnsupportedOperatorError as error:
-            expect(bool(reasons), f"`supports` accepts all of {_names(graph)}; compile: {error}")
+            expect(
+                bool(reasons),
+                f"`supports` accepts all of {_names(graph)}, but compile raises: {error}",
+            )
             expect(rig.info.id in str(error), f"the error does not name the device: {error}")
             expect(
                 any(name in str(error) for name in reasons),
                 f"the error names none of {', '.join(reasons)}: {error}",
             )
         else:
-            expect(not reasons, f"`supports` refuses {reasons}, and compile takes it all the same")
+            expect(not reasons, f"`supports` refuses {reasons}, but compile accepts it")
 
 
 def _names(graph: torch.fx.GraphModule) -> str:
@@ -145,7 +158,7 @@ _DTYPES = (torch.float32, torch.int64, torch.int32, torch.float64, torch.int16, 
 @check(
     "contract/programs apart",
     "graphs that differ in a constant, an argument, a shape or a dtype are different programs",
-    "a cache of compiled graphs whose key lacks the constants, or the dtypes",
+    "a cache of compiled graphs whose key lacks the constants or the dtypes",
 )
 def _(rig: Rig) -> None:
     square, other = normal(6, 6), normal(6, 6, seed=1)
@@ -181,8 +194,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "contract/wrong inputs",
-    "a run with other inputs than the graph's is a BackendError, and the device works afterwards",
-    "inputs that nobody compares with the graph; see hetpipe.sdk.check_inputs",
+    "a run whose inputs do not fit the graph raises BackendError, and the device works afterwards",
+    "inputs that the device does not compare with the graph; use hetpipe.sdk.check_inputs",
 )
 def _(rig: Rig) -> None:
     a, b = normal(3, 4), normal(3, 4, seed=1)
@@ -202,7 +215,7 @@ def _(rig: Rig) -> None:
             continue
         except Exception as error:
             raise BrokenRule(f"{name}: {_kind(error)}, not a BackendError") from error
-        raise BrokenRule(f"{name} is taken in silence")
+        raise BrokenRule(f"the run accepts {name} without an error")
     (result,) = rig.run(executable, right)
     compare(rig.get(result), (a + b).numpy(), 1e-5, "a right run after the wrong ones")
 
@@ -217,8 +230,8 @@ def _other(rig: Rig) -> str:
 
 @check(
     "contract/buffers of others",
-    "a buffer of another device is refused with a BackendError",
-    "a buffer whose class nobody looks at",
+    "a run with a buffer of another device raises BackendError",
+    "the device does not check the class of a buffer",
 )
 def _(rig: Rig) -> None:
     from hetpipe.sdk.backend import Buffer
@@ -245,8 +258,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "contract/opened again",
-    "a device can be closed, and opened again in the same process",
-    "state of the driver that is made once, and closed with the device",
+    "a device can be closed and opened again in the same process",
+    "state of the driver that is created once and destroyed with the device",
 )
 def _(rig: Rig) -> None:
     backend: Backend = get_backend(rig.info.backend)

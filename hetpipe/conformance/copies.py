@@ -33,13 +33,13 @@ def same(actual: Array, expected: Array, where: str) -> None:
     """Raise `BrokenRule` unless both arrays are equal bit for bit."""
     if actual.tobytes() != expected.tobytes():
         compare(actual, expected, 0.0, where)
-        raise BrokenRule(f"{where} came back with other bits")
+        raise BrokenRule(f"{where}: the download has other bits than the upload")
 
 
 @check(
     "buffers/round trips",
-    "what is uploaded comes back bit for bit, in every declared dtype and any shape",
-    "a copy of the wrong size, or a dtype that is not stored as declared",
+    "a download returns exactly the uploaded bits, for every declared dtype and any shape",
+    "a copy of the wrong size, or a dtype that the device stores as another one",
 )
 def _(rig: Rig) -> None:
     for dtype in rig.info.dtypes:
@@ -58,7 +58,7 @@ def _(rig: Rig) -> None:
 @check(
     "buffers/any array",
     "an upload takes any host array: with strides, an odd offset, read-only",
-    "wrong stride handling: memory is copied where elements are meant",
+    "wrong stride handling: the device copies memory instead of elements",
 )
 def _(rig: Rig) -> None:
     base = np.arange(60, dtype=np.float32).reshape(6, 10)
@@ -76,7 +76,7 @@ def _(rig: Rig) -> None:
 @check(
     "buffers/source reused",
     "the source of an upload may be overwritten once its event has happened",
-    "an event of an upload that comes before the copy, or a buffer that lies in the source",
+    "an event that happens before the copy, or a buffer that shares memory with the source",
 )
 def _(rig: Rig) -> None:
     for size in (5, 1 << 20):
@@ -90,8 +90,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "buffers/large copies",
-    "copies of any size take all bytes, and their events come after the copy",
-    "a fast way for large copies: it keeps the source, or its event comes early",
+    "a copy of any size copies all bytes, and its event happens after the copy",
+    "a fast path for large copies that keeps the source, or whose event happens early",
 )
 def _(rig: Rig) -> None:
     for elements in LARGE:
@@ -111,15 +111,16 @@ def _(rig: Rig) -> None:
         taken = array.copy()
         expect(
             not (taken == -1).any(),
-            f"{where} reads its source after its event: the caller had changed it",
+            f"{where} reads its source after its event, when the caller has already "
+            "changed the source",
         )
         same(taken, sent, f"{where}, at the moment of done,")
 
 
 @check(
     "buffers/no aliases",
-    "every buffer has memory of its own",
-    "memory that is handed out twice",
+    "every buffer has separate memory",
+    "memory that the device gives to two buffers",
 )
 def _(rig: Rig) -> None:
     arrays = [random_array("float32", (256,), seed) for seed in range(MANY)]

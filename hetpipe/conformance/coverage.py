@@ -55,15 +55,15 @@ def next_steps(results: Sequence[Result], level: str) -> list[str]:
     failed = [result for result in results if result.failed]
     if failed:
         first = failed[0]
-        return [f"mend {first.name} first: {first.suspect}"]
+        return [f"repair {first.name} first: {first.suspect}"]
     steps = []
     refused = refused_operators(results)
     if refused:
         names = ", ".join(name for name, _ in refused[:6])
-        steps.append(f"worth a kernel next: {names}")
+        steps.append(f"write kernels for these next: {names}")
     higher = {"core": "training", "training": "full"}.get(level)
     if higher:
-        steps.append(f"go on with --level {higher}")
+        steps.append(f"continue with --level {higher}")
     return steps or ["nothing is left to do"]
 
 

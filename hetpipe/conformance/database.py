@@ -48,7 +48,7 @@ def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
         raise NotAsked(f"refused: {refused[0]}")
     if refused:
         why = next(iter(refused.values()))
-        raise NotAsked(f"runs, but {len(refused)} of {asked} samples are refused: {why}")
+        raise NotAsked(f"runs, but the device refuses {len(refused)} of {asked} samples: {why}")
 
 
 def _compare(question: Question, actual: list[Array]) -> None:
@@ -86,7 +86,7 @@ def add_checks() -> None:
                 Level.FULL,
                 "an operator that `supports` accepts computes what torch does, at the samples "
                 "of torch's own operator database and in their gradients",
-                "the kernel of the operator, or of one that it is decomposed into",
+                "the kernel of the operator, or of an operator in its decomposition",
                 partial(check_entry, name),
                 "torch's database",
             )

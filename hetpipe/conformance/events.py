@@ -20,8 +20,8 @@ from hetpipe.sdk.events import Signal
 
 @check(
     "events/after the work",
-    "an event has happened when its work has ended, not before",
-    "a racy event: it completes before the work",
+    "an event happens when its work has ended, not earlier",
+    "a racy event, which happens before the work has ended",
 )
 def _(rig: Rig) -> None:
     heavy, x, expected = rig.heavy()
@@ -41,8 +41,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/downloads",
-    "a download is over when the host array is filled, not when the copy is queued",
-    "a racy event: it completes before the copy",
+    "the event of a download happens when the host array is filled, not when the copy is queued",
+    "a racy event, which happens before the copy has ended",
 )
 def _(rig: Rig) -> None:
     sent = random_array("float32", (1 << 21,))
@@ -57,8 +57,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/order",
-    "a run begins when all of `after` have happened, whoever makes them happen",
-    "`after` is not looked at",
+    "a run begins when all events in `after` have happened, on any device",
+    "the device ignores `after`",
 )
 def _(rig: Rig) -> None:
     x = normal(64)
@@ -78,12 +78,17 @@ def _(rig: Rig) -> None:
     thread.start()
     thread.join(0.05)
     if begun:
-        expect(not begun[0][1].done(), "the run ended while an event of `after` was still to come")
+        expect(
+            not begun[0][1].done(), "the run ended although an event in `after` had not happened"
+        )
     gate.end()
     thread.join(WAIT_S)
     if errors:
         raise errors[0]
-    expect(bool(begun), f"the run has not returned {WAIT_S:.0f} s after its `after` happened")
+    expect(
+        bool(begun),
+        f"the run has not returned {WAIT_S:.0f} s after all events in `after` had happened",
+    )
     outputs, event = begun[0]
     event.wait(WAIT_S)
     same(rig.get(outputs[0]), (x + 1.0).numpy(), "the result")
@@ -91,8 +96,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/failed before",
-    "where an event of `after` has failed, the run fails too, with its error",
-    "an error of `after` that nobody reads: the run goes on with inputs that were never made",
+    "if an event in `after` has failed, the run fails with the same error",
+    "the device ignores an error in `after` and computes with inputs that were never made",
 )
 def _(rig: Rig) -> None:
     x = normal(64)
@@ -112,18 +117,18 @@ def _(rig: Rig) -> None:
         except BackendError as raised:
             expect(
                 "the pass before has failed" in str(raised),
-                f"the run fails, and does not say why: {raised}",
+                f"the run fails, but its error lacks the reason: {raised}",
             )
         else:
             when = "while the run waited" if late else "before the run"
-            raise BrokenRule(f"an event of `after` failed {when}, and the run says it went well")
+            raise BrokenRule(f"an event in `after` failed {when}, but the run reports no error")
     same(rig.results(executable, x)[0], (x + 1.0).numpy(), "a run after one that failed")
 
 
 @check(
     "events/no operators",
-    "a graph without a call ends, too: its outputs are inputs, and its event happens",
-    "an event that waits for work which was never begun",
+    "the event of a run happens also for a graph without calls, whose outputs are its inputs",
+    "an event that waits for work that never began",
 )
 def _(rig: Rig) -> None:
     a, b = normal(3), normal(4, seed=1)
@@ -142,8 +147,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/chains",
-    "runs that follow each other by `after` need no wait in between",
-    "`after` is not looked at, or memory between two runs is reused",
+    "runs that are ordered by `after` need no wait between them",
+    "the device ignores `after`, or reuses memory between two runs",
 )
 def _(rig: Rig) -> None:
     x = torch.zeros(48, 48)
@@ -157,8 +162,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/time limits",
-    "wait(timeout_s) raises BackendError when the time is over and the work is not",
-    "a wait without its limit, or one that returns in silence",
+    "wait(timeout_s) raises BackendError if the work has not ended after that time",
+    "a wait that ignores its limit, or returns without an error",
 )
 def _(rig: Rig) -> None:
     heavy, x, expected = rig.heavy()
@@ -168,6 +173,6 @@ def _(rig: Rig) -> None:
     except BackendError:
         pass
     else:
-        expect(event.done(), "wait(1e-6) returned, and done() is false")
+        expect(event.done(), "wait(1e-6) returned without an error, but done() is false")
     event.wait(WAIT_S)
     compare(rig.get(outputs[0]), expected, 1e-4, "the result after a wait that was cut short")

@@ -56,9 +56,9 @@ def _counted_growth(rig: Rig, before: int | None) -> Callable[[], int]:
 
 @check(
     "memory/no leaks",
-    "buffers and executables that nobody has any more give their memory back, without the help of "
-    "Python's collector of reference cycles",
-    "leaking: memory that is never freed, or a reference cycle that holds a buffer",
+    "a dropped buffer or executable gives its memory back without Python's "
+    "collector of reference cycles",
+    "a leak: memory that is never freed, or a reference cycle that holds a buffer",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
@@ -121,8 +121,9 @@ def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
     if found:
         names = ", ".join(name for name, _ in types.most_common(6))
         raise BrokenRule(
-            f"{left} buffers that nobody has are left after {CYCLES // 4} runs: a reference cycle "
-            f"of {names} holds them until Python's collector comes by; break it with a weakref"
+            f"{left} dropped buffers still exist after {CYCLES // 4} runs: a reference"
+            f" cycle of {names} holds them until Python's collector runs; break the "
+            "cycle with a weakref"
         )
 
 
@@ -142,9 +143,9 @@ def _threads() -> int:
 
 @check(
     "memory/nothing kept per run",
-    "a run that has ended and whose results are dropped leaves nothing: no file descriptor, no "
-    "thread, no event, no buffer",
-    "leaking: a descriptor, a thread or an object is made in every run and never given back",
+    "a run keeps no file descriptor, thread, event or buffer after it has "
+    "ended and its results are dropped",
+    "a leak: every run makes a descriptor, a thread or an object and never frees it",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
@@ -176,9 +177,9 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/counter",
-    "memory_used_nbytes counts bytes: at least those of the buffers that are held, and not many "
-    "times as many",
-    "a counter of elements, pages or blocks that is taken for bytes",
+    "memory_used_nbytes counts bytes: at least the bytes of all existing "
+    "buffers, and not many times as many",
+    "a counter of elements, pages or blocks instead of bytes",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
@@ -193,23 +194,23 @@ def _(rig: Rig) -> None:
     now = rig.device.memory_used_nbytes() or 0
     expect(
         now >= held,
-        f"it counts {now} bytes, and buffers of {held} bytes are held",
+        f"it counts {now} bytes, but the existing buffers have {held} bytes",
     )
     expect(
         now - before <= 4 * held + SLACK_NBYTES,
-        f"buffers of {held} bytes make it count {now - before} bytes more",
+        f"new buffers of {held} bytes raised the count by {now - before} bytes",
     )
     expect(
         now <= rig.info.memory_nbytes,
-        f"it counts {now} bytes, and the device says that it has {rig.info.memory_nbytes}",
+        f"it counts {now} bytes, but the device has only {rig.info.memory_nbytes}",
     )
     del buffers
 
 
 @check(
     "memory/trim",
-    "trim frees what nothing uses, and the device goes on working",
-    "a pool that frees tensors which somebody has, or memory of compiled graphs",
+    "trim frees unused memory, and the device works afterwards",
+    "a pool that frees existing tensors or memory of compiled graphs",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
@@ -221,20 +222,20 @@ def _(rig: Rig) -> None:
         rig.device.trim()
         (result,) = rig.run(executable, [kept])
         same(rig.get(result), x + np.float32(1.0), "a result after a trim")
-    same(rig.get(kept), x, "a buffer that was there before a trim")
+    same(rig.get(kept), x, "a buffer from before a trim")
 
 
 @check(
     "memory/too much",
-    "where memory does not suffice a BackendError says so, and the device goes on working",
-    "an error of the driver that nobody catches, or a device that is lost with it",
+    "a device without enough memory raises BackendError, and works afterwards",
+    "an uncaught error of the driver, or a device that does not work after it",
     Level.FULL,
 )
 def _(rig: Rig) -> None:
     from hetpipe.errors import BackendError
 
     if rig.info.memory_domain == "host":
-        raise NotAsked("its memory is the host's, which other processes need")
+        raise NotAsked("its memory is the host's memory, which other processes need")
     elements = rig.info.memory_nbytes // 4 + 1
     tiny = np.zeros(1, np.float32)
     try:
@@ -242,5 +243,8 @@ def _(rig: Rig) -> None:
     except BackendError:
         pass
     else:
-        raise BrokenRule(f"an upload of {elements * 4} bytes fits into {rig.info.memory_nbytes}")
+        raise BrokenRule(
+            f"an upload of {elements * 4} bytes succeeds, but the device "
+            f"has only {rig.info.memory_nbytes}"
+        )
     same(rig.get(rig.put(tiny)), tiny, "a small buffer afterwards")

@@ -38,7 +38,8 @@ for _name, _fn in {
             f"lengths/{_name}",
             Level.CORE,
             "a reduction reads every element once, whatever its length",
-            "an off-by-one reduction: the last elements of a block or the remainder behind it",
+            "an off-by-one reduction: the last elements of a block, or the remainder "
+            "after the blocks",
             partial(_reduced, _fn),
         )
     )
@@ -87,13 +88,13 @@ def _judge_all(rig: Rig, questions: Sequence[Question]) -> None:
 
 def _not_interpreted(rig: Rig) -> None:
     if rig.is_interpreter:
-        raise NotAsked("a large case, and the device interprets kernels")
+        raise NotAsked("a large case, which takes too long on a device that interprets kernels")
 
 
 @check(
     "lengths/long product",
-    "a matrix product adds all K terms, however many there are",
-    "the last part of K is dropped where K has several blocks",
+    "a matrix product adds all K terms, for any K",
+    "a kernel that drops the last part of K if K has several blocks",
 )
 def _(rig: Rig) -> None:
     products: list[Question] = [
@@ -124,7 +125,7 @@ def _(rig: Rig) -> None:
 )
 def _(rig: Rig) -> None:
     if rig.info.capabilities.emulated:
-        raise NotAsked("a large case, and the device is emulated: it has no units that round")
+        raise NotAsked("a large case; an emulated device has no units that round")
     questions: list[Question] = []
     for x, weight, padding in WIDE_CONVOLUTIONS:
         convolve = torch.conv1d if len(x) == 3 else torch.conv2d
@@ -138,7 +139,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "lengths/many elements",
-    "an operator computes every element, however many there are",
+    "an operator computes every element of a tensor of any size",
     "a limit of the launch, or an index of too few bits, beyond 65,535 or 2^20 elements",
 )
 def _(rig: Rig) -> None:

@@ -37,7 +37,10 @@ def judge(
     graph = rig.graph(fn, *inputs)
     actual = rig.results(rig.device.compile(graph), *inputs)
     expected = float64_results(fn, inputs)
-    expect(len(actual) == len(expected), f"{len(actual)} results, there should be {len(expected)}")
+    expect(
+        len(actual) == len(expected),
+        f"the run returned {len(actual)} results, it should return {len(expected)}",
+    )
     for index, (array, wide, node) in enumerate(
         zip(actual, expected, graph_outputs(graph), strict=True)
     ):
@@ -54,7 +57,7 @@ def _shapes(inputs: Sequence[torch.Tensor]) -> str:
 
 def _of_case(case: Case, rig: Rig) -> None:
     if case.large and rig.info.capabilities.reference:
-        raise NotAsked("a large case, and the device is a reference")
+        raise NotAsked("a large case, which takes too long on a reference device")
     generator = torch.Generator().manual_seed(len(case.name))
     inputs = [feed.make(generator) for feed in case.feeds]
     judge(rig, case.fn, inputs, case.terms, case.tolerance)
@@ -92,7 +95,7 @@ CHECKS += [
         f"precision/{case.name}, {dtype}",
         Level.FULL,
         f"an operator that `supports` accepts in {dtype} computes in it",
-        f"another precision than {dtype} inside a kernel, constants of float32 in it",
+        f"a kernel that computes in another dtype than {dtype}, or has float32 constants",
         partial(_in_dtype, case, dtype),
         f"{case.family}, {dtype}",
     )
@@ -132,8 +135,8 @@ for _name, _view in VIEWS.items():
         Check(
             f"strides/{_name}",
             Level.CORE,
-            "an operator reads the elements of a view, not the memory that the view lies in",
-            "wrong stride handling: a view is read as if it were row-major",
+            "an operator reads the elements of a view, not the memory behind the view",
+            "wrong stride handling: a kernel reads a view as a row-major tensor",
             partial(_strided, _view),
         )
     )
@@ -166,8 +169,8 @@ for _name, _dtype_, _fn, _values in (
         Check(
             f"dtypes/{_name}",
             Level.CORE,
-            "a graph computes in the dtype that its nodes have",
-            "a dtype that is silently ignored: another, narrower one is computed with",
+            "a graph computes in the dtypes of its nodes",
+            "a kernel that ignores the dtype and computes in a narrower one",
             partial(_dtype, _dtype_, _fn, _values),
         )
     )
@@ -175,9 +178,9 @@ for _name, _dtype_, _fn, _values in (
 
 @check(
     "dtypes/casts",
-    "a cast rounds to even from a wider float, cuts off towards zero to an integer, and makes "
-    "every number but 0 true",
-    "a dtype that is silently ignored, or a cast that rounds otherwise",
+    "a cast from a wider float rounds to even, a cast to an integer truncates"
+    " towards zero, and a cast to bool makes every number but 0 true",
+    "a kernel that ignores the dtype, or a cast with another rounding",
 )
 def _(rig: Rig) -> None:
     x = torch.tensor([0.0, -0.0, 0.5, -1.5, 2.75, -3.25, 1e6])
@@ -190,7 +193,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "values/not finite",
-    "infinities and NaN are ordinary values: they come out where torch has them",
+    "infinities and NaN are ordinary values, and appear in the same elements as in torch",
     "fast-math options of a compiler, or a maximum that loses NaN",
 )
 def _(rig: Rig) -> None:
@@ -213,9 +216,9 @@ SMALLEST = 2.0**-126
 
 @check(
     "values/denormals",
-    "numbers below the smallest normal one are kept, or flushed to zero where "
-    "capabilities.flushes_denormals says so; copies keep every bit",
-    "a compiler or a mode of the device that flushes denormals, and a backend that does not say so",
+    "a device keeps numbers below the smallest normal number, or declares "
+    "capabilities.flushes_denormals; copies keep every bit",
+    "a compiler or a mode of the device that flushes denormals, which the backend does not declare",
 )
 def _(rig: Rig) -> None:
     x = torch.tensor([1.0, 0.5, 0.25, 3e-3, -0.5, -1e-4, 0.0] * 5) * SMALLEST
@@ -253,7 +256,11 @@ def _(rig: Rig) -> None:
     judge(rig, torch.mm, [torch.zeros(2, 0), torch.zeros(0, 3)])
 
 
-@check("values/no dimensions", "a tensor may have no dimensions", "a shape of () taken for (0,)")
+@check(
+    "values/no dimensions",
+    "a tensor may have no dimensions",
+    "a shape () that the device treats as (0,)",
+)
 def _(rig: Rig) -> None:
     x, y = torch.tensor(3.0), torch.tensor(-2.0)
     judge(rig, lambda x, y: (x + y, x * y, x.exp()), [x, y])
@@ -263,8 +270,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "values/index out of range",
-    "an index out of range is a BackendError, not a read or write of other memory",
-    "an index that nobody checks; see hetpipe.sdk.index_bounds",
+    "an index out of range raises BackendError, and does not read or write other memory",
+    "an index that the device does not check; use hetpipe.sdk.index_bounds",
 )
 def _(rig: Rig) -> None:
     table = normal(5, 3)
@@ -288,6 +295,8 @@ def _(rig: Rig) -> None:
         except BackendError:
             continue
         bad = [int(i) for i in indices.flatten() if not 0 <= i < 5]
-        raise BrokenRule(f"indices {bad} of a dimension of 5 rows pass in silence")
+        raise BrokenRule(
+            f"the run accepts the indices {bad} in a dimension of 5 rows without an error"
+        )
     if not asked:
         raise NotAsked("refused: all operators with indices")

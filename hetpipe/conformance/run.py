@@ -142,7 +142,7 @@ def run_suite(
             if hanging == MOST_HANGS:
                 break
     for each in checks[first:]:
-        reason = f"not run: {hanging} checks have waited in vain for the device"
+        reason = f"not run: {hanging} checks have already hung on this device"
         yield Result(each.name, "skipped", reason, family=each.family)
 
 
@@ -168,7 +168,7 @@ def _crash(check: Check, error: ChildError, limit_s: float) -> Result:
             text = f"{text}: it hangs {place}"
         else:
             last, seconds = error.last_line or "no output", 0.0
-            text = f"the process ended in the middle of it, with {error.how}: {last}"
+            text = f"the process ended during this check, with {error.how}: {last}"
     return Result(check.name, "crashed", text, seconds, check.rule, check.suspect, check.family)
 
 

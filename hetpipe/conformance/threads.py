@@ -32,14 +32,14 @@ def at_once(*jobs: Callable[[], None]) -> None:
         thread.start()
     for thread in threads:
         thread.join(2 * WAIT_S)
-        expect(not thread.is_alive(), f"a thread has not come back after {2 * WAIT_S:.0f} s")
+        expect(not thread.is_alive(), f"a thread has not returned after {2 * WAIT_S:.0f} s")
     if errors:
         raise errors[0]
 
 
 @check(
     "threads/copies beside passes",
-    "uploads and downloads on other threads go on while a pass runs",
+    "uploads and downloads on other threads work while a pass runs",
     "state of the device that two threads change at once",
 )
 def _(rig: Rig) -> None:
@@ -84,8 +84,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "threads/other threads",
-    "an executable may be called by another thread each time",
-    "state that belongs to the thread that compiled",
+    "different threads may run the same executable, one after another",
+    "state that belongs to the compiling thread",
 )
 def _(rig: Rig) -> None:
     x = normal(16)
@@ -98,8 +98,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "queues/passes at once",
-    "passes in different queues are right at once: they share no scratch memory",
-    "queues that are declared and share scratch memory",
+    "passes in different queues may run at the same time: they share no scratch memory",
+    "queues that share scratch memory",
 )
 def _(rig: Rig) -> None:
     queues = rig.info.capabilities.queues
@@ -136,7 +136,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "chunks/parts of results",
-    "a chunk is ready when its event says so, and then has the result's values",
+    "when the event of a chunk has happened, the chunk has the result's values",
     "chunks that are reported too early",
 )
 def _(rig: Rig) -> None:
@@ -151,7 +151,10 @@ def _(rig: Rig) -> None:
     for _ in range(3):
         outputs, end, chunks = executable.run(buffers)
         for output, lo, hi, event in chunks:
-            expect(output == 0, f"a chunk of output {output}, and there is one output")
+            expect(
+                output == 0,
+                f"the run reports a chunk of output {output}, but it has only one output",
+            )
             expect(0 <= lo < hi <= expected.size, f"a chunk {lo}..{hi} of {expected.size} elements")
             event.wait(WAIT_S)
             part: Array = np.zeros(hi - lo, np.float32)
@@ -161,13 +164,13 @@ def _(rig: Rig) -> None:
         end.wait(WAIT_S)
         compare(rig.get(outputs[0]).flatten(), expected, 1e-4, "the whole result")
     if not reported:
-        raise BrokenRule("it declares chunks, and a product of 1024 x 96 x 640 has none")
+        raise BrokenRule("it declares chunks, but reports none for a product of 1024 x 96 x 640")
 
 
 @check(
     "determinism/run to run",
-    "the same inputs give the same bits, from run to run and however often it is compiled",
-    "a sum whose order is left to chance, memory that is read before it is written",
+    "the same inputs give the same bits in every run and after every compilation",
+    "a sum in random order, or a read of memory that was never written",
 )
 def _(rig: Rig) -> None:
     x, w = normal(65, 130), normal(130, 70, seed=1)
@@ -189,7 +192,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "determinism/stress",
-    "the same inputs give the same bits, also in the middle of other work",
+    "the same inputs give the same bits, also during other work",
     "a race between passes, or with copies",
     Level.FULL,
 )

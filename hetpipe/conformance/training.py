@@ -200,8 +200,8 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
     for step, (loss, expected) in enumerate(zip(losses, model.losses(), strict=True)):
         expect(
             abs(loss - expected) <= LIMIT * abs(expected),
-            f"{model.name}, {where}: the loss of step {step} is {loss:.7f}, with torch in float64 "
-            f"{expected:.7f}",
+            f"{model.name}, {where}: the loss of step {step} is {loss:.7f}, torch in "
+            f"float64 has {expected:.7f}",
         )
 
 
@@ -216,7 +216,7 @@ def _reference(rig: Rig) -> str:
     ours = [info for info in infos if provider_of(info.backend).ours]
     references = [info for info in ours if info.capabilities.reference]
     if not ours:
-        raise NotAsked("no other device is here")
+        raise NotAsked("there is no other device")
     return (references or ours)[0].id
 
 
@@ -244,7 +244,7 @@ for _model in MODELS:
             Check(
                 f"training/{_model.name}, {_where}",
                 _level,
-                "a training has the losses of torch",
+                "a training has the same losses as torch",
                 "state between passes: stale buffers, donation, events, queues",
                 partial(_training_check, _model, _beside, _transport),
             )
@@ -254,11 +254,14 @@ for _model in MODELS:
 @check(
     "training/something",
     "a device trains at least one of the three models",
-    "operators that are missing: see the list at the end",
+    "missing operators: see the list at the end",
     Level.TRAINING,
 )
 def _(rig: Rig) -> None:
     lacking = {model.name: _lacking(rig, model) for model in MODELS}
     least = min(lacking, key=lambda name: len(set(lacking[name])))
     missing = "; ".join(dict.fromkeys(lacking[least]))
-    expect(not lacking[least], f"it trains none of them; {least} lacks the fewest: {missing}")
+    expect(
+        not lacking[least],
+        f"it trains none of them; {least} needs the fewest further operators: {missing}",
+    )
