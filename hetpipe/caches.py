@@ -81,7 +81,7 @@ def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
     if folder in _usable:
         return ""
     if not folder.is_absolute():
-        return "this user has neither a home folder nor an entry in the system's list of users"
+        return "this user has no home folder and no entry in the system's list of users"
     ours = [path for path in (*folder.parents, folder) if path.is_relative_to(base)]
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)

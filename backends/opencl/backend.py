@@ -146,8 +146,9 @@ class OpenCLBackend(Backend):
 
         if cls is OpenCLBackend:
             raise BackendError(
-                "register_kernel belongs to a subclass: class Mine(OpenCLBackend), with a name of "
-                "its own, so that its devices are told apart from ours"
+                "register_kernel works only on a subclass, class "
+                "Mine(OpenCLBackend), with another name, so that its devices "
+                "have other ids than ours"
             )
         own = OwnKernel(operator, text_of(source), function, **settings)
         cls.kernels = (*cls.kernels, own)

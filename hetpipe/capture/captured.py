@@ -302,9 +302,10 @@ def _check_layers(flat: FlatGraph, first: ModelSummary, mode: str) -> None:
     pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")
     number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
     raise CaptureError(
-        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples in {mode} but "
-        f"{len(first.layer_names)} for {first.samples} in training: layer {number} is {name}, not "
-        f"{expected}; its structure may depend on neither the batch size nor the mode"
+        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
+        f"in {mode} but {len(first.layer_names)} for {first.samples} in training: "
+        f"layer {number} is {name}, not {expected}; make its structure independent"
+        " of the batch size and the mode"
     )
 
 

@@ -81,8 +81,9 @@ def save(
                 _sweep(directory, before)
     except BlockingIOError as error:
         raise CheckpointError(
-            f"{directory}: another process or thread is saving a checkpoint there, and this one is "
-            "not saved; give each training a folder of its own, or save again later"
+            f"{directory}: another process or thread is saving a checkpoint there, so "
+            "this checkpoint is not saved; give each training a separate folder, or "
+            "save again later"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(

@@ -88,7 +88,7 @@ def command(
         typer.Option(
             "--steps",
             min=1,
-            help="Timed steps of a turn. \\[default: as many as fit a second, at most 4]",
+            help="Timed steps of a turn. \\[default: the steps that fit into a second, at most 4]",
         ),
     ] = None,
     picture: Annotated[

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 def command(
     id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="A board, for all of its numbers.")
+        str | None,
+        typer.Argument(metavar="[ID]", help="The id of a board, to print all its numbers."),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--folder", metavar="FOLDER", help="Boards of this folder's TOML files."),
+        typer.Option(
+            "--folder", metavar="FOLDER", help="Read the boards from this folder's TOML files."
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -41,10 +41,7 @@ def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
     """Raise `HetpipeError` for a plan that cannot run, or for options that the plan fixes."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
-        raise HetpipeError(
-            f"--plan {path} and {options} are both given, and a plan says all of them: leave out "
-            "one or the other"
-        )
+        raise HetpipeError(f"--plan {path} already contains {options}: remove one or the other")
     plan.policy.check_rule(plan.rule)
 
 

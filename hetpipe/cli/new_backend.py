@@ -12,12 +12,14 @@ GROUP = "hetpipe.skeletons"
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Its name, the first part of its devices' ids.")],
+    name: Annotated[
+        str, typer.Argument(help="The backend's name, the first part of its devices' ids.")
+    ],
     c: Annotated[
-        bool, typer.Option("--c", help="Write a library in C; else a package in Python.")
+        bool, typer.Option("--c", help="Write a library in C instead of a package in Python.")
     ] = False,
     folder: Annotated[
-        Path | None, typer.Option(help="The folder that is written.", show_default="NAME")
+        Path | None, typer.Option(help="The folder to write.", show_default="NAME")
     ] = None,
 ) -> None:
     """Write the skeleton of a backend, which runs as it is: its README says what to do next."""

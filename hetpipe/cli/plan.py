@@ -85,7 +85,10 @@ def command(
         or (members is not None and members.boards_without_numerics)
     ):
         if costs is not None:
-            raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
+            raise PlanError(
+                f"--costs {costs} works only without --profile, --planner, "
+                "--recompute and boards: remove it"
+            )
         chosen = _studied(
             about.subject(mini_batch), members or where.make(), planner or "auto", asked, recompute
         )
@@ -99,7 +102,7 @@ def command(
             "--emulate-speed": where.emulate_speed,
         }  # fmt: skip
         for option in (option for option, value in options.items() if value):
-            raise PlanError(f"--costs {costs} say what devices there are: leave out {option}")
+            raise PlanError(f"--costs {costs} already contains the devices: remove {option}")
         chosen = _priced(model, costs, where.devices, mini_batch, asked)
     best, table = chosen
     output.text(str(best))

@@ -16,7 +16,8 @@ def command(
         str, typer.Argument(metavar="PAPER", help="pipedream, dapple, bapipe or pipeoptim.")
     ],
     table: Annotated[
-        str | None, typer.Argument(metavar="[TABLE]", help="One table; a wrong one lists them.")
+        str | None,
+        typer.Argument(metavar="[TABLE]", help="One table; an unknown name prints the list."),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -27,7 +27,7 @@ def command(
     ],
     costs: Annotated[
         Path | None,
-        typer.Option("--costs", metavar="FILE", help="Costs, if the plan's file has none."),
+        typer.Option("--costs", metavar="FILE", help="The costs, if the plan's file has none."),
     ] = None,
     cluster: Annotated[
         str | None,

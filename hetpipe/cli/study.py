@@ -35,7 +35,7 @@ PlannerOption = Annotated[
     typer.Option("--planner", metavar="NAME", help="auto, bapipe, dapple, exact or pipedream."),
 ]
 RecomputeOption = Annotated[
-    bool, typer.Option("--recompute", help="Stages may compute their forwards once more.")
+    bool, typer.Option("--recompute", help="Stages may compute their forwards again.")
 ]
 
 
@@ -52,8 +52,9 @@ class SubjectOptions:
         typer.Option(
             "--profile",
             metavar="FILE",
-            help="Costs instead of a model: PipeDream's graph.txt, Metis' or msr-fiddle's JSON, or "
-            "what `hetpipe profile --json` wrote.",
+            help="Costs instead of a model: PipeDream's graph.txt, Metis' or "
+            "msr-fiddle's JSON, or the output of `hetpipe profile "
+            "--json`.",
         ),
     ] = None
     samples: Annotated[
@@ -67,7 +68,9 @@ class SubjectOptions:
     cut_nbytes: Annotated[
         int | None,
         typer.Option(
-            "--cut-nbytes", min=0, help="Of a profile that does not say it: the bytes at every cut."
+            "--cut-nbytes",
+            min=0,
+            help="The bytes at every cut, if the profile does not contain them.",
         ),
     ] = None
     unit_s: Annotated[
@@ -75,7 +78,8 @@ class SubjectOptions:
         typer.Option(
             "--unit-s",
             metavar="SECONDS",
-            help="Of a profile in JSON that does not say it: its unit.",
+            help="The unit of a JSON profile's times in seconds, if the "
+            "profile does not contain it.",
         ),
     ] = 1e-3
 
@@ -124,7 +128,9 @@ class DrawingOptions:
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="The same as Chrome's or Perfetto's JSON."),
+        typer.Option(
+            "--trace", metavar="FILE", help="The same steps as JSON for Perfetto or Chrome."
+        ),
     ] = None
 
     def check(self) -> None:

@@ -46,13 +46,14 @@ def command(
     model: ModelArgument,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches to train.")] = 100,
     epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="Passes over the data; before --steps.")
+        int | None,
+        typer.Option("--epochs", min=1, help="Passes over the data; --steps is ignored then."),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `plan` wrote.")
     ] = None,
     check: Annotated[
-        bool, typer.Option(help="Train unpartitioned torch beside it and compare the losses.")
+        bool, typer.Option(help="Also train the model in plain torch and compare the losses.")
     ] = True,
     check_steps: Annotated[
         int, typer.Option("--check-steps", min=1, help="Steps to compare, from the first.")
@@ -63,7 +64,9 @@ def command(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="The same for Perfetto or Chrome, JSON."),
+        typer.Option(
+            "--trace", metavar="FILE", help="The same timeline as JSON for Perfetto or Chrome."
+        ),
     ] = None,
     *,
     where: ClusterOptions,
@@ -78,11 +81,13 @@ def command(
     pass_limit: PassLimitOption = None,
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="DIR", help="Write a checkpoint there at the end."),
+        typer.Option(
+            "--save", metavar="DIR", help="Write a checkpoint into this folder at the end."
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint."),
+        typer.Option("--resume", metavar="DIR", help="Continue from a checkpoint."),
     ] = None,
     changed: ChangedOption = None,
     seed: SeedOption = 0,
@@ -101,8 +106,8 @@ def command(
     check_picture(picture)
     if changed and resume is None:
         raise HetpipeError(
-            f"--changed {changed[0]} says what differs from a checkpoint, and there is none: give "
-            "--resume DIR as well"
+            f"--changed {changed[0]} names a difference from a checkpoint, but there "
+            "is no checkpoint: add --resume DIR"
         )
     members = where.make()
     check_devices(asked, len(members.members))
@@ -143,7 +148,7 @@ def command(
         except NotFiniteError as error:
             diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
             output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
-            raise HetpipeError(f"{error.fact}; what the diagnosis says is above") from None
+            raise HetpipeError(f"{error.fact}; the diagnosis is above") from None
         pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
         comparison = compare(workload, pipe.plan, taken, seed, gradient)
         if diagnosis is None and comparison is not None and not comparison.equal:

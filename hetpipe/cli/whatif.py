@@ -28,8 +28,9 @@ def command(
         typer.Option(
             "--change",
             metavar="CHANGE",
-            help="-ID, +BOARD, +BOARD@SERVER, ID=BOARD, 'a~b=10 Gb/s, 5 us' or 'network=10 Gb/s, "
-            "5 us'. Repeatable; each counts by itself. [default: each device left out]",
+            help="-ID, +BOARD, +BOARD@SERVER, ID=BOARD, 'a~b=10 Gb/s, 5 us' or"
+            " 'network=10 Gb/s, 5 us'. Repeatable; each change is planned"
+            " separately. [default: remove each device]",
         ),
     ] = None,
     planner: PlannerOption = None,

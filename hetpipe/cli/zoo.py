@@ -37,7 +37,7 @@ def command(
         typer.Option(help="The id of a device. [default: the first that joins clusters unasked]"),
     ] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="The models at their published sizes.")
+        bool, typer.Option("--published", help="Test the models at their published sizes.")
     ] = False,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples of the step. [default: 4 at most]")
@@ -46,8 +46,8 @@ def command(
         int,
         typer.Option(
             min=1,
-            help="Train in so many stages, one at a time in the device's memory: for models that "
-            "do not fit as a whole.",
+            help="The number of stages that take turns on the device, for a "
+            "model that does not fit as a whole.",
         ),
     ] = 1,
     json: JsonOption = None,

@@ -147,8 +147,9 @@ class Cluster:
         if len(self.links) < count * (count - 1) // 2 or first.bandwidth_Bps is None:
             pairs = f"{len(self.links)} of {count * (count - 1) // 2} pairs"
             raise ClusterError(
-                f"the cluster is irregular: {pairs} have a link of their own; give all pairs one, "
-                "with a bandwidth, or leave links to servers and the network"
+                f"the cluster is irregular: {pairs} have a separate link; give"
+                " all pairs a link with a bandwidth, or describe all links by"
+                " servers and the network"
             )
         return ((count, first.bandwidth_Bps),)
 

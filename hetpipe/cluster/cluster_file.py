@@ -232,8 +232,8 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
     """Raise `ClusterError` for an impossible device or board, and for absent cores."""
     if table.numerics and not table.board:
         why = (
-            "computes the numbers of a board, and the table has none; write board = "
-            '"v100-sxm-16" as well, or device in place of numerics'
+            "computes the numbers of a board, but the table has no board; add board ="
+            ' "v100-sxm-16", or write device instead of numerics'
         )
         raise source.fault(("device", index, "numerics"), why)
     if bool(table.device) == bool(table.board):

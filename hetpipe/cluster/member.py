@@ -72,13 +72,13 @@ def check_member(member: Member) -> None:
         raise ClusterError(f"{member.id}: it has {both}; give it one of the two")
     if member.numerics and not member.board:
         raise ClusterError(
-            f"{member.id}: it has numerics, {member.numerics}, and no board whose time counts: "
-            "give it a board, or write the device as device"
+            f"{member.id} has numerics, {member.numerics}, but no board; add a board, "
+            "or write device instead of numerics"
         )
     if member.board and member.speed != 1.0:
         raise ClusterError(
-            f"{member.id}: it is a board, {member.board}, whose times are modelled, and only "
-            "attached devices have an emulated speed: leave it out"
+            f"{member.id} is a board, {member.board}, with modelled times, but only "
+            "attached devices have an emulated speed; remove the speed"
         )
     if member.board and member.cores and not member.numerics:
         raise ClusterError(

@@ -84,7 +84,8 @@ class Assembly:
             for stage in replicas:
                 if stage.stage != n:
                     raise HetpipeError(
-                        f"stage {stage.stage} stands at place {n}; order them by number"
+                        f"stage {stage.stage} is at place {n} of the list; order the "
+                        "stages by number"
                     )
         if values is not None:
             self._check_values()

@@ -144,8 +144,9 @@ def _reference(member: Member) -> str:
     module = reference.rpartition(":")[0]
     if not module.endswith(".py") and (other := shadow(module)) is not None:
         raise HetpipeError(
-            f"backend {name!r} is in a module {module!r} of yours, and a worker would import "
-            f"{other} under that name, because installed packages come first: rename yours"
+            f"backend {name!r} is in your module {module!r}, but a worker would import"
+            f" {other} under that name, because installed packages come first: rename "
+            "your module"
         )
     return reference
 

@@ -71,8 +71,8 @@ def _lost(
         apart = [key for key in keys if any(g.get(key) != first[key] for g in groups)]
         if apart:
             yield (
-                f"groups of parameters with {' and '.join(apart)} of their own (decay_exclude= "
-                "names the parameters without weight decay)"
+                f"groups of parameters with different {' and '.join(apart)} "
+                "(decay_exclude= selects the parameters without weight decay)"
             )
     for key, pair in first.items():
         off, cure = _LOST.get(key, (pair, ""))

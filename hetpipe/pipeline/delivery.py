@@ -78,8 +78,8 @@ class Delivery:
             with self._guard("run"):
                 if self._run is not None:
                     raise HetpipeError(
-                        "another run of this pipeline has results to come: take them, or close() "
-                        "it, before the next run begins"
+                        "another run of this pipeline still has results: read them, "
+                        "or close() that run, before the next run begins"
                     )
                 self._run = token
             yield from self._results_of(batches)

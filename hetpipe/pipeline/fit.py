@@ -151,8 +151,8 @@ def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) 
     names = ", ".join(board.id for board in boards)
     if plan.label != "modelled":
         raise PlanError(
-            f"the plan's times are {plan.label}, and {names} are boards here, whose times are "
-            "modelled: make a plan with this cluster"
+            f"the plan's times are {plan.label}, but {names} are boards with modelled "
+            "times: make a plan with this cluster"
         )
     needs: dict[str, int] = defaultdict(int)
     for stage in plan.stages:
@@ -163,9 +163,9 @@ def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) 
         need = needs[info.memory_domain]
         if need > info.memory_nbytes:
             raise PlanError(
-                f"{info.id} is the numerics of {board.id}, and the stages in its memory need "
-                f"{need} bytes, of which it has {info.memory_nbytes}: {need - info.memory_nbytes} "
-                "bytes are lacking; choose other numerics, or a smaller mini-batch"
+                f"{info.id} is the numerics of {board.id}. Its stages need "
+                f"{need} bytes and it has {info.memory_nbytes}: {need - info.memory_nbytes} bytes "
+                "are missing; choose other numerics, or a smaller mini-batch"
             )
 
 

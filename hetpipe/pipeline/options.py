@@ -79,8 +79,7 @@ class PlanOptions:
         splits_of(self.split)
         if self.asked and self.plan is not None:
             raise HetpipeError(
-                f"plan and {', '.join(self.asked)} are both given, and a plan says all of them: "
-                "leave out one or the other"
+                f"the plan already contains {', '.join(self.asked)}: remove one or the other"
             )
         if self.microbatches is not None:
             _check_count("microbatches", self.microbatches)

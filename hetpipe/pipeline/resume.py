@@ -50,8 +50,9 @@ def write(
     with a loss that was not, unless `force`."""
     if training.not_finite is not None and not force:
         raise CheckpointError(
-            f"not saved over what is in {directory}: {training.not_finite} The weights have been "
-            "updated with it; load() an earlier checkpoint, or save with force=True"
+            f"the content of {directory} is not replaced: {training.not_finite} The "
+            "weights have been updated with it; load() an earlier checkpoint, or save"
+            " with force=True"
         )
     values = {role: training.read(role) for role in ROLES}
     if not force:
@@ -80,8 +81,9 @@ def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> N
         for name, value in tensors.items():
             if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
                 raise CheckpointError(
-                    f"not saved over what is in {directory}: the {role} {name!r} is not finite; "
-                    "load() an earlier checkpoint, or save with force=True"
+                    f"the content of {directory} is not replaced: the {role} "
+                    f"{name!r} is not finite; load() an earlier checkpoint, or "
+                    "save with force=True"
                 )
 
 

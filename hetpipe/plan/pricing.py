@@ -338,7 +338,7 @@ def _able(table: CostTable, index: int) -> str:
 def _lack(need: int, capacity: int) -> str:
     return (
         f"needs {need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
-        f"{need - capacity} bytes are lacking"
+        f"{need - capacity} bytes are missing"
     )
 
 

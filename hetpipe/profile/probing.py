@@ -213,8 +213,9 @@ def warn_of_bad(subject: str, samples: Samples) -> None:
     """Warn of times that are not credible and do not count."""
     if samples.bad:
         text = (
-            f"{subject} took {samples.bad[0]} s, which cannot be: {len(samples.bad)} of "
-            f"{len(samples.bad) + len(samples.good)} times are left out"
+            f"{subject} took {samples.bad[0]} s, which is impossible: "
+            f"{len(samples.bad)} of {len(samples.bad) + len(samples.good)} times are "
+            "ignored"
         )
         warnings.warn(text, ClockWarning, stacklevel=2)
 

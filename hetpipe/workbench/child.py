@@ -164,8 +164,8 @@ class _Bench:
 
 
 _CURES = {
-    Run.VALUES: "if no such values come, write scale = 1 in the argument",
-    Run.SIZES: "if no such size comes, write its name into fixed",
+    Run.VALUES: "if such values never occur, write scale = 1 in the argument",
+    Run.SIZES: "if such a size never occurs, write its name into fixed",
 }
 
 
@@ -212,7 +212,7 @@ def _unsteady(
         )
         count = f"{int(differs.sum())} of {array.size} elements"
         if kept and not spec.argument[name].is_input:
-            text = f"element {place} of {name} keeps what was there before; {count}"
+            text = f"the kernel does not write element {place} of {name}; {count}"
             flaws.append(Flaw("not written", call.function, text))
         else:
             text = f"element {place} of {name} differs between two runs; {count}"

@@ -122,8 +122,8 @@ def guard_batches(
                     batch = next(iterator)
                 except StopIteration:
                     raise HetpipeError(
-                        f"{call} ended after {number} mini-batches: it must go on for ever, so "
-                        "begin the data again (while True)"
+                        f"{call} ended after {number} mini-batches, but it must never "
+                        "end: repeat the data (while True)"
                     ) from None
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 raise HetpipeError(

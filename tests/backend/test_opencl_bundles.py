@@ -164,7 +164,8 @@ def test_a_bundle_of_another_device_is_refused(tmp_path: Path, first: Device) ->
 
     changed(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
-    assert message.startswith(f"{first.info.id} is to load bundles from {tmp_path}, and there is")
+    start = f"{first.info.id} should load a bundle from {tmp_path}, but the folder has no bundle"
+    assert message.startswith(start)
     assert "there is stage-0 for opencl:other:3" in message
     assert "there is none at all" in refusal(first.info.id, tmp_path / "nowhere")
 
@@ -205,7 +206,7 @@ def test_a_binary_of_an_earlier_source_is_refused(tmp_path: Path, first: Device)
     changed(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
     assert (
-        f"is stale: it was made of a source with the hash {'1' * 64}, that of stage.cl" in message
+        f"is stale: it was compiled from a source with the hash {'1' * 64}, but stage.cl" in message
     )
 
 

@@ -308,7 +308,7 @@ def test_an_epilogue_of_nothing() -> None:
 
 
 def test_our_own_class_takes_no_kernels() -> None:
-    with pytest.raises(BackendError, match="belongs to a subclass"):
+    with pytest.raises(BackendError, match="works only on a subclass"):
         OpenCLBackend.register_kernel("aten.relu.default", SCALED, "scaled")
 
 

@@ -57,7 +57,7 @@ def test_two_runs_at_once_are_refused(crew: Crew) -> None:
     with opened(crew) as pipe:
         first = pipe.run(batches(6))
         next(first)
-        with pytest.raises(HetpipeError, match="another run of this pipeline has results to come"):
+        with pytest.raises(HetpipeError, match="another run of this pipeline still has results"):
             next(pipe.run(batches(2)))
         assert [result.index for result in first] == [1, 2, 3, 4, 5]
         assert [result.index for result in pipe.run(batches(2))] == [6, 7]

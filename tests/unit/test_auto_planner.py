@@ -45,7 +45,7 @@ def test_the_best_of_all_plans_where_memory_is_short():
         tables, cluster = tight_case(seed)
         best_s = best_step_s(tables, cluster, options)
         if best_s == float("inf"):
-            with pytest.raises(PlanError, match="bytes are lacking"):
+            with pytest.raises(PlanError, match="bytes are missing"):
                 plan(tables, cluster, options)
             continue
         chosen = plan(tables, cluster, options)
@@ -96,7 +96,7 @@ def test_recompute_where_nothing_else_fits():
     }
     cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
     options = PlannerOptions(16, schedules=("gpipe",))  # all micro-batches in flight
-    with pytest.raises(PlanError, match="bytes are lacking"):
+    with pytest.raises(PlanError, match="bytes are missing"):
         plan(tables, cluster, options)
     chosen = plan(tables, cluster, replace(options, recompute=True))
     assert chosen.recompute
@@ -133,7 +133,7 @@ def test_a_stream_that_lacks_memory_is_told_the_bytes_and_a_cure(planner):
         options = replace(options, replicas=True)
     need = 4 * 4 * MIB + 4 * MIB + 2 * 4 * 40 * MIB + 2 * 4 * MIB
     lacking = (
-        rf"stage 0 .* needs {need} bytes .* {need - 180 * MIB} bytes are lacking; it fits with"
+        rf"stage 0 .* needs {need} bytes .* {need - 180 * MIB} bytes are missing; it fits with"
     )
     with pytest.raises(PlanError, match=lacking):
         plan(tables, cluster, options, planner)

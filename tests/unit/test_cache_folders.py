@@ -132,7 +132,7 @@ def test_a_user_without_a_home(private: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.chdir(private)
-    with pytest.warns(CacheWarning, match=r"\(this user has neither a home folder nor an entry"):
+    with pytest.warns(CacheWarning, match=r"\(this user has no home folder and no entry"):
         assert cache_folder("costs", "HETPIPE_CACHE") == caches.temporary() / "costs"
     assert [path.name for path in private.iterdir()] == [caches.temporary().name]
 

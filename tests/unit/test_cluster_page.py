@@ -47,7 +47,7 @@ def test_the_described_cluster_of_the_page_is_as_the_page_says(tmp_path: Path) -
         r"^    (cluster\.(?:link|way)\(.*\)) +# (.*)$", PAGE, re.MULTILINE
     ):
         assert eval(call) == eval(answer), call
-    with pytest.raises(ClusterError, match="1 of 136 pairs have a link of their own"):
+    with pytest.raises(ClusterError, match="1 of 136 pairs have a separate link"):
         cluster.levels()  # there is the FPGA board
     without = tuple(member for member in cluster.members if member.id != "fpga")
     regular = replace(cluster, members=without, links={})

@@ -161,7 +161,7 @@ def test_memory_moves_layers_to_where_there_is_room():
 def test_without_room_the_error_says_which_stage_lacks_how_much():
     table = make_table(SPEEDS, memory=10 * MIB)
     with pytest.raises(PlanError, match=r"stage \d \(layers \d\.\.\d on .\) needs (\d+) bytes .* "
-                                        r"and has 10485760 .*: \d+ bytes are lacking"):  # fmt: skip
+                                        r"and has 10485760 .*: \d+ bytes are missing"):  # fmt: skip
         make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
 
 
@@ -303,7 +303,7 @@ def test_explore_takes_sizes_that_differ_by_one_and_no_others():
 
 
 def test_explore_says_why_nothing_works():
-    with pytest.raises(PlanError, match="bytes are lacking"):
+    with pytest.raises(PlanError, match="bytes are missing"):
         explore(tables(SPEEDS, memory=MIB), ["a", "b"], mini_batch=32)
 
 

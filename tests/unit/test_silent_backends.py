@@ -100,7 +100,7 @@ def test_a_device_that_is_named_needs_no_other_backend() -> None:
 
 
 INVALID = [
-    (replace(GOOD, id="bad:cpu 0"), "neither blanks nor #"),
+    (replace(GOOD, id="bad:cpu 0"), "must not contain blanks or #"),
     (replace(GOOD, id="bad:"), "ids are bad:name:index"),
     (replace(GOOD, kind="toaster"), "kind 'toaster'; the kinds are cpu, gpu, fpga, npu, other"),
     (replace(GOOD, memory_nbytes=0), "0 bytes of memory"),

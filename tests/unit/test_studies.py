@@ -446,5 +446,5 @@ def test_a_profile_cannot_be_run(folder: Path) -> None:
 def test_a_cluster_that_is_too_small_says_what_lacks_and_a_cure(folder: Path) -> None:
     subject = of_profile(folder / "equal.txt", SAMPLES, 2**20)
     one = Cluster.load(folder / "mixed.toml")
-    with pytest.raises(PlanError, match="bytes are lacking; it fits with micro-batches of"):
+    with pytest.raises(PlanError, match="bytes are missing; it fits with micro-batches of"):
         planned(subject, one, PlannerOptions(2**20, (1,), replicas=False), "exact")

@@ -179,7 +179,7 @@ AB = frozenset(("s0.0", "s0.1"))
         (described([2, 2], None, WIRE), "bandwidth inside server s0; add `inside` to it"),
         (described([2, 2], WIRE), r"bandwidth between servers; add a \[network\]"),
         (described([2, 2], WIRE, Topology(1e-6)), r"bandwidth between servers; add a \[network\]"),
-        (described([3], WIRE, None, {AB: Link(0.0, 1e9)}), "1 of 3 pairs have a link of their own"),
+        (described([3], WIRE, None, {AB: Link(0.0, 1e9)}), "1 of 3 pairs have a separate link"),
         (
             described([3], WIRE, None, {AB: Link(0.0, 1.0), frozenset(("s0.0", "s0.2")): Link()}),
             "its links have several bandwidths",
@@ -299,6 +299,6 @@ def test_commands_take_a_published_name_or_a_file(
 
 def test_a_speed_of_a_board_is_refused() -> None:
     with pytest.raises(
-        ClusterError, match=re.escape("titan-x.1: it is a board, titan-x, whose times are modelled")
+        ClusterError, match=re.escape("titan-x.1 is a board, titan-x, with modelled times")
     ):
         make_cluster(Path("pipedream-c"), None, None, ["titan-x.1=0.5"])

@@ -78,9 +78,10 @@ class BundledPrograms:
         if not own:
             there = ", ".join(f"{place.name} for {m.device}" for place, m in every.items())
             raise BundleError(
-                f"{self._device_id} is to load bundles from {self._folder}, and there is none for "
-                f"it: there is {there or 'none at all'}; write one with `hetpipe kernels export`, "
-                f"or name no bundles in the cluster file or in {BUNDLES}"
+                f"{self._device_id} should load a bundle from {self._folder}, "
+                f"but the folder has no bundle for it: there is {there or 'none at all'}; "
+                "write one with `hetpipe kernels export`, or "
+                f"remove the folder from the cluster file and from {BUNDLES}"
             )
         return own
 

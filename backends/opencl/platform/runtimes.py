@@ -123,7 +123,7 @@ def unloadable() -> list[Finding]:
             ctypes.CDLL(library)
         except (OSError, ValueError) as error:
             what = f"the runtime that {entry} registers cannot be loaded: {error}"
-            cure = f"install what is lacking, or remove {SYSTEM_VENDORS / entry.name}"
+            cure = f"install the missing library, or remove {SYSTEM_VENDORS / entry.name}"
             findings.append(("missing", what, cure))
     return findings
 

@@ -60,7 +60,10 @@ def _check(spec: KernelSpec, path: Path) -> None:
     if _overload(spec.operator) is None:
         raise BackendError(f"{path}: torch has no operator {short(spec.operator)}")
     if spec.beside:
-        raise BackendError(f"{path}: it has beside, and a kernel for an operator is launched alone")
+        raise BackendError(
+            f"{path} has a table `beside`, but the kernel of an operator "
+            "runs alone; remove the table"
+        )
     for name, each in spec.argument.items():
         if each.local is not None:
             raise BackendError(

@@ -67,8 +67,9 @@ class _Site:
             if extent % self._samples == 0 and extent > 0:
                 return dim
         raise CaptureError(
-            f"{self.node.target}{where(self.node)} draws shape {tuple(size)}, of which no "
-            f"dimension is a multiple of the {self._samples} samples; draw one number per sample"
+            f"{self.node.target}{where(self.node)} draws the shape {tuple(size)}, but "
+            f"no dimension is a multiple of the {self._samples} samples; draw one "
+            "number per sample"
         )
 
 

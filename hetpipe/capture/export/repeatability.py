@@ -139,10 +139,11 @@ def _untrained_error(rehearsal: Rehearsal) -> CaptureError:
     names = [key for key, value in attributes_of(rehearsal.run).items() if value is tensor]
     called = f" {_user_name(rehearsal.run, names[0])}" if names else ""
     return CaptureError(
-        f"a tensor{called} of shape {tuple(tensor.shape)} requires a gradient{line} and is a "
-        "parameter of neither the model nor loss_fn, so it would not be trained: give the model or "
-        "a loss_fn that is an nn.Module it as an nn.Parameter, or read it under torch.no_grad() "
-        "or by detach()"
+        f"a tensor{called} of shape {tuple(tensor.shape)} requires a "
+        f"gradient{line} but is no parameter of the model or of loss_fn, so it "
+        "would not be trained: make it an nn.Parameter of the model, or of a "
+        "loss_fn that is an nn.Module, or read it under torch.no_grad() or by "
+        "detach()"
     )
 
 

@@ -49,8 +49,8 @@ def _check_modules(root: nn.Module, prefix: str, called: str) -> None:
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats and module.training:
             raise CaptureError(
-                f"{where} has track_running_stats=True; export loses what training makes of "
-                "those statistics; use False"
+                f"{where} has track_running_stats=True, but export loses the "
+                "statistics of the training; use False"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(f"{where} has sparse=True; sparse gradients are lost, use False")
@@ -79,8 +79,9 @@ def refuse_lost_gradients() -> Iterator[None]:
     def refusing(cls: type) -> Callable[..., Any]:
         def refuse_forward(*args: Any, **kwargs: Any) -> Any:
             raise CaptureError(
-                f"{cls.__qualname__} is a torch.autograd.Function, whose backward export loses; "
-                "write it with torch.library.custom_op and register_autograd"
+                f"{cls.__qualname__} is a torch.autograd.Function, and export "
+                "loses its backward; write it with torch.library.custom_op "
+                "and register_autograd"
             )
 
         return refuse_forward

@@ -46,9 +46,9 @@ def check_elementwise(
             continue
         why = "depends on its shape" if mixing is None else f"has {operator_name(mixing)}"
         raise HetpipeError(
-            f"split: {optimizer.name} looks at the whole of {name}, whose first {count} of "
-            f"{shape[0]} rows would be a parameter of their own: its update {why}; leave split "
-            "out, or choose an elementwise optimizer, such as hp.optim.adamw"
+            f"split: the update of {optimizer.name} {why}, but a split makes the first"
+            f" {count} of {shape[0]} rows of {name} a separate parameter; remove "
+            "split, or choose an elementwise optimizer, such as hp.optim.adamw"
         )
 
 

@@ -22,15 +22,23 @@ def command(
         typer.Option(help="A device's id; repeatable. [default: the processors with kernels]"),
     ] = None,
     sets: Annotated[
-        str, typer.Option("--set", help="Of products, memory, resnet50, vgg16; with commas.")
+        str,
+        typer.Option(
+            "--set", help="Sets of kernels, with commas: products, memory, resnet50, vgg16."
+        ),
     ] = "products,memory",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of each contender in a round.")] = 0.1,
-    rounds: Annotated[int, typer.Option(min=1, help="In which contenders take turns.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of each contender in a round.")
+    ] = 0.1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds in which the contenders take turns.")
+    ] = 5,
     picture: Annotated[
         Path | None, typer.Option(help="A roofline: .png, .svg or .pdf, of the first device.")
     ] = None,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A list of figures; - is standard output.")
+        str | None,
+        typer.Option(metavar="FILE", help="Write the figures as JSON; - is standard output."),
     ] = None,
 ) -> None:
     """Measure kernels on one core: time, share of the core's ceilings, and torch's time."""

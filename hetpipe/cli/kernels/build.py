@@ -23,11 +23,13 @@ def command(
     ],
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="ID", help="The device; else that of the bundle."),
+        typer.Option("--device", metavar="ID", help="The device. [default: the bundle's device]"),
     ] = None,
     binary: Annotated[
         Path | None,
-        typer.Option("--binary", metavar="FILE", help="What the vendor's compiler has made of it."),
+        typer.Option(
+            "--binary", metavar="FILE", help="The binary that the vendor's compiler has made."
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -40,7 +42,9 @@ def command(
         raise BundleError(f"{bundle} has no bundle, with a manifest.json; export one first")
     if binary is not None and len(bundles) > 1:
         names = ", ".join(place.name for place in bundles)
-        raise BundleError(f"--binary {binary} is of one bundle; name one of {names} in {bundle}")
+        raise BundleError(
+            f"--binary {binary} belongs to one bundle; name one of {names} in {bundle}"
+        )
     results = []
     for place in bundles:
         manifest = build_bundle(place, device, binary)

@@ -36,12 +36,12 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="The plan's model, where the file does not name it."
+            "--model", metavar="MODEL", help="The plan's model, if the file does not name it."
         ),
     ] = None,
     board: Annotated[
         str | None,
-        typer.Option("--board", metavar="ID", help="A board: whose compiler it is for."),
+        typer.Option("--board", metavar="ID", help="The board whose compiler will be used."),
     ] = None,
     device: Annotated[
         str | None,
@@ -54,10 +54,10 @@ def command(
         Path, typer.Option("--out", metavar="FOLDER", help="The folder of the bundles.")
     ] = Path("bundles"),
     build: Annotated[
-        bool, typer.Option("--build", help="Compile them with the device's own driver as well.")
+        bool, typer.Option("--build", help="Also compile them with the device's own driver.")
     ] = False,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="With the forwards in eval mode.")
+        bool, typer.Option("--evaluate", help="Also export the forwards in eval mode.")
     ] = False,
     json: JsonOption = None,
 ) -> None:

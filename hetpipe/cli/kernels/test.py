@@ -21,14 +21,14 @@ GROUPS = ("operators", "lengths", "strides", "dtypes", "values")
 
 def command(
     source: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="A file with the kernel, as my.cl.")
+        Path | None, typer.Argument(metavar="[FILE]", help="The file of the kernel, such as my.cl.")
     ] = None,
     spec: Annotated[
         Path | None,
         typer.Option(help="Its specification, TOML.", show_default="the same name with .toml"),
     ] = None,
     function: Annotated[
-        str, typer.Option(help="The kernel, where a file has several.", show_default=False)
+        str, typer.Option(help="The kernel, if the file has several.", show_default=False)
     ] = "",
     device: Annotated[
         list[str] | None,
@@ -37,7 +37,7 @@ def command(
     case: Annotated[
         list[int] | None, typer.Option(help="A case's number, from 0; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs' random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the inputs' random numbers.")] = 0,
     json: JsonOption = None,
 ) -> None:
     """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.
@@ -146,8 +146,8 @@ def _show_notes(output: Output, results: list[Outcome]) -> None:
     if large:
         ulp, name = max(large)
         output.text(
-            f"an element of {name} near 0 is off by {ulp:.3g} of its own last place, and within "
-            "its error class, which measures by the largest element"
+            f"an element of {name} near 0 is off by {ulp:.3g} of its last place. This "
+            "is no fault: its error class is relative to the largest element"
         )
 
 

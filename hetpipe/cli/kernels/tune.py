@@ -25,8 +25,10 @@ def command(
         list[str] | None,
         typer.Option(help="A device's id; repeatable. [default: the processors with kernels]"),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of a kernel in a round.")] = 0.05,
-    rounds: Annotated[int, typer.Option(min=1, help="In which the ways take turns.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of each kernel in a round.")
+    ] = 0.05,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the ways take turns.")] = 3,
     json: JsonOption = None,
 ) -> None:
     """Measure all ways to divide matrix products on one core, and keep the best for this user."""

@@ -255,9 +255,9 @@ def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[
         raise BundleError(f"{folder} has no binary of {source.file}; compile it: {build}")
     if binary.source_sha256 != source.sha256:
         raise BundleError(
-            f"{folder / binary.file} is stale: it was made of a source with the hash "
-            f"{binary.source_sha256}, that of {source.file} is {source.sha256}; compile it again: "
-            f"{build}"
+            f"{folder / binary.file} is stale: it was compiled from a source with the "
+            f"hash {binary.source_sha256}, but {source.file} has the hash "
+            f"{source.sha256}; compile it again: {build}"
         )
     content = _read(folder / binary.file)
     if (now := sha256_of(content)) != binary.sha256:

@@ -24,7 +24,7 @@ _CURES = {
     "case": "write the sizes of each case as a table: [[case]]",
     "global_size": 'write global_size = ["n"]',
     "define": "write the values of each macro as a list: [define] TILE = [8, 16]",
-    "beside": "write each further kernel as a table: [beside.producer]",
+    "beside": "write every other kernel as a table: [beside.producer]",
 }
 
 

@@ -155,7 +155,7 @@ class _Reader:
         number, index = self._u32(), self._u32()
         val = self._vals[number] if number < len(self._vals) else None
         if not isinstance(val, list) or index >= len(val):
-            raise _damaged(f"an item is number {index} of node {number}, which has not so many")
+            raise _damaged(f"an item is number {index} of node {number}, which has fewer items")
         return "list", [("node", number), ("value", index)]
 
     def _argument(self, depth: int) -> tuple[str, Any]:

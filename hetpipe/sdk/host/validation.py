@@ -134,13 +134,13 @@ def _wrong_value(name: str, info: DeviceInfo) -> str:
     if prefix != name or info.backend != name or not rest:
         return f"{device} says that its backend is {info.backend!r}; ids are {name}:name:index"
     if re.search(r"[\s#]", info.id):
-        return f"{device}: an id has neither blanks nor #"
+        return f"{device}: an id must not contain blanks or #"
     if info.kind not in KINDS:
         return f"{device} is of kind {info.kind!r}; the kinds are {', '.join(KINDS)}"
     if info.memory_nbytes <= 0:
         return f"{device} has {info.memory_nbytes} bytes of memory"
     if not info.memory_domain:
-        return f'{device} has no memory_domain; say "host", or the id for memory of its own'
+        return f'{device} has no memory_domain; write "host", or an id for separate memory'
     if problem := _wrong_dtypes(info.dtypes, info.cast_dtypes):
         return f"{device} {problem}"
     return (f"capabilities of {device}: " + problem) if (problem := _wrong_ability(can)) else ""
