@@ -137,7 +137,7 @@ class NativeDevice(OpenedDevice):
 
 
 def _alone(node: fx.Node) -> fx.Graph:
-    """Return a graph of one call: its inputs, the call, items if it has several, an output."""
+    """Return a graph with one call; if the call has several results, all of them are outputs."""
     graph = fx.Graph()
     inputs: dict[fx.Node, fx.Node] = {}
     for number, source in enumerate(node.all_input_nodes):

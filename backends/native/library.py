@@ -70,7 +70,7 @@ class Library:
             self._shared = ffi.dlopen(str(path))
         except OSError as error:
             reason = mismatch(path) or str(error).replace(f"cannot load library '{path}': ", "")
-            raise BackendError(f"{path} is no library that can be loaded: {reason}") from error
+            raise BackendError(f"{path} cannot be loaded as a library: {reason}") from error
         try:
             entry = getattr(self._shared, ENTRY)
         except AttributeError as error:
@@ -80,8 +80,8 @@ class Library:
         table = entry(version)
         if table == ffi.NULL:
             raise BackendError(
-                f"{path} has no version {version} of the interface, which this hetpipe has: "
-                "install a matching version of either"
+                f"{path} lacks version {version} of the interface, which this "
+                "hetpipe needs: install a matching version of either"
             )
         if table.abi_version != version:
             raise BackendError(
@@ -117,7 +117,7 @@ class Library:
         if code == constant("UNSUPPORTED"):
             raise UnsupportedOperatorError(f"{doing}: {text}")
         if code != constant("FAILED"):
-            text = f"{name} returns {code}, which is no code of the interface; {text}"
+            text = f"{name} returns {code}, which the interface does not define; {text}"
         raise BackendError(f"{doing}: {text}")
 
 

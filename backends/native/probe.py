@@ -78,7 +78,9 @@ def _describe(path: Path, say: Callable[[str], None]) -> tuple[str, list[dict[st
     count = ffi.new("uint32_t *")
     library.call(f"{path}: its devices cannot be counted", "count", count)
     if count[0] > MOST_DEVICES:
-        raise BackendError(f"{path} has {count[0]} devices; at most {MOST_DEVICES} are taken")
+        raise BackendError(
+            f"{path} has {count[0]} devices; a library may have at most {MOST_DEVICES}"
+        )
     devices = []
     for index in range(count[0]):
         say(f"device {index} is described")

@@ -16,12 +16,12 @@ _README = """# {name}, a library of devices for hetpipe
     export HETPIPE_NATIVE=$PWD/lib{name}.so
     hetpipe devices --backends native
     hetpipe conform native --device native:{name}.cpu:0
-    hetpipe coverage mlp native:{name}.cpu:0          # which operators are missing for a model?
+    hetpipe coverage mlp native:{name}.cpu:0          # the missing operators of a model
 
 `device.c` is the interface of `include/hetpipe_backend.h`, function by function; `elements.c` and
-`layers.c` have the operators. It runs as it is, on the processor: put your driver in its place, and
-run `hetpipe conform` after each step. `make sanitized` builds library and driver under
-AddressSanitizer and UndefinedBehaviorSanitizer.
+`layers.c` have the operators. The library runs on the processor at once. Replace its functions with
+calls of your driver, and run `hetpipe conform` after each step. `make sanitized` builds library and
+driver under AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 

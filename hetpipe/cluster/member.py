@@ -82,10 +82,10 @@ def check_member(member: Member) -> None:
         )
     if member.board and member.cores and not member.numerics:
         raise ClusterError(
-            f"{member.id}: it is a board, {member.board}, and only attached devices and numerics "
-            "have cores: leave them out"
+            f"{member.id} is a board, {member.board}, but only attached devices and "
+            "numerics have cores; remove the cores"
         )
-    if not 0 < member.speed <= 1:  # a device can be held back, not hurried
+    if not 0 < member.speed <= 1:  # emulation can only slow a device down
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
     absent = sorted(set(member.cores) - set(available_cores())) if member.cores else []
     if absent:

@@ -62,8 +62,7 @@ class Optimizer:
         rate = float(rate) if isinstance(rate, Real) else math.nan
         if not 0 <= rate < math.inf:
             raise HetpipeError(
-                f"the learning rate of update {step} is {value}; lr must be or return a finite "
-                "number that is not negative"
+                f"the learning rate of update {step} is {value}; it must be finite and at least 0"
             )
         return rate
 

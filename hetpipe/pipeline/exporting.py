@@ -78,7 +78,7 @@ class Exportable:
 
 @dataclass(frozen=True)
 class Written:
-    """A bundle that was written, or a stage that was not, and why."""
+    """A written bundle, or a stage without a bundle and the reason."""
 
     stage: int
     replica: int
@@ -92,9 +92,10 @@ def check_layers(plan: Plan, captured: Captured) -> None:
     """Raise `PlanError` if a plan belongs to another model."""
     if plan.layers != tuple(captured.layer_names):
         raise PlanError(
-            f"the plan is for {len(plan.layers)} layers, {plan.layers[0]} to {plan.layers[-1]}, "
-            f"and the model has {len(captured.layer_names)}, {captured.layer_names[0]} to "
-            f"{captured.layer_names[-1]}: name the plan's model"
+            f"the plan has {len(plan.layers)} layers, {plan.layers[0]} to "
+            f"{plan.layers[-1]}, but the model has {len(captured.layer_names)}, "
+            f"{captured.layer_names[0]} to {captured.layer_names[-1]}: name the plan's"
+            " model"
         )
 
 
@@ -140,8 +141,9 @@ def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
         for member in stage.devices:
             if member not in infos:
                 raise PlanError(
-                    f"stage {number} of the plan is on {member!r}, and the cluster has "
-                    f"{words(infos)}: name the plan's devices, or one for all with --device"
+                    f"stage {number} of the plan is on {member!r}, but the cluster"
+                    f" has {words(infos)}: name the plan's devices, or one device "
+                    "for all stages with --device"
                 )
     lacking = {
         member: f"backend {infos[member].backend!r} of {infos[member].id} exports no kernels"
@@ -150,7 +152,9 @@ def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
     }
     if len(lacking) == len(set(plan.all_devices)):
         reasons = "; ".join(dict.fromkeys(lacking.values()))
-        raise BackendError(f"nothing to export: {reasons}; name a device that does with --device")
+        raise BackendError(
+            f"nothing to export: {reasons}; name a device that exports kernels with --device"
+        )
     return lacking
 
 

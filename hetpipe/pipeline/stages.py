@@ -182,8 +182,9 @@ class Stages:
         if self._crew.load_count != self._own_load:
             self._crew.check()  # a worker may have failed in a load of ours
             raise HetpipeError(
-                "this pipeline's crew has the stages of another pipeline, or of a profile, by now: "
-                "a crew serves one pipeline at a time; give each its own, or load() a checkpoint"
+                "this pipeline's crew has the stages of another pipeline or of a profile now: a "
+                "crew serves one pipeline at a time; give each pipeline a separate crew, or "
+                "load() a checkpoint"
             )
 
     def load(self, values: Checkpoint | None, updates: Sequence[int], step: int) -> None:

@@ -100,7 +100,7 @@ def _finished(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
 
 @dataclass(frozen=True)
 class Passes:
-    """How stages run a mini-batch. `in_flight` is by default the schedule's own, by stage."""
+    """How stages run a mini-batch. An empty `in_flight` means the schedule's default."""
 
     schedule: str
     microbatches: int
@@ -320,7 +320,7 @@ def _one_of_each_kind(table: CostTable, devices: Sequence[str]) -> list[str]:
 
 
 def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
-    """Return the rows for each device for which the slowest device ends earliest.
+    """Return the rows of each device that minimise the time of the slowest device.
 
     They begin in the ratio of speeds at equal shares, and move one at a time.
     """

@@ -25,7 +25,7 @@ LEAST_ALONE = 0.05  # of the time beside others; a smaller one is not a measurem
 class Series:
     """All rounds of a member, beside the others and alone. `name` is for messages.
 
-    `updates` are first updates with the passes after them, then the passes after those.
+    `updates` has the updates with the next passes, and then the passes after the next.
     """
 
     name: str

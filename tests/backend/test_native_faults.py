@@ -21,7 +21,7 @@ from hetpipe.sdk.host.registry import findings_of, open_device
 
 ASKED = {
     "OTHER_VERSION": r"has version 7 of the interface, this hetpipe has version 1",
-    "NO_VERSION": r"has no version 1 of the interface",
+    "NO_VERSION": r"lacks version 1 of the interface",
     "NO_ENTRY": r"does not export hetpipe_backend_entry",
     "NO_RUN": r"lacks run in its table",
     "HALF_EVENTS": r"has only one of wait and release_event",
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_library_and_one_that_is_missing(
     with pytest.raises(BackendError) as error:
         backend.discover()
     for name in ("text.so", "absent.so"):
-        assert f"{tmp_path / name} is no library that can be loaded: " in str(error.value)
+        assert f"{tmp_path / name} cannot be loaded as a library: " in str(error.value)
 
 
 def test_a_device_of_a_broken_library_is_missed_with_the_reason(
@@ -103,7 +103,7 @@ RUN = {
     "RUN_GIVES_NULL": "run succeeds, and an output is NULL",
     "RUN_RETURNS_AN_INPUT": "run returns input 0, which was not donated",
     "RUN_FAILS": "native:faulty.cpu:0: the bus is stuck",
-    "RUN_INVENTS_A_CODE": "run returns 99, which is no code of the interface",
+    "RUN_INVENTS_A_CODE": "run returns 99, which the interface does not define",
 }
 
 

@@ -163,7 +163,7 @@ A, B = Member("a", "x"), Member("b", "x")
         ((Member("a", "x", (), float("nan")),), {}, "auto", "speed is nan"),
         ((Member("a", ""),), {}, "auto", "a: it has neither a device nor a board"),
         ((Member("a", "x", board="t4"),), {}, "auto", "a: it has both a device and a board"),
-        ((Member("a", "", (4,), board="t4"),), {}, "auto", "a: it is a board, t4, and only att"),
+        ((Member("a", "", (4,), board="t4"),), {}, "auto", "a is a board, t4, but only att"),
         ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "t4, with modelled times, but only"),
         ((Member("a", "x", numerics="y"),), {}, "auto", "a has numerics, y, but no board"),
         (

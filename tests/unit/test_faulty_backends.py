@@ -59,7 +59,7 @@ CASES = [
     (Raising, {"error": AssertionError()}, "devices: AssertionError"),
     (Unmade, {}, "ZeroDivisionError: no clock"),
     (Returning, {"result": None}, "discover returns NoneType, not a list of DeviceInfo"),
-    (Returning, {"result": [BAD, "gpu"]}, "a list with str 'gpu' in it"),
+    (Returning, {"result": [BAD, "gpu"]}, "contains str 'gpu', but it must"),
     (Returning, {"result": [replace(BAD, memory_nbytes="8 GB")]}, "memory_nbytes of device 'bad:"),
     (Returning, {"result": [replace(BAD, id=7)]}, "id of device 7 is int 7, not str"),
     (Returning, {"result": [GOOD]}, "device 'numpy:cpu:0' says that its backend is 'numpy'"),

@@ -50,7 +50,9 @@ def test_the_last_pattern_that_fits_counts_and_the_environment_goes_last(
 def test_a_choice_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match=r"families.*'cpu', 'gpu' or 'fpga'"):
         OpenCLBackend().configure({"families": {"opencl:pocl:0": "asic"}}, Path())
-    with pytest.raises(BackendError, match="opencl:card:0', and no device is that; there are a"):
+    with pytest.raises(
+        BackendError, match="opencl:card:0', but no device matches it; the devices are a"
+    ):
         choice({"opencl:card:0": "fpga"}).check(["a", "b"])
     monkeypatch.setenv(VARIABLE, "opencl:*=asic")
     with pytest.raises(BackendError, match="no family 'asic'; there are cpu, gpu, fpga"):

@@ -130,11 +130,11 @@ class _Bundle:
         others = [sha256 for sha256, function in self.entries if function == first.name]
         has = f"it with the hash {others[0]}" if others else "no kernel of that name"
         return BundleError(
-            f"{self.place} does not fit what {device_id} is given: that needs kernel {first.name} "
-            f"with the hash {kernel_hash(first)}{more}, and the bundle has {has} (the hash of all "
-            f"its kernels is {self.manifest.sha256}); write it again: {self.manifest.command}; or "
-            "train without bundles what it was not written for: another model, plan or size, a "
-            "profile"
+            f"{self.place} is stale for {device_id}: the graphs need kernel "
+            f"{first.name} with the hash {kernel_hash(first)}{more}, but the bundle "
+            f"has {has} (the hash of all its kernels is {self.manifest.sha256}); write"
+            f" it again: {self.manifest.command}; or remove the bundles from the "
+            "cluster file for another model, plan or size, or for a profile"
         )
 
 

@@ -108,10 +108,10 @@ def launch(
 
 
 def _row_cols(target: Target) -> int:
-    """Return the most columns of rows that on-chip memory can hold in addition to the blocks.
+    """Return the longest row that fits into on-chip memory in addition to the blocks.
 
-    With channels the driver's limit does not count: an FPGA turns block RAM into local memory as
-    its kernels need it.
+    With channels the driver's limit does not matter, because an FPGA makes local memory from
+    block RAM as kernels need it.
     """
     if target.channels:
         return ROW_COLS

@@ -266,7 +266,7 @@ class Builder:
         return store if store.joins(group) else None
 
     def _flush(self, needed: set[int]) -> None:
-        """Emit all waiting groups, except the products that nothing emitted depends on.
+        """Emit all waiting groups. A product keeps waiting unless an emitted launch reads it.
 
         `needed` holds the ids of tensors that the next launch reads.
         """

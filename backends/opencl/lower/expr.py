@@ -123,7 +123,7 @@ class Apply(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Expr):
-    """A result of a kernel over whole rows of `source`, which the kernels of a product send.
+    """A result of a kernel over whole rows. The kernels of the product `source` send the rows.
 
     `file` has the kernel's source, `arguments` maps its parameters to arguments, and `reads` has
     the arguments that it reads.

@@ -53,8 +53,8 @@ class Choice:
             if not any(fnmatchcase(device_id, pattern) for device_id in ids):
                 there = ", ".join(ids)
                 raise BackendError(
-                    f"a family is chosen for {short(pattern)}, and no device is that; there are "
-                    f"{there}"
+                    f"a family is chosen for {short(pattern)}, but no device "
+                    f"matches it; the devices are {there}"
                 )
 
 

@@ -181,7 +181,7 @@ class OpenCLExecutable(Executable):
                 raise error
         done.last = last
         if done.beside:
-            # A pass ends when all its kernels end: a kernel whose reader ends early never does.
+            # A pass ends when all its kernels end; a kernel whose reader ended hangs.
             ends = [*done.beside.values(), done.last]
             done.last = driver().enqueue_marker(queue.cl, wait_for=ends)
         elif done.last is None and waits:

@@ -54,7 +54,7 @@ def _load(kernel: Kernel) -> Sources | None:
 def _key(source: str) -> str:
     """Return the key of a kernel's group, which depends on the text of all helper functions.
 
-    Otherwise an unchanged kernel would return its group from another version of this package, whose
-    other kernels may call functions that no longer exist.
+    Without that text, a key could find a group of an older version of this package. Other kernels
+    of that group may call functions that no longer exist.
     """
     return key_of(helpers_identity(), source)

@@ -54,7 +54,10 @@ def deserialise(data: bytes) -> fx.GraphModule:
     graph = graph_of_rows(rows)
     for node, row in zip(graph.graph.nodes, rows, strict=True):
         if node.name != row[1]:
-            raise _damaged(f"a node has the name {row[1][:40]!r}, which is taken or none of Python")
+            raise _damaged(
+                f"a node has the name {row[1][:40]!r}, which another node has "
+                "or Python does not allow"
+            )
     return graph
 
 
@@ -72,7 +75,7 @@ class _Reader:
                 f"{VERSION}: install a matching version"
             )
         if nbytes != len(data):
-            raise _damaged(f"{len(data)} bytes are here, and its header counts {nbytes}")
+            raise _damaged(f"it has {len(data)} bytes, but its header counts {nbytes}")
         if checksum != zlib.crc32(data[CHECKED_FROM:]):
             raise _damaged("its checksum does not match its content")
         self._at = HEADER.size
@@ -84,9 +87,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise _damaged("a string is not in UTF-8") from error
         if len(self._strings) != strings:
-            raise _damaged(
-                f"{len(self._strings)} strings are here, and its header counts {strings}"
-            )
+            raise _damaged(f"it has {len(self._strings)} strings, but its header counts {strings}")
         self._nodes = nodes
         self._vals: list[Any] = []
         self._names: set[str] = set()
@@ -107,7 +108,10 @@ class _Reader:
         kind, name, layer = self._u8(), self._text(), self._u32()
         where = None if layer == NONE else self._string(layer)
         if not name.isidentifier() or name == "self" or iskeyword(name) or name in self._names:
-            raise _damaged(f"a node has the name {name[:40]!r}, which is taken or none of Python")
+            raise _damaged(
+                f"a node has the name {name[:40]!r}, which another node has or"
+                " Python does not allow"
+            )
         self._names.add(name)
         if kind == INPUT:
             steady, checked = self._input()

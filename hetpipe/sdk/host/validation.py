@@ -62,8 +62,9 @@ def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
     for info in infos:
         if not isinstance(info, DeviceInfo):
             raise BackendError(
-                f"backend {name!r}: discover returns a list with {type_name(info)} {info!r} in it, "
-                "where a DeviceInfo belongs"
+                f"backend {name!r}: the list from discover contains "
+                f"{type_name(info)} {info!r}, but it must contain only "
+                "DeviceInfo"
             )
         problem = _wrong_type(info, "device") or _wrong_value(name, info)
         if problem:
@@ -105,7 +106,7 @@ def check_uploaded(device: Device, uploaded: Any) -> tuple[Buffer, Event]:
 
 
 def _answered(device: Device, method: str, answer: Any, expected: str) -> BackendError:
-    """Return the error for a method of a device that returns something else than it must."""
+    """Return the error for a device's method that returns a wrong value."""
     text = answer if isinstance(answer, str) else short(answer)
     info = device.info
     return BackendError(
