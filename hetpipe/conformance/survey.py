@@ -143,9 +143,21 @@ def page(survey: Survey) -> str:
         "", *_table(rows), "", "## Not asked", "",
         *_table([["entries", "reason"], *([str(n), why] for why, n in counts.most_common())]),
     ]  # fmt: skip
-    for backend in backends:
-        lines += ["", f"## Refused by {backend}", "", *_refusals(survey.refused[backend])]
+    for refusing, refused in sorted(_by_backends(survey).items()):
+        lines += ["", f"## Refused by {' and '.join(refusing)}", "", *_refusals(refused)]
     return "\n".join(lines) + "\n"
+
+
+def _by_backends(survey: Survey) -> dict[tuple[str, ...], dict[str, str]]:
+    """Return the refused entries with their reasons, by the backends that give that reason."""
+    refusing: dict[tuple[str, str], list[str]] = {}
+    for backend, refused in sorted(survey.refused.items()):
+        for entry in refused.items():
+            refusing.setdefault(entry, []).append(backend)
+    tables: dict[tuple[str, ...], dict[str, str]] = {}
+    for (name, why), backends in refusing.items():
+        tables.setdefault(tuple(backends), {})[name] = why
+    return tables
 
 
 def _refusals(refused: Mapping[str, str]) -> list[str]:
@@ -154,7 +166,7 @@ def _refusals(refused: Mapping[str, str]) -> list[str]:
     for name, why in sorted(refused.items()):
         groups.setdefault((family(name), why), []).append(f"`{name}`")
     rows = [[title, ", ".join(names), why] for (title, why), names in sorted(groups.items())]
-    return _table([["family", "entries", "for lack of"], *rows]) if rows else ["None."]
+    return _table([["family", "entries", "missing"], *rows])
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -165,16 +177,16 @@ def _table(rows: list[list[str]]) -> list[str]:
 HEAD = """\
 # Operators
 
-torch has a database of its operators with samples of their arguments, which its own tests run. This
-page says which of its entries each backend runs. `hetpipe.conformance.survey` writes it, and a test
-checks that every entry listed as running runs and is right.
+torch has a database of its operators with sample arguments, which torch's own tests use. This page
+lists the entries that each backend runs. `hetpipe.conformance.survey` writes the page, and a test
+checks that every entry listed as running gives right results.
 
-The survey covers an entry if it has float32, torch itself can run and trace it, and its results are
-neither random, nor complex, nor uninitialised memory: {asked} of the {entries} entries that
-torch {torch} has in float32. An entry runs if the largest of its first samples does, forward and
-with the gradients by all floating inputs where torch has them, and if every result equals float64
-within the bounds of [the conformance suite](conformance.md). Otherwise the backend refuses the
-entry by name when a graph is planned; nothing falls back. No entry is wrong, and none crashes.
+The survey asks for {asked} of the {entries} entries that torch {torch} has in float32. It omits
+entries that torch cannot run or trace, and entries with random, complex or uninitialised results.
+An entry runs if the largest of its first samples runs, forward and with all gradients that torch
+has, and if every result equals float64 within the bounds of
+[the conformance suite](conformance.md). A backend refuses every other entry by name when a graph is
+planned. No entry gives a wrong result or crashes.
 """
 
 
