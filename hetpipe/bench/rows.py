@@ -225,8 +225,8 @@ class PipelineRow(Row):
     def correction(self) -> Correction:
         """The prediction of the row's step, corrected for drift.
 
-        The probes before and after each turn correct the turn's prediction. The mean over all turns
-        has some relative error, and this prediction of the median step gets the same error.
+        The probes before and after each turn correct the turn's prediction. The result has the
+        relative error of the mean over all turns, but predicts the median step.
         """
         turns = [mean_correction(pair) for pair in self.corrections]
         return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))

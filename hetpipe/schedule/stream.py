@@ -127,8 +127,8 @@ class Stream:
         if max(self.replicas) > 1 and self.microbatches > 1 and self.rule.averages:
             raise ScheduleError(
                 f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
-                "micro-batches in turn: they can do so with 1 micro-batch each; use that, or a "
-                "synchronous schedule"
+                "micro-batches in turn, but each must have 1 micro-batch; use microbatches=1, or "
+                "a synchronous schedule"
             )
 
     def _check(self) -> None:

@@ -205,9 +205,9 @@ def test_it_is_never_silent() -> None:
 @pytest.mark.parametrize(
     ("lends", "problem"),
     [
-        ("lacking", "which is itself: name another backend"),
-        ("nobody", "which is of no use here: no backend 'nobody'"),
-        ("numpy:cpu:7", "which is not here; found: numpy:cpu:0"),
+        ("lacking", "which is the same backend: name another backend"),
+        ("nobody", "which has no devices here: no backend 'nobody'"),
+        ("numpy:cpu:7", "which is not on this machine; found: numpy:cpu:0"),
     ],
 )
 def test_a_companion_that_is_not_there(lends: str, problem: str) -> None:

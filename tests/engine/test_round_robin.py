@@ -134,7 +134,7 @@ def test_clipped_by_stage(crew: Crew) -> None:
 
 
 def test_several_micro_batches_are_refused(crew: Crew) -> None:
-    with pytest.raises(HetpipeError, match="they can do so with 1 micro-batch each"):
+    with pytest.raises(HetpipeError, match="each must have 1 micro-batch"):
         in_turn(crew, (2, 1), "stash", SGD[0], microbatches=2)
 
 

@@ -155,6 +155,6 @@ def design(array: Array = ARRAY) -> dict[str, str | int | float]:
 
 
 def _interval(array: Array) -> int:
-    """Return the least interval: an addition to a sum must end before the next one to it begins,
-    `turns` iterations later."""
+    """Return the least interval. The next addition to the same sum is `turns` iterations later, and
+    must not begin before the first one ends."""
     return math.ceil(ADD_CYCLES / array.turns)

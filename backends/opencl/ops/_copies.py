@@ -65,7 +65,7 @@ def _at_source(
 
 
 def _runs(source: Load, size: int, stride: int) -> list[Run]:
-    """Return the runs in `source` of `size` elements that are `stride` apart in a copy of it.
+    """Return the runs in `source` of the `size` elements with distance `stride` in a copy of it.
 
     There are as few runs as possible; none if the elements do not form whole dimensions.
     """

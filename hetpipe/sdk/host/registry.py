@@ -260,18 +260,19 @@ def companion_of(name: str) -> DeviceInfo | None:
     lends = get_backend(name).lends
     if not lends:
         return None
-    problem = f"backend {name!r} lets {lends!r} run operators for it, which"
+    problem = f"backend {name!r} has lends = {lends!r}, which"
     other = lends.partition(":")[0]
     if other == name:
-        raise BackendError(f"{problem} is itself: name another backend in `lends`")
+        raise BackendError(f"{problem} is the same backend: name another backend in `lends`")
     try:
         infos = devices_of(other)
     except BackendError as error:
-        raise BackendError(f"{problem} is of no use here: {error}") from error
+        raise BackendError(f"{problem} has no devices here: {error}") from error
     for info in infos:
         if lends in (other, info.id):
             return info
-    raise BackendError(f"{problem} is not here; found: {', '.join(i.id for i in infos) or 'none'}")
+    found = ", ".join(info.id for info in infos) or "none"
+    raise BackendError(f"{problem} is not on this machine; found: {found}")
 
 
 def open_bare(device_id: str) -> Device:
