@@ -11,9 +11,9 @@ from hetpipe.cli.output import Output
 def command(
     backends: BackendsOption = None, cluster: ClusterOption = None, json: JsonOption = None
 ) -> None:
-    """List devices, who provides them, which join a cluster unasked, and what is off and why.
+    """List the devices, their packages, and the reason why a backend is disabled.
 
-    With a cluster file its members are the devices that join, and its options of backends count.
+    The column `joins` marks the members of an automatic cluster, or of the cluster file.
     """
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.crew.launcher import configure_backends

@@ -23,8 +23,8 @@ def command(
     ] = True,
     json: JsonOption = None,
 ) -> None:
-    """Examine every backend and device. Exit 1 if a backend that is named, or a device that joins
-    unasked, does not work."""
+    """Examine every backend and device. Exit 1 if a named backend, or a device of an automatic
+    cluster, does not work."""
     from hetpipe.check.selftest_process import run_selftests
     from hetpipe.errors import HetpipeError
     from hetpipe.sdk.host.registry import backend_names, discover_devices
@@ -85,7 +85,7 @@ def _tested(result: dict[str, Any]) -> str:
 
 
 def _joins(info: DeviceInfo) -> bool:
-    """Whether the device may join a cluster unasked."""
+    """Whether the device may join an automatic cluster."""
     return not (info.capabilities.emulated or info.capabilities.reference)
 
 

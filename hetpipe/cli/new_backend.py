@@ -22,7 +22,7 @@ def command(
         Path | None, typer.Option(help="The folder to write.", show_default="NAME")
     ] = None,
 ) -> None:
-    """Write the skeleton of a backend, which runs as it is: its README says what to do next."""
+    """Write the skeleton of a backend. It runs at once, and its README gives the next steps."""
     from importlib.metadata import entry_points
 
     from hetpipe.cli.output import Output

@@ -34,7 +34,7 @@ def command(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="The id of a device. [default: the first that joins clusters unasked]"),
+        typer.Option(help="The id of a device. [default: the first of an automatic cluster]"),
     ] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Test the models at their published sizes.")
@@ -52,7 +52,7 @@ def command(
     ] = 1,
     json: JsonOption = None,
 ) -> None:
-    """Train one step of whole models on a device, beside torch. Exit 1 if one is not equal."""
+    """Train one step of whole models on a device and in torch. Exit 1 if a model differs."""
     from hetpipe.errors import HetpipeError
     from hetpipe.zoo.load import check_name, zoo_names
 

@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.
 
-    Without a file: the operators that backends' kernels compute, against torch in float64. Exit 1
-    if a kernel is at fault.
+    Without a file, test the operators of the backends' kernels against torch in float64. Exit 1 if
+    a kernel has a fault.
     """
     from hetpipe.errors import HetpipeError
 
