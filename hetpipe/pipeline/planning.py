@@ -238,8 +238,9 @@ class Planning:
         everyone = [len(members)] * (len(cuts) + 1)
         if asked.replicas is not None and list(asked.replicas) != everyone:
             raise PlanError(
-                f"{rule.name} has a replica of every stage on each of {len(members)} devices, "
-                f"not replicas {list(asked.replicas)}: leave them out, or choose another schedule"
+                f"replicas are {list(asked.replicas)}, but {rule.name} has a replica of every "
+                f"stage on each of {len(members)} devices: remove replicas, or choose another "
+                "schedule"
             )
         # A device may get any share, from one row to almost all: profile sizes in between.
         tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])

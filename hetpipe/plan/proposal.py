@@ -260,10 +260,9 @@ def lack(number: int, stage: StagePlan) -> str:
     """Describe the bytes that a stage lacks."""
     need, capacity = stage.memory_nbytes, stage.capacity_nbytes
     return (
-        f"stage {number} (layers {stage.lo}..{stage.hi - 1} on "
-        f"{words(stage.devices)}) needs {need} bytes ({need / MIB:.1f} MiB) and "
-        f"has {capacity} ({capacity / MIB:.1f} MiB): {need - capacity} bytes are "
-        "missing"
+        f"stage {number} (layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}) needs "
+        f"{need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
+        f"{need - capacity} bytes are missing"
     )
 
 

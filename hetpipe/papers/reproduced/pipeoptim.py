@@ -49,9 +49,9 @@ def largest_batches(data: Path) -> tuple[str, list[Figure]]:
             else:
                 rows.append(Figure(row, str(paper), "-", "no profile of it is published"))
     return (
-        "Largest batch a device on 4 devices of 16 GB with Adam, stages balanced by time and the "
-        "same for all. Bytes are the outputs that the profiles list, without what an LSTM keeps "
-        "inside or libraries need, so all of ours are larger: the order is what compares",
+        "Largest batch per device on 4 devices of 16 GB with Adam; all rows have the same stages, "
+        "balanced by time. Bytes are the outputs in the profiles, without the inner tensors of an "
+        "LSTM and the memory of libraries. So our batches are larger; compare only their order",
         rows,
     )
 

@@ -46,7 +46,7 @@ def fastest_plan(
     try:
         return priced.quickest(proposed, planner)
     except PlanError as error:
-        if proposed and "lacking" not in str(error):
+        if proposed and "bytes are missing" not in str(error):
             raise
         raise PlanError(
             f"no plan of {planner} for {words(cluster.ids)}: {why_not(priced, cluster.ids)}"
