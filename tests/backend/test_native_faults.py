@@ -29,7 +29,7 @@ ASKED = {
     "ABORT_IN_COUNT": r"crashes with signal 6 \(SIGABRT\) while its devices are counted; it said: "
     r"libfaulty: assertion failed",
     "COUNT_FAILS": r"its devices cannot be counted: the driver is too old",
-    "ENDLESS_COUNT": r"has 1000000 devices; at most 256",
+    "ENDLESS_COUNT": r"has 1000000 devices; a library may have at most 256",
     "HANG_IN_DESCRIBE": r"gives no answer within 3 s, while device 0 is described",
     "BAD_NAME": r"has the name 'My Card'; a name has small letters",
     "BAD_ID": r"has a device with 'my card:0' for its id",

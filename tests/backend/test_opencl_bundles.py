@@ -136,7 +136,7 @@ def test_a_stale_bundle_is_refused_with_both_hashes(
     """The kernel of another factor is another kernel."""
     message = refusal(first.info.id, tmp_path, graph_of(0.25))
     manifest = read_manifest(tmp_path / "stage-0")
-    needed = re.search(r"that needs kernel fused_\w+ with the hash (\w{64}), and", message)
+    needed = re.search(r"need kernel fused_\w+ with the hash (\w{64}), but", message)
     assert needed is not None
     assert needed[1] not in {kernel.sha256 for kernel in manifest.sources[0].kernels}
     assert f"no kernel of that name (the hash of all its kernels is {manifest.sha256})" in message
@@ -155,7 +155,7 @@ def test_a_kernel_of_the_same_name_and_another_text_is_told_by_its_hash(
 
     changed(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
-    assert f"the hash {here}, and the bundle has it with the hash {'0' * 64} (" in message
+    assert f"the hash {here}, but the bundle has it with the hash {'0' * 64} (" in message
 
 
 def test_a_bundle_of_another_device_is_refused(tmp_path: Path, first: Device) -> None:
@@ -242,7 +242,7 @@ def test_the_variable_names_bundles_where_no_cluster_file_does(
     tmp_path: Path, first: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(BUNDLES, str(tmp_path / "nowhere"))
-    with pytest.raises(BundleError, match="nowhere, and there is none for it"):
+    with pytest.raises(BundleError, match="nowhere, but the folder has no bundle for it"):
         open_device(first.info.id).compile(GRAPH)
     result(loading(first.info.id, tmp_path), GRAPH)
 

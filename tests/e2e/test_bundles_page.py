@@ -97,7 +97,7 @@ def test_a_vendors_binary_is_taken_in(lab: Path) -> None:
 
 def test_what_does_not_fit_is_refused_as_the_page_says(lab: Path) -> None:
     shown = re.search(
-        r"^    (bundles/stage-1 does not fit .*?)\n\n", PAGE, re.MULTILINE | re.DOTALL
+        r"^    (bundles/stage-1 is stale for .*?)\n\n", PAGE, re.MULTILINE | re.DOTALL
     )
     assert shown is not None
     words = re.escape(" ".join(shown[1].split())).replace(re.escape("..."), r"\w+")

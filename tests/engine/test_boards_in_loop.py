@@ -222,7 +222,7 @@ def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> N
     ):
         profile(captured, crew, hp.optim.sgd(0.1), [4])
     options = {"cuts": None, "microbatches": None, "schedule": "auto"}
-    with pytest.raises(PlanError, match="plan's times are measured, and gpu, fpga are boards here"):
+    with pytest.raises(PlanError, match="plan's times are measured, but gpu, fpga are boards"):
         pipeline(cluster, plan=plan, **options)
 
 

@@ -158,7 +158,7 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
         assert [stage.devices for stage in pipe.plan.stages] == [("m0", "m1")] * 2
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(expected.losses, rel=1e-5)
         assert pipe.predicted.step_s > 0
-    with pytest.raises(PlanError, match=r"each of 2 devices, not replicas \[1, 2\]"):
+    with pytest.raises(PlanError, match=r"replicas are \[1, 2\], but .* each of 2 devices"):
         planned(crew, model, **options, replicas=[1, 2])
     with pytest.raises(HetpipeError, match="data-parallel is synchronous and weights='stash' does"):
         planned(crew, model, **options, weights="stash")

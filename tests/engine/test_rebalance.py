@@ -233,7 +233,7 @@ def test_what_forbids_a_move_is_named(
     with pytest.raises(HetpipeError, match=f"rebalance='auto': .*{why}"):
         planned(pair, mixed(far=False), rebalance="auto", **options)
     given = {"plan": plan, "costs": costs, "schedule": "auto", "microbatches": None}
-    with pytest.raises(HetpipeError, match="rebalance='auto': a given plan says where every"):
+    with pytest.raises(HetpipeError, match="rebalance='auto': a given plan fixes every"):
         planned(pair, mixed(far=False), rebalance="auto", **given)
 
 

@@ -99,7 +99,7 @@ GROUPS: Any = [{"params": WEIGHTS}, {"params": [torch.zeros(2)], "lr": 1.0, "wei
         (torch.optim.Adam(WEIGHTS, amsgrad=True), "amsgrad=True"),
         (torch.optim.RMSprop(WEIGHTS, centered=True), "centered=True"),
         (torch.optim.Adagrad(WEIGHTS, initial_accumulator_value=1.0), "initial_accumulator_value="),
-        (torch.optim.AdamW(GROUPS), "groups of parameters with lr and weight_decay of their own"),
+        (torch.optim.AdamW(GROUPS), "groups of parameters with different lr and weight_decay"),
     ],
 )
 def test_settings_that_would_be_lost_are_named_and_no_line_is_given(theirs: Any, lost: str) -> None:

@@ -247,9 +247,9 @@ def relative_to(size: Any) -> Any:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (hp.optim.lamb(), r"lamb .* of w, whose first 3 of 7 rows .* has aten.sum.default"),
-        (relative_to(lambda p: p.numel()), r"own .*: its update depends on its shape"),
-        (relative_to(lambda p: p.flatten()[0]), r"own .*: its update has aten.view.default"),
+        (hp.optim.lamb(), r"lamb has aten.sum.default, but .* the first 3 of 7 rows of w"),
+        (relative_to(lambda p: p.numel()), r"update of own depends on its shape"),
+        (relative_to(lambda p: p.flatten()[0]), r"update of own has aten.view.default"),
     ],
 )
 def test_optimizers_that_see_whole_tensors_are_refused(rule: Any, message: str) -> None:
