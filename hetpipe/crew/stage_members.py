@@ -86,8 +86,8 @@ def stage_moves(
     for places in (placed, members):
         if max(map(len, places)) > 1 or len(set(places)) < len(places):
             raise HetpipeError(
-                f"stages on {[list(replicas) for replicas in places]}: only those of one member "
-                "each can move; load them anew"
+                f"stages on {[list(replicas) for replicas in places]}: only "
+                "stages without replicas can move; load the stages again"
             )
     moves = []
     for n, (member,) in enumerate(members):

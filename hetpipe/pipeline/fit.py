@@ -83,7 +83,7 @@ def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
             "shows that it has changed: leave out boards"
         )
     elif asked.plan is not None:
-        why = "a given plan says where every layer is: leave out plan"
+        why = "a given plan fixes every layer: remove plan"
     elif asked.cuts:
         why = f"cuts {list(asked.cuts)} say where every layer is: leave out cuts"
     elif asked.replicas is not None or (rule is not None and rule.replicates):

@@ -116,8 +116,9 @@ class Rebalancer:
         """The costs that made the present plan. Raises `HetpipeError` if there are none."""
         if self._planned_by is None:
             raise HetpipeError(
-                "this plan's step is unknown, since nothing was measured: every choice was given; "
-                "ask for costs with priced=True, or give those of the plan"
+                "this plan's step is unknown, because you gave every choice "
+                "and hetpipe measured nothing; measure costs with "
+                "priced=True, or give the plan's costs"
             )
         return self._planned_by
 

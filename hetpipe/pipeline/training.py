@@ -293,8 +293,8 @@ class Training:
         if max(self.plan.replicas) > 1:
             raise HetpipeError(
                 f"a mini-batch of a new size after {len(self._accumulated)} of "
-                f"{self.setup.updates.accumulate} that are accumulated on replicas: flush() "
-                "before it, or leave it out"
+                f"{self.setup.updates.accumulate} accumulated mini-batches, on replicas: call "
+                "flush() before it, or skip it"
             )
         schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)
         self._crew.step(UpdateRequest(schedule, 0.0, self.steps, grad_scale=1.0))

@@ -94,8 +94,8 @@ def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
     """
     if stages != 1:
         raise ScheduleError(
-            f"asp has 1 stage, the whole model on every replica, not {stages}: leave out cuts, or "
-            "use pipedream, whose stages may have replicas"
+            f"asp has 1 stage, the whole model on every replica, not {stages}: remove "
+            "cuts, or use pipedream, which allows replicas of stages"
         )
     numbers = range(microbatches)
     return (tuple(Action(0, op, m) for m in numbers for op in (Op.FORWARD, Op.BACKWARD)),)

@@ -71,15 +71,16 @@ class Watch:
             return
         if (change := self.change()) is not None:
             raise HetpipeError(
-                f"{call}(): the model was changed after it was captured: {change}. This pipeline "
-                "would go on with the model as it was: undo the change, or take the values with "
-                "state_dict() and make another pipeline"
+                f"{call}(): the model was changed after its capture: {change}."
+                " This pipeline would continue with the captured model: undo "
+                "the change, or read the values with state_dict() and make "
+                "another pipeline"
             )
         if (name := self.changed_values()) is not None:
             warnings.warn(
-                f"the model's parameter {name} has new values, neither the captured ones nor the "
-                "results of state_dict(): the pipeline trains its own copies, and does not see "
-                "them; load values before the pipeline is made",
+                f"the model's parameter {name} has new values, which the "
+                "pipeline does not see, because it trains its own copies; "
+                "load values before you make the pipeline",
                 ModelChangedWarning,
                 stacklevel=6,
             )
