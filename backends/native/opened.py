@@ -55,7 +55,9 @@ class OpenedDevice(Device):
         if give_back is None:
             path = self.library.path
             keep_for_ever(keeps)
-            raise BackendError(f"{path} returns an event, and has neither wait nor release_event")
+            raise BackendError(
+                f"{path} returns events but lacks the functions wait and release_event; add them"
+            )
         handle = Handle(pointer, give_back, self.handle)
         return NativeEvent(self, self.library, handle, keeps)
 
