@@ -20,8 +20,7 @@ from hetpipe.sdk.support import require_support
 from .bundle.export import exported, job_of
 from .bundle.programs import BundledPrograms
 from .lower.lowering import Lowered, lower
-from .lower.registry import Lowering
-from .lower.support import refusal
+from .lower.registry import Lowering, refusal
 from .lower.target import Target
 from .options import Options
 from .platform.driver import driver, errors, quiet

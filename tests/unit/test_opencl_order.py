@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hetpipe.backends.opencl.lower.order import order
+from hetpipe.backends.opencl.lower.lowering import order
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,4 +1,4 @@
-"""Registry of lowerings: a function for each operator.
+"""Registry of lowerings: a function for each operator, and reasons to refuse a node.
 
 A module of `ops/` registers its lowerings when it is imported:
 
@@ -8,10 +8,15 @@ A module of `ops/` registers its lowerings when it is imported:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+
+from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.info import DeviceInfo
 
 from .builder import Builder
 
@@ -44,11 +49,11 @@ def lowers(
     """
 
     def register(lower: Lower) -> Lower:
-        for operator in operators:
-            if operator in LOWERINGS:
-                first = LOWERINGS[operator].lower
-                raise ValueError(f"{operator} is lowered by {first.__module__} already")
-            LOWERINGS[operator] = Lowering(lower, supports, kept)
+        for name in operators:
+            if name in LOWERINGS:
+                first = LOWERINGS[name].lower
+                raise ValueError(f"{name} is lowered by {first.__module__} already")
+            LOWERINGS[name] = Lowering(lower, supports, kept)
         return lower
 
     return register
@@ -57,3 +62,42 @@ def lowers(
 def kept_operators(lowerings: Mapping[str, Lowering] = LOWERINGS) -> frozenset[str]:
     """Return the operators of a table that are not decomposed."""
     return frozenset(name for name, lowering in lowerings.items() if lowering.kept)
+
+
+def refusal(info: DeviceInfo, lowerings: Mapping[str, Lowering], node: fx.Node) -> str | None:
+    """Return why the device cannot run the node, or None if it can."""
+    name = operator_name(node)
+    lowering = lowerings.get(name)
+    if lowering is None:
+        return f"{name} has no OpenCL lowering"
+    for arg in (node, *node.all_input_nodes):
+        if node.target is operator.getitem and arg is not node:
+            continue
+        for tensor in _tensors(arg.meta.get("val")):
+            dtype = dtype_name(tensor.dtype)
+            if dtype not in info.dtypes and not (dtype in info.cast_dtypes and _enters(node, arg)):
+                return f"dtype {dtype} of {arg.name}; the device has {', '.join(info.dtypes)}"
+            if tensor.numel() >= 2**31:
+                return f"{arg.name} has {tensor.numel()} elements; kernels count to {2**31 - 1}"
+    return None if lowering.supports is None else lowering.supports(node)
+
+
+def _enters(node: fx.Node, arg: fx.Node) -> bool:
+    """Return whether the node casts from an input of the graph, or (if `arg` is the node) to an
+    output.
+
+    Elsewhere a kernel would keep the value at a higher precision than its dtype.
+    """
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    if arg is node:
+        return all(user.op == "output" for user in node.users)
+    return arg.op == "placeholder"
+
+
+def _tensors(val: object) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list)):
+        return [item for item in val if isinstance(item, torch.Tensor)]
+    return []

@@ -1,6 +1,6 @@
 """Operators that OpenCL devices run. Importing this package registers all of them."""
 
-from . import (
+from . import (  # noqa: F401
     activations,
     attention,
     convolution,
@@ -17,21 +17,3 @@ from . import (
     scatter,
     view,
 )
-
-__all__ = [
-    "activations",
-    "attention",
-    "convolution",
-    "creation",
-    "division",
-    "elementwise",
-    "indexing",
-    "loss",
-    "matmul",
-    "normalization",
-    "pooling",
-    "recurrent",
-    "reduction",
-    "scatter",
-    "view",
-]

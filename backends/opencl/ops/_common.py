@@ -1,15 +1,18 @@
-"""Helpers for lowerings of elementwise operators."""
+"""Helpers for lowerings: arguments, casts, and reasons to refuse a node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..lower.builder import Builder, node_dtype, node_shape
-from ..lower.expr import Const, Expr
+from ..lower.expr import Const, Expr, Value
 
 FLOATS = ("float16", "float32", "float64")
+UNSIGNED = ("bool", "uint8")
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -48,3 +51,42 @@ def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
     """Return `yes` where `condition` (bool) holds, else `no`."""
     code = "select({2}, {1}, convert_{M}(-convert_{M}({0})))"
     return builder.apply(code, yes.dtype, condition, yes, no)
+
+
+def why_not_float32(node: fx.Node) -> str | None:
+    """Return why float32 kernels cannot run a node, or None. Class indices may be int64."""
+    return _other_dtype(node, torch.int64) or _empty(node.all_input_nodes[:1])
+
+
+def why_not_all_float32(node: fx.Node) -> str | None:
+    """Return why kernels for non-empty float32 tensors cannot run a node, or None."""
+    return why_not_float32_product(node) or _empty(node.all_input_nodes)
+
+
+def why_not_float32_product(node: fx.Node) -> str | None:
+    """Return why kernels for float32 tensors, which may be empty, cannot run a node, or None."""
+    return _other_dtype(node)
+
+
+def _other_dtype(node: fx.Node, *allowed: torch.dtype) -> str | None:
+    for arg in node.all_input_nodes:
+        val = arg.meta["val"]
+        if isinstance(val, torch.Tensor) and val.dtype not in (torch.float32, *allowed):
+            return f"this operator is float32 here, not {val.dtype}"
+    return None
+
+
+def _empty(nodes: Sequence[fx.Node]) -> str | None:
+    shapes = (tuple(node.meta["val"].shape) for node in nodes)
+    return next((f"an operand is empty: {shape}" for shape in shapes if 0 in shape), None)
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the positional arguments; the operator's schema guarantees their types."""
+    return tuple(node.args)
+
+
+def optional(builder: Builder, name: str, node: Any, stand_in: Value) -> dict[str, Value | int]:
+    """Return kernel arguments `name` and `has_name`; kernels never read an absent tensor."""
+    there = node is not None
+    return {name: builder.value(node) if there else stand_in, f"has_{name}": int(there)}

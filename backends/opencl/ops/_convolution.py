@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..lower.geometry import Geometry
-from ._float32 import arguments
+from ._common import arguments, why_not_all_float32
 
 MOST_PIXELS = 14
 """Most pixels of a register tile: each takes 2 of 32 registers for its sums."""
@@ -81,7 +80,7 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
         for tr in range(1, min(rows, MOST_PIXELS // tc) + 1):
             for ti in range(1, min(images, MOST_PIXELS // (tc * tr)) + 1):
                 pixels = ti * tr * tc
-                useful = _filled(images, ti) * _filled(rows, tr) * _filled(cols, tc)
+                useful = filled(images, ti) * filled(rows, tr) * filled(cols, tc)
                 score = (
                     useful * pixels / (pixels + 1) * (1 - 0.01 * (ti * tr - 1) - 0.04 * (tr - 1))
                 )
@@ -91,7 +90,8 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
     return best
 
 
-def _filled(size: int, tile: int) -> float:
+def filled(size: int, tile: int) -> float:
+    """Return the share of equal tiles that `size` elements fill."""
     return size / (math.ceil(size / tile) * tile)
 
 
@@ -124,15 +124,10 @@ def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
 
 def why_not(node: fx.Node) -> str | None:
     """Return why a convolution cannot be lowered, or None if it can."""
-    tensors = [arg.meta["val"] for arg in node.all_input_nodes]
-    for val in tensors:
-        if val.dtype != torch.float32:
-            return f"convolutions are float32 here, not {val.dtype}"
-        if val.numel() == 0:
-            return f"an operand is empty: {tuple(val.shape)}"
-    if tensors[0].dim() not in (3, 4):
-        return f"convolutions have 1 or 2 dimensions here, not {tensors[0].dim() - 2}"
-    return None
+    dims = node.all_input_nodes[0].meta["val"].dim()
+    if dims not in (3, 4):
+        return f"convolutions have 1 or 2 dimensions here, not {dims - 2}"
+    return why_not_all_float32(node)
 
 
 def _shape(node: Any) -> tuple[int, ...]:

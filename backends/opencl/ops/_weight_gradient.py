@@ -10,6 +10,7 @@ from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
+from ._convolution import filled
 
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
@@ -44,7 +45,7 @@ def choose_tiling(depth: int, kernel_w: int, dilation_w: int, most: int = MOST_S
         for sums in range(1, min(row, most) + 1):
             if dilation_w > 1 and kernel_w > 1 and (sums % channels or row % sums):
                 continue  # the next tap is no neighbour in memory
-            useful = _filled(depth, channels) * _filled(row, sums)
+            useful = filled(depth, channels) * filled(row, sums)
             score = useful * sums / (sums + 2)
             score *= 1.0 if channels in (1, 2, 4, 8) else 0.98  # quick to pack
             if score > best_score:
@@ -144,10 +145,6 @@ def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
 def _chunk(count: int, most: int) -> int:
     """Return the size of equal chunks of at most `most`."""
     return math.ceil(count / math.ceil(count / max(1, most)))
-
-
-def _filled(size: int, tile: int) -> float:
-    return size / (math.ceil(size / tile) * tile)
 
 
 def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:

@@ -13,7 +13,7 @@ from ..lower.builder import Builder, node_shape
 from ..lower.expr import Expr, Value
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
-from ._float32 import arguments, why_not_all_float32
+from ._common import arguments, why_not_all_float32
 
 LANES = 16
 BLOCK = 64

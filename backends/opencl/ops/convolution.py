@@ -21,8 +21,8 @@ from ..lower.launch import Kernel
 from ..lower.reduce import SUM, reduce
 from ..lower.registry import lowers
 from . import _few_channels, _small_images, _winograd
+from ._common import arguments
 from ._convolution import Axis, choose_tile, forward_axis, geometry_of, gradient_axes, why_not
-from ._float32 import arguments
 from ._pointwise import folded_gradient, folds, is_pointwise, pointwise, sampled
 from ._weight_gradient import weight_gradient
 

@@ -9,9 +9,8 @@ from hetpipe.sdk.graph import operator_name
 from ..lower.builder import Builder
 from ..lower.expr import DEAR, Expr
 from ..lower.registry import lowers
-from ._common import FLOATS, operands
+from ._common import FLOATS, UNSIGNED, operands
 
-UNSIGNED = ("uint8", "bool")
 OTHER_SIGN = "({0} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
 """C code: whether remainder {0} and divisor {1} have different signs."""
 

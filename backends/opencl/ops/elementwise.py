@@ -18,9 +18,7 @@ from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import DEAR, Apply, Const, Expr
 from ..lower.registry import lowers
-from ._common import FLOATS, argument, cast, choose, operands, truth
-
-UNSIGNED = ("bool", "uint8")
+from ._common import FLOATS, UNSIGNED, argument, cast, choose, operands, truth
 
 ARITHMETIC = {
     "mul": ("{0} * {1}", 1),

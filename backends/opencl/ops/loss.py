@@ -14,7 +14,7 @@ from ..lower.launch import Kernel
 from ..lower.registry import lowers
 from ..lower.rows import past_caches, rows_each
 from ..lower.signature import Argument
-from ._float32 import arguments, optional, why_not_float32
+from ._common import arguments, optional, why_not_float32
 
 LANES = 16
 MOST_CLASSES = 4096

@@ -21,9 +21,8 @@ from ..lower.product import Operand, Product
 from ..lower.registry import lowers
 from ..lower.signature import Argument, bind
 from ..lower.target import Target
-from ._common import operands
+from ._common import arguments, operands, why_not_float32_product
 from ._copies import at_sources, copy_at_once, is_turned_later
-from ._float32 import arguments, why_not_float32_product
 
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""

@@ -13,7 +13,7 @@ from ..lower.expr import Expr, Value
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
 from ..lower.rows import past_caches, rows_each
-from ._float32 import arguments, optional, why_not_float32
+from ._common import arguments, optional, why_not_float32
 
 LANES = 16
 GRADIENTS = ("dx", "dweight", "dbias")

@@ -12,7 +12,7 @@ from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
-from ._float32 import arguments, why_not_float32
+from ._common import arguments, why_not_float32
 
 WINDOW = (
     "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",

@@ -11,7 +11,7 @@ from ..lower.expr import Value
 from ..lower.launch import Kernel
 from ..lower.product import Operand
 from ..lower.registry import lowers
-from ._float32 import arguments, optional, why_not_float32
+from ._common import arguments, optional, why_not_float32
 from .matmul import pack_columns
 
 LANES = 16
