@@ -16,7 +16,7 @@ from hetpipe.cli.app import app
 from hetpipe.cost.board import boards, read_board
 from hetpipe.errors import CostError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "boards.md").read_text(encoding="utf-8")
 
 
 def printed(*arguments: str) -> str:

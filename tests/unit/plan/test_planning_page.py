@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 from hetpipe.plan.planners.registry import PLANNERS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

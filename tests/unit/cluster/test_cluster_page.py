@@ -14,7 +14,7 @@ from hetpipe.cluster.topology import SHAPES, Link
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_a_plan_for_boards_may_have_a_design() -> None:
 
 
 def test_the_page_on_boards_has_the_numbers_of_the_design() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "boards.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "boards.md").read_text(encoding="utf-8")
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert block is not None
     names: dict[str, Any] = {}

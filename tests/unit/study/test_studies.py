@@ -391,7 +391,7 @@ class TestCommands:
         assert data["rows"][0]["factor"] == 1.0
 
     def test_profiles_that_lack_bytes_of_cuts_or_a_unit(self, folder: Path) -> None:
-        importers = Path(__file__).parents[1] / "data" / "importers"
+        importers = Path(__file__).parents[2] / "data" / "importers"
         cluster = ["--cluster", str(folder / "mixed.toml"), "--samples", "2"]
         metis = ["plan", "--profile", str(importers / "metis.json"), *cluster]
         assert run(*metis, "--cut-nbytes", "160")["stages"]

@@ -18,7 +18,7 @@ from hetpipe.cluster.cluster import link_costs, load_or_published, published_nam
 from hetpipe.cluster.topology import DUPLEXES, SHAPES
 from hetpipe.errors import ClusterError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAPERS = ROOT / "hetpipe" / "cluster" / "papers"
 
 

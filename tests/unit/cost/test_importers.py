@@ -16,7 +16,7 @@ from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 from hetpipe.errors import CostError
 from hetpipe.study import of_file
 
-DATA = Path(__file__).parents[1] / "data" / "importers"
+DATA = Path(__file__).parents[2] / "data" / "importers"
 MILLI = 1e-3
 
 
