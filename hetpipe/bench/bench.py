@@ -25,7 +25,8 @@ from hetpipe.errors import PlanError
 from hetpipe.pipeline.options import PlanOptions
 from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
-from hetpipe.plan.planner import explore
+from hetpipe.plan.planner import make_pipeline
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
@@ -232,11 +233,10 @@ def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
         return [], "there is one device"
     if setting.schedule != "auto":
         return [], "a schedule is given"
-    explored = partial(
-        explore, task.tables, task.cluster.ids, mini_batch=task.mini_batch, use_all=True
-    )
+    ask = PlannerOptions(task.mini_batch)
+    options = [replace(ask, schedules=(rule,), weights=weights) for rule, weights in STREAMS]
     try:
-        plans = [explored(schedules=(rule,), weights=weights)[0] for rule, weights in STREAMS]
+        plans = [make_pipeline(task.tables, task.cluster.ids, each) for each in options]
     except PlanError as error:
         return [], str(error)
     return plans, ""
@@ -247,7 +247,7 @@ def _auto_plan(task: Task, setting: Setting) -> Plan:
     captured = task.captured
     asked = PlanOptions(microbatches=setting.microbatches, schedule=setting.schedule)
     planning = Planning(
-        captured.name, captured.layer_names, task.cluster.ids, task.mini_batch,
+        captured.name, captured.layer_names, task.cluster, task.mini_batch,
         lambda sizes: {size: task.tables[size] for size in sizes if size in task.tables},
         whole_batch_statistics=bool(captured.updated_buffers),
     )  # fmt: skip
@@ -297,10 +297,8 @@ def _identity(plan: Plan) -> tuple[Any, ...]:
 
 def _balanced_plan(task: Task, setting: Setting) -> Plan:
     """Return the plan with the shortest predicted step that uses every device."""
-    return explore(
-        _explored(task, setting), task.cluster.ids, mini_batch=task.mini_batch,
-        schedules=_schedules(setting), use_all=True,
-    )[0]  # fmt: skip
+    options = PlannerOptions(task.mini_batch, schedules=_schedules(setting))
+    return make_pipeline(_explored(task, setting), task.cluster.ids, options)
 
 
 def _link_blind_plan(task: Task, setting: Setting) -> Plan:
@@ -323,7 +321,9 @@ def _schedules(setting: Setting) -> tuple[str, ...]:
 
 def _alone_plan(task: Task, member: str) -> Plan:
     """Return the fastest predicted plan with the whole model on one device."""
-    return explore(task.tables, [member], mini_batch=task.mini_batch, schedules=("1f1b",))[0]
+    return make_pipeline(
+        task.tables, [member], PlannerOptions(task.mini_batch, schedules=("1f1b",))
+    )
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ def plan_by(
 
     The plan has the table's micro-batches. Raises `PlanError`.
     """
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.pipeline.planning import Planning
 
     members = devices or list(costs.devices)
@@ -32,8 +33,9 @@ def plan_by(
     check_devices(asked, len(members))
     asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
     layers = [layer.name for layer in costs.layers]
+    cluster = Cluster.with_ids(members)
     planning = Planning(
-        costs.model, layers, members, mini_batch, lambda sizes: {costs.samples: costs}
+        costs.model, layers, cluster, mini_batch, lambda sizes: {costs.samples: costs}
     )
     return planning.choose(asked)[0]
 

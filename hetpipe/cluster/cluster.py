@@ -183,6 +183,11 @@ class Cluster:
         return Cluster(*read_paper_cluster(name))
 
     @staticmethod
+    def with_ids(ids: Sequence[str]) -> Cluster:
+        """Return a cluster for plans from costs alone: nothing but the members' ids is known."""
+        return Cluster(tuple(Member(id, id) for id in ids))
+
+    @staticmethod
     def local(
         backends: Sequence[str] | None = None,
         devices: Sequence[str] | None = None,

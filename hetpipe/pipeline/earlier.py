@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError
+from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import make_plan
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import replicated_again
+from hetpipe.plan.search import proposal_of
 from hetpipe.profile import cache
 
 GAIN = 0.05
@@ -26,14 +29,9 @@ class EarlierPlans:
 
     parts: Mapping[str, object]
 
-    def settle(
-        self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
-    ) -> Plan:
-        """Return the earlier plan if it is still good, or else `best`, which is then stored."""
-        kept = self.kept(best, tables, asked)
-        if kept is None:
-            cache.store(self._entry(best.mini_batch, asked), best.to_json())
-        return kept or best
+    def keep(self, plan: Plan, asked: Mapping[str, object]) -> None:
+        """Store a plan for later starts with these options."""
+        cache.store(self._entry(plan.mini_batch, asked), plan.to_json())
 
     def kept(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
@@ -41,8 +39,9 @@ class EarlierPlans:
         """Return the earlier plan for these options, with a new price. None if there is none, it
         no longer fits, or `best` saves more than `GAIN` of its step."""
         earlier = _load(self._entry(best.mini_batch, asked), tables)
-        worse = earlier is not None and best.step_s <= (1 - GAIN) * earlier.step_s
-        return None if worse else earlier
+        if earlier is None or best.step_s <= (1 - GAIN) * earlier.step_s:
+            return None
+        return replace(earlier, lower_bound_s=best.lower_bound_s)
 
     def _entry(self, mini_batch: int, asked: Mapping[str, object]) -> str:
         return cache.key({**self.parts, "mini_batch": mini_batch, "asked": dict(asked)})
@@ -53,14 +52,21 @@ def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
     if content is None:
         return None
     try:
-        plan = Plan.from_json(content)
-        if max(plan.replicas) > 1:
-            return replicated_again(tables, plan)
-        table = tables[-(-plan.mini_batch // plan.microbatches)]
-        again = make_plan(
-            table, plan.devices, mini_batch=plan.mini_batch, microbatches=plan.microbatches,
-            schedule=plan.schedule, weights=plan.weights, cuts=plan.cuts,
-        )  # fmt: skip
+        return _priced_again(Plan.from_json(content), tables)
     except (HetpipeError, KeyError):  # an old format, or not enough memory
         return None
-    return replace(again, origin=plan.origin)
+
+
+def _priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
+    """Return the plan priced by these tables, with the same shares of replicas.
+
+    Raises `KeyError` for a size of micro-batches without costs, and `PlanError`.
+    """
+    if plan.rule.replicates:
+        return replicated_again(tables, plan)
+    options = PlannerOptions(plan.mini_batch, weights=plan.weights)
+    priced, proposal = Priced(tables, options), proposal_of(plan)
+    if max(plan.replicas) > 1:
+        return priced.with_shares(proposal, plan)
+    again = priced.plan(proposal, plan.origin)
+    return with_interval(again, tables[options.size(plan.microbatches)])

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
@@ -15,18 +14,21 @@ from hetpipe.pipeline.lent import with_program_notes
 from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.layer_split import splits_of
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.planner import make_plan
+from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.pricing import check_able
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.plan.unused import with_notes
 from hetpipe.profile.boards import board_costs
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
-from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
+from hetpipe.schedule.rule import ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.capture.layers import LayerGraph
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PlanOptions
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from hetpipe.profile.rounds import Effort
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
-EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
-"""Schedules among which the planner chooses."""
 STAGED_MICROBATCHES = 8
 """Micro-batches by default if the user gives stages and replicas."""
 
@@ -67,13 +67,13 @@ def planning_for(
     measured = captured, crew, optimizer
     if crew.cluster.described:
         return Planning(
-            captured.name, captured.layer_names, list(crew.infos), mini_batch,
+            captured.name, captured.layer_names, crew.cluster, mini_batch,
             partial(board_costs, *measured, progress=progress, report=report),
             whole_batch_statistics=bool(captured.updated_buffers), label="modelled",
             noted=partial(with_program_notes, *measured),
         )  # fmt: skip
     return Planning(
-        captured.name, captured.layer_names, list(crew.infos), mini_batch,
+        captured.name, captured.layer_names, crew.cluster, mini_batch,
         partial(profile, *measured, progress=progress, report=report),
         partial(stored_costs, *measured), captured.layer_graph, crew.label,
         bool(captured.updated_buffers), EarlierPlans(cost_parts(*measured)),
@@ -83,11 +83,11 @@ def planning_for(
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans for a `model` with these `layers` on these `members`; profiles only if necessary."""
+    """Plans for a `model` with these `layers` on a cluster; profiles only if necessary."""
 
     model: str
     layers: Sequence[str]
-    members: Sequence[str]
+    cluster: Cluster
     mini_batch: int
     tables: Tables
     stored: Tables | None = None  # tables that need no measurement; None: `tables` measures nothing
@@ -98,6 +98,11 @@ class Planning:
     earlier: EarlierPlans | None = None
     noted: Callable[[Plan], Plan] = lambda plan: plan
     """Adds notes about the programs of a plan's stages."""
+
+    @property
+    def members(self) -> list[str]:
+        """The ids of the cluster's members."""
+        return list(self.cluster.ids)
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         """Return the fastest predicted plan that meets the options, and its costs; or the plan
@@ -128,65 +133,49 @@ class Planning:
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
     ) -> tuple[Plan, CostTable | None]:
-        """Return the fastest plan with one stage per member; with `cuts`, on the first members."""
+        """Return the fastest plan that meets the options; with `cuts`, on the first members."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # the earliest updates
         if asked.cuts is None:
-            return self._by_cost(asked, rule, policy, counts)
+            return self._searched(asked, rule, policy, counts)
         prices = self._stored if asked.decided and not asked.priced else self._profiled
         tables = prices(counts[:1])
         if not tables:
             return self._unpriced(asked, rule, policy), None
         schedule = ONE_F_ONE_B.name if asked.schedule == "auto" else rule.name
-        members = list(self.members)
         table = tables[self._samples(counts[0])]
         plan = make_plan(
-            table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
+            table, self.members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
             microbatches=counts[0], schedule=schedule, weights=policy.name, cuts=asked.cuts,
         )  # fmt: skip
         return plan, table
 
-    def _by_cost(
+    def _searched(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, counts: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """Return the fastest plan with one of these numbers of micro-batches, or on replicas."""
-        members = list(self.members)
+        """Return the fastest plan that the planner finds with these numbers of micro-batches."""
         free = asked.schedule == "auto" and asked.rebalance is None
-        schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
-
-        def quickest(tables: Mapping[int, CostTable]) -> list[Plan]:
-            plans = explore(
-                tables, members, mini_batch=self.mini_batch, schedules=schedules,
-                weights=policy.name,
-            )  # fmt: skip
-            if free and not self.whole_batch_statistics:
-                plans = self._data_parallel(tables) + plans
-                plans.sort(key=lambda plan: plan.step_s)
-            return plans
-
+        options = PlannerOptions(
+            self.mini_batch, tuple(counts) if len(counts) == 1 else (),
+            () if asked.schedule == "auto" else (rule.name,), policy.name,
+            replicas=free and not self.whole_batch_statistics,
+        )  # fmt: skip
         # Every size needs separate programs. So only the two ends and the stored sizes are
-        # measured, and then the best plan's size if interpolated costs choose another one.
+        # measured at first, then sizes of plans that are the best by interpolated costs.
         ends = self._sizes([counts[0], counts[-1]])
         tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
-        best = quickest(with_sizes_between(tables, self._sizes(counts)))[0]
-        kept = None if self.earlier is None else self.earlier.kept(best, tables, asked.keywords)
-        if kept is None:
+        while True:
+            best = plan_on(tables, self.cluster, options)
+            kept = self.earlier and self.earlier.kept(best, tables, asked.keywords)
             size = self._samples(best.microbatches)
-            if size not in tables and max(best.replicas) == 1:
-                tables |= self.tables([size])
-        plans = quickest(tables)
-        best = kept or plans[0]
-        if self.earlier is not None and kept is None:
-            best = self.earlier.settle(best, tables, asked.keywords)
-        return with_notes([best, *plans], members), self._nearest(tables, best)
-
-    def _data_parallel(self, tables: Mapping[int, CostTable]) -> list[Plan]:
-        """Return the plan with the whole model on every member, if there is one."""
-        try:
-            return [replicated_plan(tables, list(self.members), (), mini_batch=self.mini_batch)]
-        except PlanError:
-            return []
+            if kept or size in tables or min(best.replicas) > 1:
+                break
+            tables |= self.tables([size])
+        if self.earlier and not kept:
+            self.earlier.keep(best, asked.keywords)
+        best = kept or best
+        return with_notes(best, tables, self.members), self._nearest(tables, best)
 
     def _nearest(self, tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
         """Return the table for the plan's micro-batches, or for the nearest size."""

@@ -14,8 +14,9 @@ from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
+from hetpipe.plan.planner import make_plan, predict
 from hetpipe.plan.pricing import Partition, Question, price, why_impossible
+from hetpipe.plan.search import FREE_ORDER_DEVICES
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable

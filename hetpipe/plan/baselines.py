@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from hetpipe.cost.table import CostTable, LayerCost, LinkCost
 from hetpipe.errors import PlanError
-from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import explore, make_plan
-from hetpipe.plan.pricing import Partition, Question, price
+from hetpipe.plan.planner import make_pipeline, make_plan
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.plan.search import proposal_of
 from hetpipe.words import words
 
 
@@ -75,17 +76,16 @@ def link_blind_plan(
 ) -> Plan:
     """Return the best plan over all `devices` for free transfers, at its true price.
 
-    `tables` are by micro-batch size. Raises `PlanError` as `explore` does.
+    `tables` are by micro-batch size. Raises `PlanError` as `make_pipeline` does.
     """
     free = {
         size: replace(table, links=dict.fromkeys(table.links, LinkCost(0.0, math.inf)))
         for size, table in tables.items()
     }
-    blind = explore(free, devices, mini_batch=mini_batch, schedules=schedules, use_all=True)[0]
-    table = tables[-(-mini_batch // blind.microbatches)].beside(len(devices))
-    question = Question(StageCosts(table), blind.schedule, mini_batch, blind.microbatches)
-    plan = price(question, Partition(blind.devices, blind.cuts, blind.in_flight), "link-blind")
-    return with_interval(plan, table)
+    options = PlannerOptions(mini_batch, schedules=tuple(schedules))
+    blind = make_pipeline(free, devices, options)
+    plan = Priced(tables, options).plan(proposal_of(blind), "link-blind")
+    return with_interval(plan, tables[plan.share_samples].beside(len(devices)))
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:

@@ -40,6 +40,7 @@ class StageCosts:
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
         self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
+        self._updates_s: dict[tuple[int, float], Array] = {}
         # Partitions share most stages, so the price of a stage is needed many times.
         self.stage_passes_s = cache(self._stage_passes_s)
         self.stage_compute_s = cache(self._stage_compute_s)
@@ -116,6 +117,15 @@ class StageCosts:
         seconds, unsupported, overhead_s = self.prefixes(device)
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
+
+    def least_update_s(self, device: str, lo: Array, hi: Array) -> Array:
+        """Return the seconds of a stage's update without the fixed overhead."""
+        cost = self.table.devices[device]
+        kind = id(cost.layers), cost.overhead_s
+        if kind not in self._updates_s:
+            seconds = [max(layer.update_s - cost.overhead_s, 0.0) for layer in cost.layers]
+            self._updates_s[kind] = _prefix(seconds)
+        return self._updates_s[kind][hi] - self._updates_s[kind][lo]
 
     def transfer_s(self, source: str, target: str, cut: Array) -> Array:
         """Return the seconds of a transfer across a cut, in one direction."""

@@ -10,8 +10,9 @@ from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import CostError
 from hetpipe.plan.exact import exact
 from hetpipe.plan.groups import group_matrix
+from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import why_unable
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, in_flight, single_device_groups
+from hetpipe.plan.proposal import PlannerOptions, Proposal, in_flight, single_device_groups
 from hetpipe.plan.search import fit_cuts
 from hetpipe.schedule.rule import rule_of
 from hetpipe.words import words
@@ -22,21 +23,22 @@ FREE = LinkCost(0.0, float("inf"))
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
     """Name the stage of the best partition that needs more memory, the bytes, and a cure."""
-    asked = priced.options.schedules
-    if asked and all(rule_of(name).several_stages for name in asked):
+    schedules = priced.options.schedules
+    if schedules and all(rule_of(name).several_stages for name in schedules):
         return (
-            f"it gives a device one stage, and {words(asked)} more than one: name another "
+            f"it gives a device one stage, and {words(schedules)} more than one: name another "
             "schedule, or take another planner"
         )
     schedule = _schedule(priced.options)
     counts = priced.options.counts(priced.tables)
-    if not rule_of(schedule).flushes and 1 not in counts:
+    asked = priced.options.microbatches
+    if not rule_of(schedule).flushes and 1 not in counts and len(asked) != 1:
         whole = priced.options.mini_batch
         return (
             f"{schedule} takes a mini-batch whole, and the micro-batches allowed here are "
             f"{words(counts)} of a mini-batch of {whole}: allow 1, with costs for {whole} samples"
         )
-    count = counts[-1] if rule_of(schedule).flushes else 1
+    count = counts[-1] if rule_of(schedule).flushes or len(asked) == 1 else 1
     bare = _bare(priced, members, schedule, count)
     costs, versions = priced.costs(bare), priced.versions(bare)
     matrices = [

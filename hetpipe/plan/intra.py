@@ -14,7 +14,8 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.layer_split import Split
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.proposal import Priced, Proposal
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import Proposal
 
 GAIN = 0.01
 """A split with a smaller relative gain is not worth two layers."""

@@ -56,15 +56,6 @@ class Question:
         """The policy for versions of the weights."""
         return policy_of(self.weights)
 
-    def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Return the device of each stage; if devices have several stages, by the schedule."""
-        if not self.rule.several_stages:
-            return tuple(devices)
-        stages = self.rule.stages_per_worker * len(devices)
-        rows = self.rule.rows(stages, self.microbatches, workers=len(devices))
-        places = {action.stage: row for row, actions in enumerate(rows) for action in actions}
-        return tuple(devices[places[stage]] for stage in range(stages))
-
     def versions(self, in_flight: Sequence[int], stage: int) -> int:
         """Return how many versions of a stage's weights exist at once, with a predicted copy."""
         return self.policy.versions(in_flight, stage, self.microbatches)
@@ -245,25 +236,6 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
     return None
 
 
-def lower_bound_s(question: Question, partition: Partition) -> float:
-    """Return a lower bound of the step: a stage's passes, and a micro-batch's round trip."""
-    costs = question.costs
-    bound_s = way_s = 0.0
-    for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
-        device = partition.devices[stage]
-        both_s = costs.stage_compute_s(device, lo, hi)
-        bound_s = max(bound_s, way_s + question.microbatches * both_s)
-        if not question.rule.flushes:
-            continue  # only the first micro-batch waits for its way
-        way_s += both_s
-        if stage + 1 < len(partition.devices):
-            there = partition.devices[stage + 1]
-            way_s += costs.transfer_s(device, there, hi) + costs.transfer_s(there, device, hi)
-    if not question.rule.flushes:
-        return bound_s
-    return bound_s + costs.table.step_overhead_s
-
-
 def why_impossible(question: Question, partition: Partition) -> str | None:
     """Return why the partition cannot run: an unsupported layer, too little memory, or a parameter
     that two stages would update at different times; None if it can run."""
@@ -286,11 +258,11 @@ def why_impossible(question: Question, partition: Partition) -> str | None:
         used[domain] += need
         capacity[domain] = max(capacity[domain], cost.memory_nbytes)
         if need > cost.memory_nbytes:
-            return f"{_stage(stage, partition, costs)} {_lack(need, cost.memory_nbytes)}"
+            return f"{_stage(stage, partition, costs)} {lack(need, cost.memory_nbytes)}"
         if used[domain] > capacity[domain]:
             return (
                 f"{_stage(stage, partition, costs)}, with the stages before it in memory {domain}, "
-                f"{_lack(used[domain], capacity[domain])}"
+                f"{lack(used[domain], capacity[domain])}"
             )
     return None
 
@@ -335,7 +307,8 @@ def _able(table: CostTable, index: int) -> str:
     return f"{words(able)} can" if able else f"nor can any of {words(table.devices)}"
 
 
-def _lack(need: int, capacity: int) -> str:
+def lack(need: int, capacity: int) -> str:
+    """Describe the bytes that a stage lacks."""
     return (
         f"needs {need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
         f"{need - capacity} bytes are missing"

@@ -1,27 +1,23 @@
-"""Proposals: pipelines that planners propose, all priced by one cost model and one simulator."""
+"""Proposals: pipelines that planners propose, without prices."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
-from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable
-from hetpipe.errors import CostError, PlanError, ScheduleError
-from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import Partition, Question, lower_bound_s, price, why_impossible
-from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.errors import PlanError
 from hetpipe.schedule.generators import max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
-from hetpipe.schedule.weights import policy_for, policy_of
-from hetpipe.words import words
 
 Tables = Mapping[int, CostTable]
 """Costs by the samples of a micro-batch."""
+Groups = tuple[tuple[str, ...], ...]
+"""The devices of the replicas of each stage."""
+Cuts = tuple[int, ...]
+"""The first layer of every stage but the first."""
 
 MIB = 2**20
 
@@ -98,8 +94,8 @@ class PlannerOptions:
 class Proposal:
     """A pipeline without prices: `groups` has, for each stage, the devices of its replicas."""
 
-    cuts: tuple[int, ...]
-    groups: tuple[tuple[str, ...], ...]
+    cuts: Cuts
+    groups: Groups
     schedule: str
     microbatches: int
     in_flight: tuple[int, ...] = ()
@@ -110,127 +106,6 @@ class Proposal:
     def devices(self) -> tuple[str, ...]:
         """All devices, in the order of the stages."""
         return tuple(device for group in self.groups for device in group)
-
-
-@dataclass(frozen=True)
-class Priced:
-    """Prices proposals by `tables`; the prices of stages that proposals share are kept."""
-
-    tables: Tables
-    options: PlannerOptions
-    _costs: dict[tuple[int, int, bool], StageCosts] = field(default_factory=dict, compare=False)
-
-    def plan(self, proposal: Proposal, origin: str) -> Plan:
-        """Return the plan with its predicted step. Raises `PlanError` if it cannot run."""
-        rule = rule_of(proposal.schedule)
-        if rule.replicates:
-            plan = replicated_plan(
-                self.tables, proposal.devices, proposal.cuts, mini_batch=self.options.mini_batch,
-                microbatches=proposal.microbatches,
-            )  # fmt: skip
-        elif max(map(len, proposal.groups)) > 1 or not rule.averages:
-            passes = Passes(
-                proposal.schedule, proposal.microbatches, self._weights(proposal),
-                proposal.in_flight, proposal.recompute,
-            )  # fmt: skip
-            plan = staged_plan(
-                self.tables_near(proposal), proposal.groups, proposal.cuts, passes,
-                mini_batch=self.options.mini_batch,
-            )  # fmt: skip
-        else:
-            question, partition = self._question(proposal), self._partition(proposal)
-            why_not = why_impossible(question, partition)
-            if why_not is not None:
-                raise PlanError(why_not)
-            return price(question, partition, origin)
-        check_memory(plan)
-        return replace(plan, origin=origin)
-
-    def why_not(self, proposal: Proposal) -> str | None:
-        """Return why a proposal without replicas cannot run; None if it can."""
-        return why_impossible(self._question(proposal), self._partition(proposal))
-
-    def bound_s(self, proposal: Proposal) -> float:
-        """Return a lower bound of the step, much faster than its price."""
-        if max(map(len, proposal.groups)) == 1:
-            return lower_bound_s(self._question(proposal), self._partition(proposal))
-        costs = self.costs(proposal)
-        ends = zip((0, *proposal.cuts), (*proposal.cuts, costs.count), strict=True)
-        slowest_s = 0.0
-        for group, (lo, hi) in zip(proposal.groups, ends, strict=True):
-            speed = sum(1 / max(costs.stage_compute_s(d, lo, hi), 1e-300) for d in group)
-            slowest_s = max(slowest_s, 1 / speed if speed else math.inf)
-        return proposal.microbatches * slowest_s
-
-    def quickest(self, proposals: Iterable[Proposal], origin: str) -> Plan:
-        """Return the plan with the shortest step; stop when no bound allows a shorter one.
-
-        Raises the `PlanError` of the most promising proposal if none can run.
-        """
-        bounds_s = {proposal: self.bound_s(proposal) for proposal in dict.fromkeys(proposals)}
-        best: Plan | None = None
-        refusal: PlanError | None = None
-        for proposal, bound_s in sorted(bounds_s.items(), key=lambda item: item[1]):
-            if best is not None and bound_s >= best.step_s:
-                break
-            try:
-                plan = self.plan(proposal, origin)
-            except (CostError, PlanError, ScheduleError) as error:
-                refusal = refusal or PlanError(str(error))
-                continue
-            if best is None or plan.step_s < best.step_s:
-                best = plan
-        if best is None:
-            raise refusal or PlanError(f"the planner {origin} proposed nothing; give more devices")
-        return best
-
-    def costs(self, proposal: Proposal) -> StageCosts:
-        """Return the costs at the proposal's micro-batches, while its devices compute."""
-        size, count = self.options.size(proposal.microbatches), len(set(proposal.devices))
-        key = size, count, proposal.recompute
-        if key not in self._costs:
-            table = self.table(size).beside(count)
-            self._costs[key] = StageCosts(table, proposal.recompute)
-        return self._costs[key]
-
-    def table(self, size: int) -> CostTable:
-        """Return the costs at a size of micro-batch, or between two. Raises `PlanError`."""
-        tables = self.tables if size in self.tables else with_sizes_between(self.tables, [size])
-        if size not in tables:
-            raise PlanError(
-                f"costs are known for micro-batches of {min(self.tables)} to {max(self.tables)} "
-                f"samples, not of {size}: choose another number of micro-batches, or profile at it"
-            )
-        return tables[size]
-
-    def tables_near(self, proposal: Proposal) -> dict[int, CostTable]:
-        """Return the tables up to and including the size of the whole micro-batch."""
-        size = self.options.size(proposal.microbatches)
-        smaller = {known: table for known, table in self.tables.items() if known < size}
-        return {**smaller, size: self.table(size)}
-
-    def versions(self, proposal: Proposal) -> list[int]:
-        """Return the versions of the weights that exist at once, by stage; it needs no cuts."""
-        policy = policy_of(self._weights(proposal))
-        depths = proposal.in_flight
-        return [policy.versions(depths, n, proposal.microbatches) for n in range(len(depths))]
-
-    def _weights(self, proposal: Proposal) -> str:
-        rule = rule_of(proposal.schedule)
-        return policy_for(rule, "auto" if rule.flushes else self.options.weights).name
-
-    def _question(self, proposal: Proposal) -> Question:
-        return Question(
-            self.costs(proposal), proposal.schedule, self.options.mini_batch,
-            proposal.microbatches, self._weights(proposal),
-        )  # fmt: skip
-
-    def _partition(self, proposal: Proposal) -> Partition:
-        devices = tuple(group[0] for group in proposal.groups)
-        depths = proposal.in_flight or in_flight(
-            proposal.schedule, len(devices), proposal.microbatches
-        )
-        return Partition(devices, proposal.cuts, depths)
 
 
 @cache
@@ -248,24 +123,22 @@ def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
     return tuple(min(2 * (stages - n) - 1, microbatches) for n in range(stages))
 
 
-def check_memory(plan: Plan) -> None:
-    """Raise `PlanError` for the stage that lacks most memory, with the bytes."""
-    lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
-    worst = max(range(len(lacks)), key=lacks.__getitem__)
-    if lacks[worst] > 0:
-        raise PlanError(lack(worst, plan.stages[worst]))
+def groups_for(schedule: str, groups: Groups, microbatches: int) -> Groups:
+    """Return the devices of each stage, if `groups` have the devices in their order.
+
+    Under a schedule with several stages on a device these are more groups; as are groups that have
+    been given to it before.
+    """
+    rule = rule_of(schedule)
+    devices = {group[0]: None for group in groups}
+    if not rule.several_stages or len(groups) > len(devices):
+        return groups
+    stages = rule.stages_per_worker * len(groups)
+    rows = rule.rows(stages, microbatches, workers=len(groups))
+    places = {action.stage: row for row, actions in enumerate(rows) for action in actions}
+    return tuple(groups[places[stage]] for stage in range(stages))
 
 
-def lack(number: int, stage: StagePlan) -> str:
-    """Describe the bytes that a stage lacks."""
-    need, capacity = stage.memory_nbytes, stage.capacity_nbytes
-    return (
-        f"stage {number} (layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}) needs "
-        f"{need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
-        f"{need - capacity} bytes are missing"
-    )
-
-
-def single_device_groups(devices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def single_device_groups(devices: Sequence[str]) -> Groups:
     """Return groups with a stage on each device."""
     return tuple((device,) for device in devices)

@@ -107,6 +107,8 @@ class Passes:
     weights: str = "flush"
     in_flight: tuple[int, ...] = ()
     recompute: bool = False
+    rows: Sequence[Sequence[int]] = ()
+    """Rows of a micro-batch by stage and replica; empty: by the devices' speeds."""
 
 
 def staged_plan(
@@ -142,7 +144,10 @@ def staged_plan(
         if unable := next(filter(None, (why_unable(table, d, lo, hi) for d in group)), None):
             raise PlanError(f"stage {number}: {unable}")
         times = _times_of(tables, group, lo, hi, passes.recompute)
-        rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
+        if passes.rows:
+            rows = dict(zip(group, passes.rows[number], strict=True))
+        else:
+            rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
         versions = policy.versions(depths, number, microbatches)
         stages.append(_stage(tables, times, rows, _Span(lo, hi, depths[number], versions)))
     plan = Plan(

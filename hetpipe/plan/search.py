@@ -11,23 +11,36 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import islice
 
 import numpy as np
 
-from hetpipe.errors import CostError, PlanError, ScheduleError
+from hetpipe.errors import PlanError
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.groups import best_partition
 from hetpipe.plan.partition import moves
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import is_roomy
-from hetpipe.plan.proposal import Priced, Proposal, deep_in_flight, in_flight
+from hetpipe.plan.proposal import (
+    Groups,
+    Proposal,
+    deep_in_flight,
+    groups_for,
+    in_flight,
+    single_device_groups,
+)
 from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.weights import policy_of
 
 KNOWN = ("1f1b", "gpipe")
 """Schedules from which a search chooses if the user names none."""
-FEW = 10
-"""All partitions are tried up to this number."""
+FREE_ORDER_DEVICES = 4
+"""Up to this number of devices all orders are tried."""
+FEW = 5_000
+"""Up to this many partitions have their bounds compared; more are left to a partitioner."""
+PROMISING = 20
+"""The partitions with the lowest bounds that become proposals."""
 SHALLOW = 8
 """Up to this many micro-batches in flight every lower number is tried, above it halves."""
 PRICES, FRUGAL_PRICES = 120, 16
@@ -38,21 +51,38 @@ GAIN = 1e-6
 """A smaller relative gain ends the search."""
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
-Groups = tuple[tuple[str, ...], ...]
-
 
 def propose_partitions(
-    priced: Priced, groups: Groups, counts: Iterable[int] = (), recompute: bool | None = None
+    priced: Priced,
+    groups: Groups,
+    counts: Iterable[int] = (),
+    recompute: bool | None = None,
+    limit_s: float = math.inf,
 ) -> Iterator[Proposal]:
-    """Yield proposals with these groups as stages: the best cuts by two objectives, for all numbers
-    of micro-batches, schedules and depths that the options allow."""
+    """Yield proposals with these groups as stages: the best cuts, for all numbers of micro-batches,
+    schedules and depths that the options allow, if a step below `limit_s` may be possible."""
     options = priced.options
     modes = (False, True) if options.recompute else (False,)
     for count in counts or worth_trying(priced, groups):
         for mode in modes if recompute is None else (recompute,):
-            for schedule, depths in _schedules(priced, groups, count):
-                bare = Proposal((), groups, schedule, count, depths, mode)
-                yield from fit_cuts(priced, bare)
+            for schedule, placed, depths in _schedules(priced, groups, count):
+                bare = Proposal((), placed, schedule, count, depths, mode)
+                yield from fit_cuts(priced, bare, limit_s)
+
+
+def propose_depths(
+    priced: Priced, devices: Sequence[str], cuts: tuple[int, ...]
+) -> Iterator[Proposal]:
+    """Yield proposals with a stage on each device between these cuts, for all numbers of
+    micro-batches, schedules and depths that the options allow."""
+    alone = single_device_groups(devices)
+    for count in priced.options.counts(priced.tables):
+        for schedule, groups, depths in _schedules(priced, alone, count):
+            yield Proposal(cuts, groups, schedule, count, depths)
+            least = depths[0] if rule_of(schedule).any_depth else 1
+            for most in range(least - 1, 0, -1):
+                fewer = tuple(min(depth, most) for depth in depths)
+                yield Proposal(cuts, groups, schedule, count, fewer)
 
 
 def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
@@ -69,8 +99,10 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
     return list(dict.fromkeys(near))
 
 
-def fit_cuts(priced: Priced, bare: Proposal) -> list[Proposal]:
+def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[Proposal]:
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
+
+    Cuts are left out that allow no step below `limit_s`.
 
     Fewer in flight allow other cuts. They are tried only if memory may be short, and the schedule
     lets a planner choose.
@@ -79,7 +111,7 @@ def fit_cuts(priced: Priced, bare: Proposal) -> list[Proposal]:
     found: dict[tuple[int, ...], Proposal] = {}
     others: list[Proposal] = []
     while True:
-        for cuts in best_cuts(priced, bare):
+        for cuts in best_cuts(priced, bare, limit_s):
             if cuts not in found:
                 found[cuts] = replace(bare, cuts=cuts)
             elif not alone:  # only the price knows the rows, and so the bytes, of unlike replicas
@@ -97,21 +129,25 @@ def _is_roomy(priced: Priced, bare: Proposal) -> bool:
     return is_roomy(costs, bare.devices, max(bare.in_flight), versions)
 
 
-def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
-    """Return cuts that make the slowest stage of a proposal fastest; all that fit if few exist."""
+def best_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[tuple[int, ...]]:
+    """Return the cuts that make the slowest stage fastest, of few also cuts with low bounds."""
     costs, stages = priced.costs(bare), len(bare.groups)
     if stages > costs.count:
         return []
-    if math.comb(costs.count - 1, stages - 1) <= FEW:
-        every = combinations(range(1, costs.count), stages - 1)
-        return [cuts for cuts in every if _fits(priced, replace(bare, cuts=cuts))]
-    best = []
+    best: list[tuple[int, ...]] = []
+    count = math.comb(costs.count - 1, stages - 1)
+    if count <= FEW:
+        promising = priced.by_bound(bare, limit_s)
+        fitting = (cuts for cuts in promising if _fits(priced, replace(bare, cuts=cuts)))
+        best += islice(fitting, PROMISING)
+        if count <= len(best) or not best:
+            return best
     versions = priced.versions(bare)
     for objective in OBJECTIVES[:1] if is_large(priced, bare.groups) else OBJECTIVES:
         cuts = best_partition(
             costs, bare.groups, bare.in_flight, objective, bare.microbatches, versions
         )
-        if cuts is not None:
+        if cuts is not None and priced.bound_s(replace(bare, cuts=cuts)) < limit_s:
             best.append(cuts)
     return list(dict.fromkeys(best))
 
@@ -131,12 +167,15 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
     return True
 
 
-def improve_plan(plan: Plan, priced: Priced) -> Plan:
-    """Return the plan after all moves that shorten its predicted step."""
+def improve_plan(plan: Plan, priced: Priced, moves_only: bool = False) -> Plan:
+    """Return the plan after all changes that shorten its predicted step.
+
+    With `moves_only` each stage stays on its devices, and only boundary layers move.
+    """
     groups = [stage.devices for stage in plan.stages]
     best, left = plan, FRUGAL_PRICES if is_large(priced, groups) else PRICES
     while left > 0:
-        bounds_s = {move: priced.bound_s(move) for move in _moves(best, priced)}
+        bounds_s = {move: priced.bound_s(move) for move in _changes(best, priced, moves_only)}
         better = best
         for move, bound_s in sorted(bounds_s.items(), key=lambda item: item[1]):
             if bound_s >= better.step_s * (1 - GAIN) or left <= 0:
@@ -144,7 +183,7 @@ def improve_plan(plan: Plan, priced: Priced) -> Plan:
             left -= 1
             try:
                 moved = priced.plan(move, plan.origin)
-            except (CostError, PlanError, ScheduleError):
+            except PlanError:
                 continue
             if moved.step_s < better.step_s * (1 - GAIN):
                 better = moved
@@ -162,19 +201,21 @@ def proposal_of(plan: Plan) -> Proposal:
     )
 
 
-def _moves(plan: Plan, priced: Priced) -> Iterator[Proposal]:
+def _changes(plan: Plan, priced: Priced, moves_only: bool) -> Iterator[Proposal]:
     here = proposal_of(plan)
     large = is_large(priced, here.groups)
     for cuts in moves(here.cuts, len(plan.layers)):
         if not large or _relieves(plan, cuts):
             yield replace(here, cuts=cuts)
-    if rule_of(plan.schedule).replicates:
+    if moves_only or rule_of(plan.schedule).replicates or rule_of(plan.schedule).several_stages:
         return
     yield from _other_passes(plan, priced)
     if large:
         return
     for groups in dict.fromkeys(_regrouped(here.groups, plan, priced)):
-        yield from propose_partitions(priced, groups, [plan.microbatches], plan.recompute)
+        yield from propose_partitions(
+            priced, groups, [plan.microbatches], plan.recompute, plan.step_s
+        )
 
 
 def _relieves(plan: Plan, cuts: Sequence[int]) -> bool:
@@ -192,10 +233,10 @@ def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
     near = [count for count in counts if count in (plan.microbatches // 2, 2 * plan.microbatches)]
     modes = (False, True) if options.recompute else (False,)
     for count in (plan.microbatches, *near):
-        for schedule, depths in _schedules(priced, here.groups, count):
+        for schedule, groups, depths in _schedules(priced, here.groups, count):
             for mode in modes:
-                other = Proposal(here.cuts, here.groups, schedule, count, depths, mode)
-                if other != here:
+                other = Proposal(here.cuts, groups, schedule, count, depths, mode)
+                if other != here and groups == here.groups:
                     yield other
 
 
@@ -224,24 +265,36 @@ def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
 
 def _schedules(
     priced: Priced, groups: Groups, microbatches: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the schedules that may run these groups, with the forwards in flight of each stage."""
+) -> Iterator[tuple[str, Groups, tuple[int, ...]]]:
+    """Yield the schedules that may run these groups, with the groups and the forwards in flight of
+    their stages."""
     replicated = max(map(len, groups)) > 1
-    chosen = []
     large = is_large(priced, groups)
     for schedule in priced.options.among(KNOWN[:1] if large else KNOWN):
-        if rule_of(schedule).several_stages or (replicated and not rule_of(schedule).averages):
+        rule = rule_of(schedule)
+        if rule.replicates or (replicated and (rule.several_stages or not rule.averages)):
             continue
-        chosen += [(schedule, depths) for depths in _depths(schedule, len(groups), microbatches)]
-    return chosen
+        weights = priced.weights(schedule)
+        takes_parts = rule.flushes or policy_of(weights).accumulates
+        if microbatches > 1 and not takes_parts and priced.options.microbatches != (microbatches,):
+            continue  # a stream takes a mini-batch whole, unless the user says otherwise
+        placed = groups_for(schedule, groups, microbatches)
+        for depths in _depths(schedule, weights, len(placed), microbatches):
+            yield schedule, placed, depths
 
 
 @cache
-def _depths(schedule: str, stages: int, microbatches: int) -> Sequence[tuple[int, ...]]:
+def _depths(
+    schedule: str, weights: str, stages: int, microbatches: int
+) -> Sequence[tuple[int, ...]]:
     """Return promising depths: the schedule's own, and a deeper one if it may be chosen."""
-    rule = rule_of(schedule)
-    if not rule.flushes and microbatches > 1:
-        return ()
+    rule, policy = rule_of(schedule), policy_of(weights)
     own = in_flight(schedule, stages, microbatches)
-    deeper = [deep_in_flight(stages, microbatches)] if rule.any_depth else []
-    return tuple(dict.fromkeys([own, *deeper]))
+    if rule.flushes:
+        deeper = [deep_in_flight(stages, microbatches)] if rule.any_depth else []
+        return tuple(dict.fromkeys([own, *deeper]))
+    hiding = deep_in_flight(stages, 2 * stages)
+    defined = tuple(
+        depths for depths in dict.fromkeys([own, hiding]) if policy.has_depth(depths, microbatches)
+    )
+    return defined or (own,)

@@ -14,7 +14,8 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import finish_plan
 from hetpipe.plan.planners.registry import PLANNERS
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.study.subject import Subject, costs_for, sizes_of
 
 BY_HAND = ("even", "speed-sorted", "data-parallel")

@@ -11,7 +11,8 @@ from hetpipe.cost.between import at_size
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, in_flight, single_device_groups
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, in_flight, single_device_groups
 from hetpipe.plan.search import best_cuts
 from hetpipe.schedule.rule import rule_of
 from hetpipe.study.subject import Subject, sizes_of

@@ -17,7 +17,8 @@ from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.intra import split_table
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.words import word, words
 
 REFERENCE = "v100-pcie-16"

@@ -11,7 +11,8 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.errors import HetpipeError
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flight, in_flight
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, deep_in_flight, in_flight
 
 MIB = 1 << 20
 MINI_BATCH = 8

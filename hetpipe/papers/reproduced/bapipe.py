@@ -17,7 +17,8 @@ from hetpipe.papers.reproduced.gnmt import Gnmt
 from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.study.subject import Subject, of_profile, sizes_of
 
 PROFILES = {"vgg16": ("vgg16", 128), "resnet50": ("resnet50", 128), "gnmt8": ("gnmt", 32)}

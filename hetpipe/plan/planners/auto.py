@@ -6,36 +6,45 @@ With few devices it also tries every order of them in stages, alone or as replic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from itertools import combinations
 
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
-from hetpipe.plan.search import improve_plan, propose_partitions
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import Groups, PlannerOptions, Proposal, Tables
+from hetpipe.plan.search import FREE_ORDER_DEVICES, improve_plan, propose_partitions
 
 OTHERS = ("exact", "bapipe", "dapple", "pipedream")
-FREE_ORDER_DEVICES = 4
-"""Up to this number of devices all orders, subsets and groups are tried."""
-
 FEW = 16
 """Up to this number of devices the fastest 1, 2, 3, ... of them are tried."""
 
-Groups = tuple[tuple[str, ...], ...]
-
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
-    """Return the fastest predicted plan of all planners. Raises `PlanError`."""
+    """Return the fastest predicted plan of all planners. Raises `PlanError`.
+
+    All groups of few devices are compared by lower bounds, first a device for each stage. Groups
+    are left out that cannot be faster than the proposals before them.
+    """
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    best = fastest_plan(priced, proposals(priced, cluster), cluster, "auto")
+    proposed = list(_promising(priced, cluster))
+    if len(cluster.ids) <= FREE_ORDER_DEVICES:
+        alone, replicated = _all_groups(priced, cluster.ids)
+        for several in (alone, replicated):
+            limit_s = priced.shortest_s(proposed)
+            for groups in several:
+                proposed += propose_partitions(priced, groups, limit_s=limit_s)
+    best = fastest_plan(priced, proposed, cluster, "auto")
     return finish_plan(improve_plan(best, priced), priced, cluster)
 
 
-def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the other planners' proposals, each device alone, and groups of few devices."""
+def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
+    """Yield the other planners' proposals, the fastest devices alone, and replicas of one kind."""
     for name in OTHERS:
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
@@ -46,9 +55,6 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     if priced.options.replicas:
         yield from _replicated(priced, cluster.ids)
         yield from _in_kinds(priced, cluster.ids)
-    if len(cluster.ids) <= FREE_ORDER_DEVICES:
-        for groups in _all_groups(cluster.ids, priced.options):
-            yield from propose_partitions(priced, groups)
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -77,7 +83,8 @@ def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
     by_speed = sorted(members, key=_whole_s(priced, members).__getitem__)
     counts = {len(members) >> shift for shift in range(len(members).bit_length())}
     for count in sorted(counts - {0, 1}, reverse=True):
-        for microbatches in priced.options.counts(priced.tables):
+        rows = priced.options.mini_batch // count
+        for microbatches in priced.options.microbatches or [2**k for k in range(rows.bit_length())]:
             yield Proposal((), (tuple(by_speed[:count]),), "data-parallel", microbatches)
 
 
@@ -102,15 +109,52 @@ def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
         yield from propose_partitions(priced, groups)
 
 
-def _all_groups(members: Sequence[str], options: PlannerOptions) -> Iterator[Groups]:
-    """Yield all sequences of disjoint groups of some members."""
+def _all_groups(priced: Priced, members: Sequence[str]) -> tuple[list[Groups], list[Groups]]:
+    """Return all sequences of disjoint groups of some members: of one member each, and others.
+
+    Of sequences that differ by an exchange of equal members one is enough.
+    """
+    kinds = _kinds(priced.tables, members)
+    found: dict[tuple[tuple[int, ...], ...], Groups] = {}
     for size in range(1, len(members) + 1):
         for subset in combinations(members, size):
             for groups in _sequences(subset):
-                alone = all(len(group) == 1 for group in groups)
                 in_order = sorted(groups, key=lambda group: members.index(group[0]))
-                if (alone or options.replicas) and (options.free_order or list(groups) == in_order):
-                    yield groups
+                if priced.options.free_order or list(groups) == in_order:
+                    kind = tuple(tuple(sorted(kinds[each] for each in group)) for group in groups)
+                    found.setdefault(kind, groups)
+    alone = [groups for groups in found.values() if max(map(len, groups)) == 1]
+    others = [groups for groups in found.values() if max(map(len, groups)) > 1]
+    return alone, others if priced.options.replicas else []
+
+
+def _kinds(tables: Tables, members: Sequence[str]) -> dict[str, int]:
+    """Return a number for each member; equal members, whose links are equal too, have the same."""
+    kinds: dict[str, int] = {}
+    for number, member in enumerate(members):
+        equal = (
+            other
+            for other in members[:number]
+            if all(_are_equal(table, member, other, members) for table in tables.values())
+        )
+        kinds[member] = kinds.get(next(equal, ""), number)
+    return kinds
+
+
+def _are_equal(table: CostTable, one: str, other: str, members: Sequence[str]) -> bool:
+    """Whether an exchange of two members changes no cost."""
+    here, there = table.devices[one], table.devices[other]
+    if replace(here, memory_domain="") != replace(there, memory_domain=""):
+        return False
+    shared = {table.devices[member].memory_domain for member in members if member != one}
+    if here.memory_domain != there.memory_domain and here.memory_domain in shared:
+        return False
+    return table.link(one, other) == table.link(other, one) and all(
+        table.link(one, member) == table.link(other, member)
+        and table.link(member, one) == table.link(member, other)
+        for member in members
+        if member not in (one, other)
+    )
 
 
 def _sequences(members: Sequence[str]) -> Iterator[Groups]:

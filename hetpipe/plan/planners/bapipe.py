@@ -25,14 +25,8 @@ from hetpipe.plan.intra import with_splits
 from hetpipe.plan.partition import balance_cuts, ideal_stage_s
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
-from hetpipe.plan.proposal import (
-    PlannerOptions,
-    Priced,
-    Proposal,
-    Tables,
-    in_flight,
-    single_device_groups,
-)
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, in_flight, single_device_groups
 from hetpipe.plan.search import worth_trying
 from hetpipe.schedule.rule import rule_of
 

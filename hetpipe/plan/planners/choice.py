@@ -11,8 +11,9 @@ from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import predicted_step_s, why_unrunnable
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables
 from hetpipe.plan.sharing import share_media
 from hetpipe.plan.times import stage_times
 from hetpipe.words import words

@@ -20,9 +20,9 @@ from hetpipe.plan.dapple import candidates
 from hetpipe.plan.latency import published_plans
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
+from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import (
     PlannerOptions,
-    Priced,
     Proposal,
     Tables,
     deep_in_flight,

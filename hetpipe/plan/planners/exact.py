@@ -17,14 +17,8 @@ from hetpipe.plan.exact import stage_times
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
-from hetpipe.plan.proposal import (
-    PlannerOptions,
-    Priced,
-    Proposal,
-    Tables,
-    in_flight,
-    single_device_groups,
-)
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, in_flight, single_device_groups
 from hetpipe.plan.search import best_cuts, is_large, propose_partitions, worth_trying
 
 STATES = 2**16

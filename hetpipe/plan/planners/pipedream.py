@@ -16,7 +16,8 @@ from hetpipe.plan.chain import chain_of
 from hetpipe.plan.pipedream import Level, PipeDreamStage, SyncRule, plan_pipedream
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, single_device_groups
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, single_device_groups
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 

@@ -17,7 +17,6 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.fit import refuse_ranks
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.unused import with_notes
 
 
 def plan(step_s: float, *devices: str) -> Plan:
@@ -69,19 +68,6 @@ def test_json_has_a_version_its_own_or_the_first(monkeypatch: pytest.MonkeyPatch
     written.seek(0)
     Output("-").finish({"version": 2})
     assert json.loads(written.getvalue()) == {"version": 2}
-
-
-def test_a_device_that_is_left_out_is_noted() -> None:
-    """Two devices named, one used: nothing once said why."""
-    plans = [plan(0.010, "a"), plan(0.012, "a", "b"), plan(0.030, "b")]
-    (note,) = with_notes(plans, ["a", "b"]).notes
-    assert note == (
-        "b is left out: a step without it is predicted to take 10.00 ms, with it 12.00 ms at best, "
-        "on a, b"
-    )
-    assert with_notes(plans[1:], ["a", "b"]).notes == ()
-    (note,) = with_notes(plans[:1], ["a", "b"]).notes
-    assert note == "b is left out: no plan with it is possible"
 
 
 def test_memory_is_shown_beside_the_plan_s() -> None:

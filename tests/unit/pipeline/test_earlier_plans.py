@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.options import PlanOptions
@@ -15,6 +16,7 @@ from hetpipe.plan.plan import Plan
 
 LAYERS = [f"layer{n}" for n in range(10)]
 MEMBERS = ["m0", "m1"]
+CLUSTER = Cluster.with_ids(MEMBERS)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def table(samples: int, factor: float, layer_s: float = 1.0) -> CostTable:
 def plan_with(factor: float, model: str = "a", schedule: str = "1f1b") -> Plan:
     """The plan of a start in which the second device takes so many times its time."""
     planning = Planning(
-        "case", LAYERS, MEMBERS, 8, lambda sizes: {size: table(size, factor) for size in sizes},
+        "case", LAYERS, CLUSTER, 8, lambda sizes: {size: table(size, factor) for size in sizes},
         earlier=EarlierPlans({"model": model}),
     )  # fmt: skip
     return planning.choose(PlanOptions(schedule=schedule, microbatches=4))[0]
@@ -67,7 +69,7 @@ def test_shares_of_a_replicated_plan_stay_too() -> None:
 
     def plan(factor: float) -> Plan:
         planning = Planning(
-            "case", LAYERS, MEMBERS, 64, lambda sizes: {s: table(s, factor, s) for s in sizes},
+            "case", LAYERS, CLUSTER, 64, lambda sizes: {s: table(s, factor, s) for s in sizes},
             whole_batch_statistics=False, earlier=EarlierPlans({"model": "a"}),
         )  # fmt: skip
         return planning.choose(PlanOptions())[0]
@@ -92,7 +94,7 @@ def test_a_plan_that_stays_needs_no_other_sizes() -> None:
     def plan(factor: float) -> tuple[Plan, list[int]]:
         known = list(measured)
         planning = Planning(
-            "case", LAYERS, MEMBERS, 64, lambda sizes: tables(sizes, factor),
+            "case", LAYERS, CLUSTER, 64, lambda sizes: tables(sizes, factor),
             stored=lambda sizes: {size: table(size, 1.0) for size in sizes if size in known},
             earlier=EarlierPlans({"model": "a"}),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.pipeline.options import PlanOptions
@@ -16,6 +17,7 @@ from hetpipe.plan.plan import Plan
 
 LAYERS = [f"layer{n}" for n in range(6)]
 MEMBERS = ["m0", "m1"]
+CLUSTER = Cluster.with_ids(MEMBERS)
 MINI_BATCH = 64
 
 
@@ -39,7 +41,7 @@ def planned(
         return {size: table(size, fixed_s) for size in sizes}
 
     planning = Planning(
-        "case", LAYERS, MEMBERS, MINI_BATCH, tables,
+        "case", LAYERS, CLUSTER, MINI_BATCH, tables,
         stored=lambda sizes: {size: table(size, fixed_s) for size in sizes if size in stored},
     )  # fmt: skip
     return planning.choose(options)[0], measured

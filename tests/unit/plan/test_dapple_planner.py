@@ -30,7 +30,8 @@ from hetpipe.plan.latency import (
 )
 from hetpipe.plan.planners.dapple import machines_of
 from hetpipe.plan.planners.registry import plan
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flight
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, deep_in_flight
 from hetpipe.plan.server_groups import Machines, Wire, append_first, numbers, places
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate

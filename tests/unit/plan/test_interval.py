@@ -13,7 +13,8 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan import Plan
 from hetpipe.plan.baselines import even_plan, link_blind_plan
 from hetpipe.plan.interval import SIMULATOR, WIDTH, stage_spread
-from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.planner import make_pipeline, make_plan
+from hetpipe.plan.proposal import PlannerOptions
 
 
 def spread_table(device: float, layer: float, layers: int = 8, **options: float) -> CostTable:
@@ -83,7 +84,7 @@ def test_plans_of_baselines_have_one() -> None:
         assert plan.interval_s is not None
 
 
-def test_of_explored_plans_the_chosen_one_alone_is_simulated_again(
+def test_of_all_plans_the_chosen_one_alone_is_simulated_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: dict[str, int] = defaultdict(int)
@@ -93,5 +94,5 @@ def test_of_explored_plans_the_chosen_one_alone_is_simulated_again(
         return plan
 
     monkeypatch.setattr("hetpipe.plan.planner.with_interval", counted)
-    assert len(explore({4: spread_table(0.1, 0.1)}, ["a", "b"], mini_batch=16)) > 1
+    make_pipeline({4: spread_table(0.1, 0.1)}, ["a", "b"], PlannerOptions(16))
     assert calls["intervals"] == 1

@@ -24,7 +24,8 @@ from hetpipe.errors import CostError
 from hetpipe.optim import lamb
 from hetpipe.plan.intra import with_splits
 from hetpipe.plan.planners.registry import plan as planned
-from hetpipe.plan.proposal import PlannerOptions, Priced
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.study import compare, of_model
 from hetpipe.study.models import Model
 from hetpipe.zoo.load import load_workload

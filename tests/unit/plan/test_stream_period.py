@@ -13,7 +13,8 @@ from tables import MIB, make_table
 
 from hetpipe.cost.table import DeviceCost, LayerCost, LinkCost
 from hetpipe.plan.bound import lower_bound_s
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, single_device_groups
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.plan.replicated import Passes, staged_plan
 from hetpipe.plan.times import stage_times
 from hetpipe.study.simulation import simulate

@@ -23,8 +23,10 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.probe import Drift, Probe, drift
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
-from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.planner import make_plan
+from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.pricing import predict
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.profile import measure
 from hetpipe.profile.drift import (
@@ -141,9 +143,9 @@ def test_a_device_that_computes_alone_is_quicker() -> None:
     plain = make_table({"a": 1.0, "b": 0.25})
     assert alone.step_s == make_plan(plain, ["a"], mini_batch=16, microbatches=4).step_s / 2
     assert both.step_s == make_plan(plain, ["a", "b"], mini_batch=16, microbatches=4).step_s
-    best = explore({4: table}, ["a", "b"], mini_batch=16)
-    assert best[0].all_devices == ("a",)
-    assert explore({4: plain}, ["a", "b"], mini_batch=16)[0].all_devices == ("a", "b")
+    cluster, options = Cluster.with_ids("ab"), PlannerOptions(16, replicas=False)
+    assert plan_on({4: table}, cluster, options).all_devices == ("a",)
+    assert plan_on({4: plain}, cluster, options).all_devices == ("a", "b")
     for plan in (alone, both):  # the timeline says the same as the plan
         assert predict(plan, table).total_s == pytest.approx(plan.step_s)
         assert correct_for_drift(plan, table, {}).corrected_s == plan.step_s

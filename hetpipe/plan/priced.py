@@ -1,0 +1,271 @@
+"""Priced: all proposals are priced by one cost model and one simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from hetpipe.cost.between import with_sizes_between
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CostError, PlanError, ScheduleError
+from hetpipe.plan.costs import Array, StageCosts
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import Partition, Question, lack, price, why_impossible
+from hetpipe.plan.proposal import Cuts, Groups, PlannerOptions, Proposal, Tables, in_flight
+from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.weights import policy_for, policy_of
+from hetpipe.words import words
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Prices proposals by `tables`; the prices of stages that proposals share are kept."""
+
+    tables: Tables
+    options: PlannerOptions
+    _costs: dict[tuple[int, int, bool], StageCosts] = field(default_factory=dict, compare=False)
+    _plans: dict[Proposal, Plan | PlanError] = field(default_factory=dict, compare=False)
+    _bounds_s: dict[Proposal, float] = field(default_factory=dict, compare=False)
+    _by_bound: dict[tuple[Groups, int, bool, bool], tuple[Array, Array]] = field(
+        default_factory=dict, compare=False
+    )
+
+    def plan(self, proposal: Proposal, origin: str) -> Plan:
+        """Return the plan with its predicted step. Raises `PlanError` if it cannot run."""
+        if proposal not in self._plans:
+            try:
+                self._plans[proposal] = self._new_plan(proposal)
+            except (CostError, PlanError, ScheduleError) as error:
+                self._plans[proposal] = PlanError(str(error))
+        plan = self._plans[proposal]
+        if isinstance(plan, PlanError):
+            raise plan
+        return replace(plan, origin=origin)
+
+    def _new_plan(self, proposal: Proposal) -> Plan:
+        rule = rule_of(proposal.schedule)
+        if rule.replicates:
+            plan = replicated_plan(
+                self.tables, proposal.devices, proposal.cuts, mini_batch=self.options.mini_batch,
+                microbatches=proposal.microbatches,
+            )  # fmt: skip
+        elif max(map(len, proposal.groups)) > 1 or not rule.averages:
+            plan = self._staged(proposal)
+        else:
+            question, partition = self._question(proposal), self._partition(proposal)
+            why_not = why_impossible(question, partition)
+            if why_not is not None:
+                raise PlanError(why_not)
+            return price(question, partition, "")
+        check_memory(plan)
+        return plan
+
+    def with_shares(self, proposal: Proposal, plan: Plan) -> Plan:
+        """Return the plan of a proposal whose replicas have the same rows as in `plan`.
+
+        Raises `PlanError` if it cannot run.
+        """
+        shares = [map(round, stage.shares) for stage in plan.stages]
+        again = self._staged(proposal, [tuple(rows) for rows in shares])
+        check_memory(again)
+        return replace(again, origin=plan.origin)
+
+    def _staged(self, proposal: Proposal, rows: Sequence[Sequence[int]] = ()) -> Plan:
+        passes = Passes(
+            proposal.schedule, proposal.microbatches, self.weights(proposal.schedule),
+            proposal.in_flight, proposal.recompute, rows,
+        )  # fmt: skip
+        return staged_plan(
+            self.tables_near(proposal), proposal.groups, proposal.cuts, passes,
+            mini_batch=self.options.mini_batch,
+        )  # fmt: skip
+
+    def why_not(self, proposal: Proposal) -> str | None:
+        """Return why a proposal without replicas cannot run; None if it can."""
+        return why_impossible(self._question(proposal), self._partition(proposal))
+
+    def bound_s(self, proposal: Proposal) -> float:
+        """Return a lower bound of the step, much faster than its price."""
+        if rule_of(proposal.schedule).replicates:
+            return 0.0
+        if proposal not in self._bounds_s:
+            self._bounds_s[proposal] = float(self.bounds_s(proposal, [proposal.cuts])[0])
+        return self._bounds_s[proposal]
+
+    def by_bound(self, bare: Proposal, limit_s: float) -> Iterator[Cuts]:
+        """Yield all cuts of a proposal whose bounds are below `limit_s`, the lowest first."""
+        key = bare.groups, bare.microbatches, bare.recompute, rule_of(bare.schedule).flushes
+        if key not in self._by_bound:
+            every = _all_cuts(self.costs(bare).count, len(bare.groups))
+            bounds_s = self.bounds_s(bare, every)
+            ranks = np.argsort(bounds_s, kind="stable")
+            self._by_bound[key] = every[ranks], bounds_s[ranks]
+        every, bounds_s = self._by_bound[key]
+        for cuts in every[: int(np.searchsorted(bounds_s, limit_s))]:
+            yield tuple(cuts.tolist())
+
+    def bounds_s(self, bare: Proposal, every: Array) -> Array:
+        """Return a lower bound of a proposal's step for each row of cuts.
+
+        A stage has the passes of all micro-batches. Before and after them is the way of one through
+        the stages before it; or after them are its sum over replicas and its update.
+        """
+        costs, flushes = self.costs(bare), rule_of(bare.schedule).flushes
+        rows = np.asarray(every, int).reshape(len(every), -1).T
+        ends = (np.zeros(len(every), int), *rows, np.full(len(every), costs.count))
+        bound_s = way_s = np.zeros(len(every))
+        for number, group in enumerate(bare.groups):
+            lo, hi = ends[number], ends[number + 1]
+            stage_s = self._stage_s(bare, group, lo, hi)
+            after_s = _sum_and_update_s(costs, group, lo, hi) if flushes else 0.0
+            passes_s = bare.microbatches * stage_s
+            bound_s = np.maximum(bound_s, passes_s + np.maximum(way_s, after_s))
+            if not flushes:
+                continue  # only the first micro-batch waits for its way
+            way_s = way_s + stage_s
+            following = bare.groups[number + 1 : number + 2]
+            if len(group) == 1 and following and len(following[0]) == 1:
+                here, there = group[0], following[0][0]
+                way_s = (
+                    way_s + costs.transfer_s(here, there, hi) + costs.transfer_s(there, here, hi)
+                )
+        return bound_s + costs.table.step_overhead_s if flushes else bound_s
+
+    def _stage_s(self, bare: Proposal, group: Sequence[str], lo: Array, hi: Array) -> Array:
+        """Return the least seconds of a micro-batch in a stage, by its layers.
+
+        A replica's time falls at most in proportion to its rows, and not below the time of the
+        smallest micro-batch that has costs.
+        """
+        costs = self.costs(bare)
+        both_s = [np.maximum(costs.compute_s(device, lo, hi), 1e-300) for device in group]
+        if len(group) == 1:
+            return both_s[0]
+        with np.errstate(divide="ignore"):  # no replica can run it
+            stage_s = 1 / sum(1 / replica_s for replica_s in both_s)
+        if rule_of(bare.schedule).flushes:
+            smallest = self._costs_at(min(self.tables_near(bare)), bare)
+            for device in group:
+                stage_s = np.maximum(stage_s, smallest.compute_s(device, lo, hi))
+        return stage_s
+
+    def quickest(self, proposals: Iterable[Proposal], origin: str) -> Plan:
+        """Return the plan with the shortest step, and of equal ones the least memory.
+
+        Stops when no bound allows a shorter step. Raises the `PlanError` of the most promising
+        proposal if none can run.
+        """
+        bounds_s = {proposal: self.bound_s(proposal) for proposal in dict.fromkeys(proposals)}
+        best: Plan | None = None
+        refusal: PlanError | None = None
+        for proposal, bound_s in sorted(bounds_s.items(), key=lambda item: item[1]):
+            if best is not None and bound_s > best.step_s:
+                break
+            try:
+                plan = self.plan(proposal, origin)
+            except PlanError as error:
+                refusal = refusal or error
+                continue
+            if best is None or _rank(plan) < _rank(best):
+                best = plan
+        if best is None:
+            raise refusal or PlanError(f"the planner {origin} proposed nothing; give more devices")
+        return best
+
+    def shortest_s(self, proposals: Iterable[Proposal]) -> float:
+        """Return the shortest step of the proposals, infinite if none can run."""
+        try:
+            return self.quickest(proposals, "").step_s
+        except PlanError:
+            return math.inf
+
+    def costs(self, proposal: Proposal) -> StageCosts:
+        """Return the costs at the proposal's micro-batches, while its devices compute."""
+        return self._costs_at(self.options.size(proposal.microbatches), proposal)
+
+    def _costs_at(self, size: int, proposal: Proposal) -> StageCosts:
+        key = size, len(set(proposal.devices)), proposal.recompute
+        if key not in self._costs:
+            table = self.table(size).beside(key[1])
+            self._costs[key] = StageCosts(table, proposal.recompute)
+        return self._costs[key]
+
+    def table(self, size: int) -> CostTable:
+        """Return the costs at a size of micro-batch, or between two. Raises `PlanError`."""
+        tables = self.tables if size in self.tables else with_sizes_between(self.tables, [size])
+        if size not in tables:
+            raise PlanError(
+                f"costs are known for micro-batches of {min(self.tables)} to {max(self.tables)} "
+                f"samples, not of {size}: choose another number of micro-batches, or profile at it"
+            )
+        return tables[size]
+
+    def tables_near(self, proposal: Proposal) -> dict[int, CostTable]:
+        """Return the tables up to and including the size of the whole micro-batch."""
+        size = self.options.size(proposal.microbatches)
+        smaller = {known: table for known, table in self.tables.items() if known < size}
+        return {**smaller, size: self.table(size)}
+
+    def versions(self, proposal: Proposal) -> list[int]:
+        """Return the versions of the weights that exist at once, by stage; it needs no cuts."""
+        policy = policy_of(self.weights(proposal.schedule))
+        depths = proposal.in_flight
+        return [policy.versions(depths, n, proposal.microbatches) for n in range(len(depths))]
+
+    def weights(self, schedule: str) -> str:
+        """Return the policy for versions of the weights under a schedule."""
+        rule = rule_of(schedule)
+        return policy_for(rule, "auto" if rule.flushes else self.options.weights).name
+
+    def _question(self, proposal: Proposal) -> Question:
+        return Question(
+            self.costs(proposal), proposal.schedule, self.options.mini_batch,
+            proposal.microbatches, self.weights(proposal.schedule),
+        )  # fmt: skip
+
+    def _partition(self, proposal: Proposal) -> Partition:
+        devices = tuple(group[0] for group in proposal.groups)
+        depths = proposal.in_flight or in_flight(
+            proposal.schedule, len(devices), proposal.microbatches
+        )
+        return Partition(devices, proposal.cuts, depths)
+
+
+@cache
+def _all_cuts(layers: int, stages: int) -> Array:
+    """Return all cuts that divide the layers into stages, one in each row."""
+    return np.array(list(combinations(range(1, layers), stages - 1)), int)
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    """Return the key of the ranking: the step (rounded), then the memory."""
+    return float(f"{plan.step_s:.8e}"), sum(stage.memory_nbytes for stage in plan.stages)
+
+
+def _sum_and_update_s(costs: StageCosts, group: Sequence[str], lo: Array, hi: Array) -> Array:
+    """Return the least seconds in which a stage's replicas sum their gradients and update."""
+    seconds = costs.least_update_s(group[0], lo, hi)
+    for device in group[1:]:
+        seconds = np.maximum(seconds, costs.least_update_s(device, lo, hi))
+    if len(group) == 1:
+        return seconds
+    links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
+    fastest_Bps = max(link.sum_Bps for link in links)
+    return seconds + 2 * (1 - 1 / len(group)) * costs.params_nbytes(lo, hi) / fastest_Bps
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise `PlanError` for the stage that lacks most memory, with the bytes."""
+    lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
+    worst = max(range(len(lacks)), key=lacks.__getitem__)
+    if lacks[worst] > 0:
+        stage = plan.stages[worst]
+        where = f"layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}"
+        need = lack(stage.memory_nbytes, stage.capacity_nbytes)
+        raise PlanError(f"stage {worst} ({where}) {need}")
