@@ -123,7 +123,10 @@ class StageCosts:
         cost = self.table.devices[device]
         kind = id(cost.layers), cost.overhead_s
         if kind not in self._updates_s:
-            seconds = [max(layer.update_s - cost.overhead_s, 0.0) for layer in cost.layers]
+            seconds = [
+                0.0 if layer.impossible else max(layer.update_s - cost.overhead_s, 0.0)
+                for layer in cost.layers
+            ]
             self._updates_s[kind] = _prefix(seconds)
         return self._updates_s[kind][hi] - self._updates_s[kind][lo]
 

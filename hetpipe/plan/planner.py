@@ -10,13 +10,13 @@ from dataclasses import replace
 from itertools import permutations
 
 from hetpipe.cost.table import CostTable
-from hetpipe.errors import PlanError
+from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import predict, why_unrunnable
-from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, groups_for
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, groups_for, single_device_groups
 from hetpipe.plan.search import (
     FREE_ORDER_DEVICES,
     improve_plan,
@@ -87,7 +87,7 @@ def make_pipeline(
         proposals = [
             proposal
             for order in (permutations(devices) if free else [tuple(devices)])
-            for proposal in propose_partitions(priced, tuple((device,) for device in order))
+            for proposal in propose_partitions(priced, single_device_groups(order))
         ]
         plan = _quickest(priced, proposals, devices, "balanced")
         plan = improve_plan(plan, priced, moves_only=True)
@@ -100,11 +100,20 @@ def _quickest(
     try:
         return priced.quickest(proposals, origin)
     except PlanError as error:
-        why = str(error)
-        if not proposals:
-            table = next(iter(priced.tables.values()))
-            why = why_unrunnable(table, devices) or why_not(priced, devices)
+        why = str(error) if proposals else _why_nothing(priced, devices)
         raise PlanError(f"no plan for {words(devices)}: {why}") from error
+
+
+def _why_nothing(priced: Priced, devices: Sequence[str]) -> str:
+    """Return why there is no proposal with a stage on each device."""
+    for schedule in priced.options.schedules:
+        for count in priced.options.counts(priced.tables):
+            try:
+                groups_for(schedule, single_device_groups(devices), count)
+            except ScheduleError as error:
+                return str(error)
+    table = next(iter(priced.tables.values()))
+    return why_unrunnable(table, devices) or why_not(priced, devices)
 
 
 def _check(priced: Priced, devices: Sequence[str], cuts: Sequence[int] | None) -> None:
@@ -123,10 +132,9 @@ def _check(priced: Priced, devices: Sequence[str], cuts: Sequence[int] | None) -
             f"{per_device * len(devices)} stages need as many layers, {table.model} has {layers}: "
             f"use at most {layers // per_device} devices"
         )
-    ends = [0, *(cuts or ()), layers]
-    groups = groups_for(schedules[0], tuple((device,) for device in devices), 1)
-    if cuts is not None and (len(cuts) != len(groups) - 1 or sorted(set(ends)) != ends):
+    ends, needed = [0, *(cuts or ()), layers], per_device * len(devices) - 1
+    if cuts is not None and (len(cuts) != needed or sorted(set(ends)) != ends):
         raise PlanError(
-            f"cuts {list(cuts)}: {len(devices)} devices need {len(groups) - 1} ascending layer "
+            f"cuts {list(cuts)}: {len(devices)} devices need {needed} ascending layer "
             f"indices between 1 and {layers - 1}"
         )

@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from hetpipe.errors import PlanError
+from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.groups import best_partition
 from hetpipe.plan.partition import moves
@@ -278,7 +278,10 @@ def _schedules(
         takes_parts = rule.flushes or policy_of(weights).accumulates
         if microbatches > 1 and not takes_parts and priced.options.microbatches != (microbatches,):
             continue  # a stream takes a mini-batch whole, unless the user says otherwise
-        placed = groups_for(schedule, groups, microbatches)
+        try:
+            placed = groups_for(schedule, groups, microbatches)
+        except ScheduleError:  # not for this number of micro-batches
+            continue
         for depths in _depths(schedule, weights, len(placed), microbatches):
             yield schedule, placed, depths
 

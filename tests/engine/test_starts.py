@@ -119,7 +119,7 @@ def test_a_users_module_with_the_name_of_a_library_is_refused(
     monkeypatch.delitem(sys.modules, "this", raising=False)
     (folder / "this.py").write_text(BACKEND)
     registry.register_backend(__import__("this").MineBackend)
-    with pytest.raises(HetpipeError, match=r"module 'this' of yours.* import .*this\.py .*rename"):
+    with pytest.raises(HetpipeError, match=r"module 'this'.* import .*this\.py .*rename"):
         Crew.start(Cluster((Member("m0", "mine:cpu:0"),)))
     del sys.modules["this"]
 
