@@ -106,7 +106,7 @@ def _factory(name: str) -> Callable[[], Any]:
         raise HetpipeError(
             f"model {name!r}: no module {error.name!r}; start hetpipe where it can be imported"
         ) from error
-    factory: Any = getattr(module, attribute, None)
+    factory: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         file = getattr(module, "__file__", None) or "built into Python"
         raise HetpipeError(f"model {name!r}: {module_name} ({file}) has no function {attribute!r}")
