@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hetpipe.errors import HetpipeError
@@ -67,3 +67,19 @@ def clock() -> Callable[[], float]:
             "HETPIPE_CLOCK=process, or unset it"
         )
     return time.process_time if word else time.perf_counter
+
+
+def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `HetpipeError` in one of several processes of a launcher such as torchrun.
+
+    Each process would train the whole model.
+    """
+    ranks = environment.get("WORLD_SIZE", "")
+    rank = environment.get("RANK", environment.get("LOCAL_RANK"))
+    if rank is None or not ranks.isdigit() or int(ranks) < 2:
+        return
+    raise HetpipeError(
+        f"this is process {rank} of {ranks} (RANK and WORLD_SIZE, as torchrun sets them), and each "
+        "would train the whole model: hetpipe starts its own workers, one per device; run it once, "
+        "without torchrun"
+    )

@@ -64,6 +64,6 @@ def start(
     ] = False,
 ) -> None:
     """Options and checks of all commands."""
-    from hetpipe.pipeline.fit import refuse_ranks
+    from hetpipe.environment import refuse_ranks
 
     refuse_ranks()

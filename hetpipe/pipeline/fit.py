@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -25,22 +24,6 @@ if TYPE_CHECKING:
     from hetpipe.wire.messages import Clip
 
 SHOWN_LAYERS = 200
-
-
-def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `HetpipeError` in one of several processes of a launcher such as torchrun.
-
-    Each process would train the whole model.
-    """
-    ranks = environment.get("WORLD_SIZE", "")
-    rank = environment.get("RANK", environment.get("LOCAL_RANK"))
-    if rank is None or not ranks.isdigit() or int(ranks) < 2:
-        return
-    raise HetpipeError(
-        f"this is process {rank} of {ranks} (RANK and WORLD_SIZE, as torchrun sets them), and each "
-        "would train the whole model: hetpipe starts its own workers, one per device; run it once, "
-        "without torchrun"
-    )
 
 
 def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:

@@ -13,12 +13,12 @@ from hetpipe.capture.export.named_tensors import check_capturable
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
+from hetpipe.environment import refuse_ranks
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.optim.check import check_optimizer
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
-from hetpipe.pipeline.fit import refuse_ranks
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.measurements import Measurements, effort_of
 from hetpipe.pipeline.model_state import as_tensors, states_of

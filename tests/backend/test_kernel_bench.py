@@ -490,7 +490,10 @@ def test_a_large_error_beside_a_pass_has_words(tmp_path: Path) -> None:
         (("[expect]", "[define]\nn = [1]\n[expect]"), "define has n, which is a size of a case"),
         (("[expect]", "[define]\nT = []\n[expect]"), "define.T"),
         (("output = true", "output = true\nscale = 2.0"), "scale is for the values of an input"),
-        (("[expect]", "[beside.none]\nglobal_size = [1]\n[expect]"), "beside has none, which is"),
+        (
+            ("[expect]", "[beside.none]\nglobal_size = [1]\n[expect]"),
+            "`beside` names none, but",
+        ),
         (("[argument.n]", "[argument.n]\nshape = [3]"), "2 of shape, value, number and local"),
         (('y = "x"', 'z = "x"'), "expect has z"),
         (("n = 64", "n = -1"), "case.0.n is -1"),

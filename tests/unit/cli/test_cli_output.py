@@ -14,8 +14,8 @@ from hetpipe.cli.priced import microbatches_of
 from hetpipe.cli.progress import Lines
 from hetpipe.cli.train import InUse, memory_lines
 from hetpipe.cost.table import CostTable
+from hetpipe.environment import refuse_ranks
 from hetpipe.errors import HetpipeError, PlanError
-from hetpipe.pipeline.fit import refuse_ranks
 from hetpipe.plan.plan import Plan, StagePlan
 
 
