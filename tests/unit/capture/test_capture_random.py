@@ -114,7 +114,7 @@ def test_distributions(draw: Any, mean: float, std: float) -> None:
     ("draw", "message"),
     [
         (lambda x: torch.empty_like(x).exponential_(), "exponential.*test_capture_random.py.*rand"),
-        (lambda x: torch.rand(3, 5).sum() + x, r"draws shape \(3, 5\).*2 samples"),
+        (lambda x: torch.rand(3, 5).sum() + x, r"draws the shape \(3, 5\).*2 samples"),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused(draw: Any, message: str) -> None:
