@@ -20,6 +20,7 @@ def test_a_missing_library_is_told(
     assert capsys.readouterr().out.startswith("CLBlast is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [each for each in IDS if "pocl" in each or "intel-cpu" in each])
 def test_what_the_library_does_wrong_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answering(status: int) -> Any:

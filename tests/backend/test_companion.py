@@ -172,6 +172,7 @@ def test_weights_cross_once_for_many_runs(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_allclose(fetch(device, result), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_stage_trains_with_lent_operators_and_the_plan_names_them(transport: str) -> None:
     registry.register_backend(LackingBackend)

@@ -85,6 +85,7 @@ def test_programs_run_and_leak_nothing(serialised: list[bytes], tmp_path: Path) 
         clean(replay(library(), path))
 
 
+@pytest.mark.slow
 def test_results_are_those_of_torch(tmp_path: Path) -> None:
     x, w = (torch.randn(3, 3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     graph = trace(lambda x, w: ((x @ w).tanh(), x.sum(0)), [x, w], core_decompositions())

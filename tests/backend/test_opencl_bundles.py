@@ -101,6 +101,7 @@ def test_the_manifest_says_how_to_call_each_kernel(tmp_path: Path, first: Device
     assert manifest.facts == dict(first.binary_facts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", [id for id in IDS if "fpga-emulator" in id])
 def test_kernels_that_channels_join_come_from_a_bundle_too(
     device_id: str, tmp_path: Path, sources: list[str]

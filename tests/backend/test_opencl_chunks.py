@@ -21,6 +21,7 @@ def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tens
     return y.sum(), y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [192, 500, 1000])
 @pytest.mark.parametrize("device_id", STREAMING)
 def test_chunks_are_there_before_the_pass_ends(device_id: str, rows: int) -> None:

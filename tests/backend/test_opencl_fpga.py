@@ -70,6 +70,7 @@ def test_channels_of_a_convolution_are_normalised_in_its_dataflow(device_id: str
     close_to_torch(as_fpga(device_id), fn, *inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", MODELS)
 def test_rows_of_images_are_no_rows_of_a_convolution(device_id: str) -> None:
     """Nor are its channels rows of a product: both norms read memory."""

@@ -52,6 +52,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array
     return {form: dict(arrays) for form, arrays in loaded.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANNELLED)
 def test_channels_and_buffers_give_the_same_bits(
     forms: dict[str, dict[str, Array]], name: str
@@ -132,6 +133,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "argument", "rows", "hanging"),
     [

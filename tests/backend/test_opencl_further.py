@@ -161,6 +161,7 @@ def test_resizing_and_its_gradient(device_id: str, name: str) -> None:
     close_to_torch(opencl_device(device_id), both, x, normal(*resize(x).shape))
 
 
+@pytest.mark.slow
 def test_distances_and_their_gradient(device_id: str) -> None:
     for p in (1.0, 2.0, 3.0, math.inf):
 

@@ -36,6 +36,7 @@ def test_lstm(device_id: str, sizes: tuple[int, int, int]) -> None:
     close_to_torch(device, lambda *xs: own.lstm(*xs[:-1], xs[-1].t()), *inputs[:-1], turned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carried", [True, False], ids=["last_c", "no_last_c"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("device_id", OPENCL)

@@ -38,6 +38,7 @@ def test_a_graph_may_move_from_queue_to_queue(device_id: str) -> None:
         torch.testing.assert_close(array, chain(*inputs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", TWO)
 def test_memory_in_use_by_one_queue_is_not_given_to_another(device_id: str) -> None:
     """The reader runs in one queue; what it reads is let go at once, and wanted by the other."""

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_new_weights_are_never_missed(

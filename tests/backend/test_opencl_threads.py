@@ -23,6 +23,7 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 1], ids=["one queue", "two queues"])
 @pytest.mark.parametrize("device_id", [each for each in OPENCL if each not in INTERPRETERS])
 def test_passes_of_two_threads_keep_apart(device_id: str, other: int) -> None:

@@ -70,6 +70,7 @@ def test_lanes_are_those_of_the_code_that_a_runtime_makes(monkeypatch: pytest.Mo
     assert lanes_of(SimpleNamespace(native_vector_width_float=0), None) == 1
 
 
+@pytest.mark.slow
 @on_processors
 @pytest.mark.parametrize(
     "chosen", [Tuning(True, 1024), Tuning(True, 24), Tuning(False, 24)], ids=str
@@ -101,6 +102,7 @@ def test_sums_are_right_however_they_are_divided(
             np.testing.assert_allclose(actual, wide, rtol=0, atol=limit)
 
 
+@pytest.mark.slow
 @on_processors
 def test_convolutions_are_right_in_small_blocks(
     device_id: str, monkeypatch: pytest.MonkeyPatch

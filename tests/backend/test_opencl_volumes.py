@@ -48,11 +48,13 @@ POOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling(device_id: str, name: str) -> None:
     close_to_torch(opencl_device(device_id), with_gradients(POOLS[name]), normal(*VOLUME))
 
 
+@pytest.mark.slow
 def test_places_of_the_largest_elements(device_id: str) -> None:
     """The first of equal ones; NaN is larger than any number."""
     x = torch.tensor([3.0, 3, 1, math.nan, 2, 2, 2, 1, 1, -math.inf, 5, 5]).reshape(1, 3, 2, 2)
@@ -72,6 +74,7 @@ CONVOLUTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tor
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolution_of_volumes(device_id: str, name: str) -> None:
     inputs = normal(2, 2, 4, 4, 3), normal(2, 2, 3, 2, 2, seed=8), normal(2, seed=9)
@@ -137,6 +140,7 @@ def test_take(device_id: str) -> None:
     close_to_torch(opencl_device(device_id), lambda x, i: torch.take(x, i), ORDERED, index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, math.inf])
 def test_distances_of_pairs(device_id: str, p: float) -> None:
     fn = with_gradients(lambda x: F.pdist(x, p))

@@ -22,6 +22,7 @@ WINDOWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_and_their_gradient(device_id: str, name: str) -> None:
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

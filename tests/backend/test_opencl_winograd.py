@@ -211,6 +211,7 @@ def small_cnn() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @on_every_device
 def test_a_training_is_that_of_torch(device_id: str) -> None:
     x, y = tensors((8, 3, 14, 14))[0], torch.arange(8)
@@ -255,6 +256,7 @@ close_to_torch(device, convolution((1, 1)), *inputs)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_kernels_are_clean(tmp_path: Path) -> None:
     """No access outside a tensor, no race, no use of what nobody wrote.

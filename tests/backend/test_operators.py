@@ -146,6 +146,7 @@ def test_operator_of_the_reference_alone(case: Case) -> None:
     check(case, run(opened("numpy:cpu:0"), graph, [t.numpy() for t in inputs_of(case)]), graph)
 
 
+@pytest.mark.slow
 def test_every_operator_of_the_reference_has_a_case() -> None:
     device = opened("numpy:cpu:0")
     cases = [*CASES, *REFERENCE_CASES]

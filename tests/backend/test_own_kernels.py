@@ -318,6 +318,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         backend.register_kernel("aten.relu.default", tmp_path / "my.cl", "my")
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_is_right() -> None:
     opencl, torch_ = blocks()
     kinds: list[type[Backend]] = [opencl["MyOpenCL"], torch_["MyTorch"]]
@@ -350,6 +351,7 @@ MODULES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_can_be_imported_first(module: str) -> None:
     """A circle of imports shows only if the import begins at one of its modules."""

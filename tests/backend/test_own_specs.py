@@ -79,6 +79,7 @@ def spec(tmp_path: Path) -> Path:
     return tmp_path / "mine.toml"
 
 
+@pytest.mark.slow
 def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
     """Twice the relu is the relu of a network whose first layer is twice as large."""
     pocl("opencl")

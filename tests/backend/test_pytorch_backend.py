@@ -207,6 +207,7 @@ print(min(faults() for _ in range(6)), torch.get_num_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc's allocator")
 def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None:
     def faults(settings: dict[str, str]) -> list[int]:
@@ -349,6 +350,7 @@ def test_a_device_error_reaches_who_asks(accelerator: streams.StreamDevice) -> N
     assert not result.any()
 
 
+@pytest.mark.slow
 def test_own_operators_need_no_compiler_of_torch() -> None:
     """Importing it takes a second, which the first step would wait for."""
     code = """

@@ -13,6 +13,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_id", [info.id for info in infos()])
 def test_every_device_passes(device_id: str) -> None:
     result = selftest(opened(device_id))

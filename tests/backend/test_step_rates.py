@@ -27,6 +27,7 @@ from hetpipe.zoo.text import token_loss
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
 def test_a_step_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_lacks_compiler", lambda: "none here")  # compiling takes long
@@ -151,6 +152,7 @@ def test_what_cannot_be_compiled_is_told() -> None:
         assert "no such loss" in rival.why_not
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
 def test_gradients_and_intermediates_lie_where_saved_tensors_were() -> None:
     """Together they need less memory of their own than gradients alone would."""

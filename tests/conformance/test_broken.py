@@ -18,6 +18,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_instances", dict(registry._instances))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetpipe.conformance.held.PATIENCE_S", 0.2)
@@ -27,6 +28,7 @@ def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault.words in result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sound",
     [
@@ -41,6 +43,7 @@ def test_what_is_declared_or_only_late_is_no_fault(sound: Fault) -> None:
     assert result.outcome == "passed", result
 
 
+@pytest.mark.slow
 def test_a_sound_backend_breaks_no_rule() -> None:
     registry.register_backend(SoundBackend)
     rig = rig_of("sound:unit:0")

@@ -60,12 +60,14 @@ def test_help_needs_neither_torch_nor_a_driver() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.slow
 def test_devices_lists_what_is_here(home: Path) -> None:
     devices = {entry["id"]: entry for entry in result(home, "devices")["devices"]}
     assert devices["pytorch:cpu:0"]["joins"]
     assert not devices["numpy:cpu:0"]["joins"], "the reference joins only when named"
 
 
+@pytest.mark.slow
 def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
     found = result(home, "doctor", "--backends", "numpy,pytorch")
     assert found["version"] == 1
@@ -75,12 +77,14 @@ def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
         assert device["selftest"]["gflops_matmul"] > 0
 
 
+@pytest.mark.slow
 def test_doctor_names_what_is_broken_and_goes_on(home: Path) -> None:
     done = run(home, "doctor", "--backends", "nope,numpy", "--no-selftest", code=1)
     assert "broken  no backend 'nope'" in done.stdout
     assert "ok  numpy:cpu:0" in done.stdout
 
 
+@pytest.mark.slow
 def test_profile_prices_every_layer_and_link(home: Path) -> None:
     costs = result(
         home, "profile", "mlp", "--devices", TWO, "--emulate-speed", SLOW, "--microbatches", 4
@@ -91,6 +95,7 @@ def test_profile_prices_every_layer_and_link(home: Path) -> None:
     assert len(costs["links"]) == 2
 
 
+@pytest.mark.slow
 def test_a_plan_by_costs_alone_has_their_micro_batches(home: Path) -> None:
     done = run(
         home, "profile", "mlp", "--devices", TWO, "--microbatches", 4, "--json", "costs.json"
@@ -106,6 +111,7 @@ def test_a_plan_by_costs_alone_has_their_micro_batches(home: Path) -> None:
     assert "batch of 128 have 16" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_is_kept_and_trained(home: Path) -> None:
     options = ("--devices", TWO, "--microbatches", 4, "--schedule", "gpipe")
     plan = result(home, "plan", "mlp", *options, "--out", "plan.json")
@@ -155,6 +161,7 @@ latency = "10 us"
 """
 
 
+@pytest.mark.slow
 def test_boards_train_in_modelled_time(home: Path) -> None:
     """A plan of them is kept, simulated and trained; all times but the clock's are modelled."""
     (home / "boards.toml").write_text(BOARDS)
@@ -181,12 +188,14 @@ def test_boards_train_in_modelled_time(home: Path) -> None:
     assert "measured on numerics: " in picture
 
 
+@pytest.mark.slow
 def test_stages_with_replicas_are_planned_as_asked(home: Path) -> None:
     options = ("--devices", TWO, "--cuts", "2", "--replicas", "1,1", "--microbatches", 2)
     plan = result(home, "plan", "mlp", *options)
     assert [(stage["lo"], len(stage["devices"])) for stage in plan["stages"]] == [(0, 1), (2, 1)]
 
 
+@pytest.mark.slow
 def test_train_says_that_it_equals_torch(home: Path) -> None:
     done = run(home, "train", "mlp", "--devices", "pytorch:cpu:0", "--steps", 5, "--mini-batch", 32,
                "--microbatches", 2)  # fmt: skip
@@ -194,6 +203,7 @@ def test_train_says_that_it_equals_torch(home: Path) -> None:
     assert "validation accuracy 0." in done.stdout
 
 
+@pytest.mark.slow
 def test_a_user_s_own_workload(home: Path) -> None:
     """A model in the working directory, one epoch long, without validation."""
     (home / "mine.py").write_text(
@@ -215,6 +225,7 @@ def test_a_user_s_own_workload(home: Path) -> None:
     assert report["validation"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -233,6 +244,7 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
     assert message in last
 
 
+@pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
     """Of a cache that is no folder."""
     (tmp_path / "cache").write_text("a file, where the folder would be")
@@ -244,6 +256,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     assert "no cache can be kept in" in lines[0]
 
 
+@pytest.mark.slow
 def test_bench_figures_agree_with_each_other(home: Path) -> None:
     done = run(
         home, "bench", "--full", "--workload", "mlp", "--no-matmul", "--devices", TWO,
@@ -283,6 +296,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     assert (home / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_bench_of_one_device_has_no_link(home: Path) -> None:
     done = run(
         home, "bench", "--full", "--workload", "mlp", "--no-matmul", "--devices", "pytorch:cpu:0",
@@ -294,6 +308,7 @@ def test_bench_of_one_device_has_no_link(home: Path) -> None:
     assert len(found["rows"]) == len(found["plain_samples_per_s"]) + 1, "all plans are one"
 
 
+@pytest.mark.slow
 def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
     done = run(
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--twice", "nope",
@@ -302,6 +317,7 @@ def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
     assert "no device 'nope'; the cluster has pytorch:cpu:0#0" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
 def test_interrupt_leaves_quietly_and_no_process(home: Path, presses: int) -> None:
     """Ctrl-C reaches the whole foreground group: command and workers alike."""

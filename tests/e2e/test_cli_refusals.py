@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 
 REFUSED = [
@@ -81,6 +83,7 @@ def command(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
     """A schedule of an unknown name once took 57 s of profiling first."""
     (tmp_path / "bad.toml").write_text("colour = 1\n")
@@ -101,6 +104,7 @@ def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
         assert not torch, arguments
 
 
+@pytest.mark.slow
 def test_cuts_beyond_the_model_are_refused_with_its_layers(tmp_path: Path) -> None:
     """They were once after 33 s of profiling, and without the layers."""
     two = "numpy:cpu:0,numpy:cpu:0"
@@ -111,6 +115,7 @@ def test_cuts_beyond_the_model_are_refused_with_its_layers(tmp_path: Path) -> No
     assert "profiling" not in done.stderr
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_samples_are_refused_before_profiling(tmp_path: Path) -> None:
     done = command(tmp_path, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 200)
     assert done.returncode == 1
@@ -118,6 +123,7 @@ def test_more_micro_batches_than_samples_are_refused_before_profiling(tmp_path: 
     assert "profiling" not in done.stderr
 
 
+@pytest.mark.slow
 def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     layer, cost = LayerBytes("only", 1, 1, 1, 1), LayerCost(1.0, 1.0, 0.0)
     device = DeviceCost((cost,), 0.0, 1 << 30, "host")
@@ -152,6 +158,7 @@ def test_the_version_and_all_commands_are_reachable(tmp_path: Path) -> None:
         assert name in shown
 
 
+@pytest.mark.slow
 def test_a_model_s_wrong_shape_is_said_by_its_line_alone(tmp_path: Path) -> None:
     """Torch once logged a traceback of its own before it."""
     (tmp_path / "own.py").write_text(

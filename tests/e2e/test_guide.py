@@ -88,6 +88,7 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.slow
 def test_the_guide_trains_a_stage(environment: dict[str, str]) -> None:
     folder = Path(environment["GUIDE"])
     output = {
@@ -122,12 +123,14 @@ def test_the_wheel_has_every_file_of_its_packages(environment: dict[str, str]) -
     assert sorted(name for name in packed if not name.startswith("hetpipe/")) == []
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_from_a_wheel(environment: dict[str, str]) -> None:
     text = run(["hetpipe", "doctor"], Path(environment["GUIDE"]), environment)
     assert "pytorch:cpu:0" in text
     assert "numpy:cpu:0" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_devices.py", "hugging_face.py"])
 def test_the_scripts_of_the_readme_run_from_a_wheel(environment: dict[str, str], name: str) -> None:
     pytest.importorskip("transformers")

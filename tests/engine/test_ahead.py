@@ -69,6 +69,7 @@ def forecasts(crew: Crew) -> tuple[set[str], set[str]]:
     return set(announced), set(compiled)
 
 
+@pytest.mark.slow
 def test_a_profile_announces_the_first_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

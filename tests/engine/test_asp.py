@@ -228,6 +228,7 @@ def test_statistics_are_of_the_first_replicas_mini_batches(crew: Crew) -> None:
         assert torch.allclose(state[name].double(), value.double()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [None, [2]])
 def test_a_pipeline_puts_a_replica_on_every_device(crew: Crew, replicas: list[int] | None) -> None:
     with hp.Pipeline(

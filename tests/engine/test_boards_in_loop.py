@@ -110,6 +110,7 @@ def test_losses_are_torchs_and_times_the_boards(
         assert pipe.corrected().corrected_s == pipe.plan.step_s  # no drift of a model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
     [("gpipe", 4), ("fbp", 4), ("zb-h1", 4), ("data-parallel", 1), ("pipedream", 1)],
@@ -137,6 +138,7 @@ def test_the_planner_chooses_by_modelled_costs(tmp_path: Path) -> None:
         assert pipe.modelled_step_s == pytest.approx(pipe.plan.step_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_smaller_mini_batch_has_its_own_modelled_time(tmp_path: Path) -> None:
     """It is that of a plan for its size."""
     x, y = batches(1)[0]
@@ -234,6 +236,7 @@ def test_numerics_that_are_not_there(tmp_path: Path) -> None:
         pipeline(cluster_of(tmp_path, "numpy:gpu:7"))
 
 
+@pytest.mark.slow
 def test_numerics_that_lack_an_operator(tmp_path: Path, own_backends: None) -> None:
     """The planner leaves such layers to others; cuts that do not are refused by name."""
     cluster = cluster_of(tmp_path, "early:cpu:0")
@@ -304,6 +307,7 @@ def test_a_board_with_too_little_memory_is_refused_by_the_planner(
         pipeline(cluster_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_board_on_the_fpga_emulator(tmp_path: Path) -> None:
     found, _ = hp.discover_devices(["opencl"])
     numerics = "opencl:intel-fpga-emulator:0"

@@ -239,6 +239,7 @@ def test_an_error_in_a_call() -> None:
         crew.call(["m0"], "engine_backends:nowhere")
 
 
+@pytest.mark.slow
 def test_calls_run_at_once_and_outlast_the_silence_limit() -> None:
     with start(["good", "good"], "shared-memory", silence_s=2.0, heartbeat_s=0.5) as crew:
         start_s = time.monotonic()

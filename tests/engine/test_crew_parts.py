@@ -158,6 +158,7 @@ def test_control_loses_no_news() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_control_waits_while_something_moves() -> None:
     control = Control(["worker 'a'"])
 

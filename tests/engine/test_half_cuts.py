@@ -184,6 +184,7 @@ def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
     close(state, rounded.state)
 
 
+@pytest.mark.slow
 def test_the_same_with_asynchronous_updates_and_in_evaluation(crew: Crew) -> None:
     """With stale weights there is no plain torch to compare with: float32 cuts are near."""
     torch.manual_seed(0)
@@ -231,6 +232,7 @@ def test_half_the_bytes_are_planned_and_sent() -> None:
     assert saved[1] - saved[0] == 32 * 3 * 2
 
 
+@pytest.mark.slow
 def test_a_pipeline_plans_with_half_the_bytes(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ class Interruption:
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize(
     "call",
@@ -181,6 +182,7 @@ def test_an_interrupt_while_layers_move_or_costs_are_probed(
     assert at > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_second_interrupt_closes(
     monkeypatch: pytest.MonkeyPatch, saved: bool, tmp_path: Path

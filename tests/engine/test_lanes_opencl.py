@@ -33,6 +33,7 @@ def emulator() -> str:
     return emulators[0]
 
 
+@pytest.mark.slow
 def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the device's own timestamps of both queues, while training equals torch's."""
     device = emulator()
@@ -81,6 +82,7 @@ def overlap(commands: list[tuple[Any, Any]]) -> int:
     return max(min(f[1], b[1]) - max(f[0], b[0]) for f in ahead for b in back)
 
 
+@pytest.mark.slow
 def test_results_leave_while_the_pass_runs() -> None:
     """From the emulator; its neighbours send whole. Training equals torch's."""
     torch.manual_seed(0)

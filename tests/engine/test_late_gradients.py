@@ -136,6 +136,7 @@ def same(one: Training, other: Training, role: str) -> None:
         np.testing.assert_allclose(other.values(role)[name], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_a_training_with_late_gradients_is_the_same(device_id: str, halves: bool) -> None:

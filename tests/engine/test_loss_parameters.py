@@ -64,6 +64,7 @@ def optimizer() -> hp.optim.Optimizer:
     return hp.optim.sgd(lr=LR, weight_decay=0.1, decay_exclude=lambda name: name == "loss.log_var")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", ["01", [("m0", "m1"), ("m2", "m3")]])
 def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> None:
     """With a clip over all parameters, a checkpoint half way, and replicas."""

@@ -121,6 +121,7 @@ def test_bytes_equal_a_walk_over_everything(
     assert list(found.peak_nbytes) == walked
 
 
+@pytest.mark.slow
 def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> None:
     """DAPPLE, table 5; one micro-batch more costs GPipe what its forward saves."""
     gpipe = [encoded(crew, "gpipe", count).peak_nbytes for count in (2, 8, 16)]
@@ -133,6 +134,7 @@ def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> No
     assert all(less < more for less, more in zip(dapple[2], gpipe[2], strict=True))
 
 
+@pytest.mark.slow
 def test_recompute_holds_less(crew: Crew) -> None:
     none, cut, inputs = (
         encoded(crew, "gpipe", 16, mode).peak_nbytes for mode in ("none", "min-cut", "inputs")

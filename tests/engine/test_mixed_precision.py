@@ -213,6 +213,7 @@ def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
         assert all(torch.equal(value, state[n]) for n, value in pipe.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_profiled_and_planned_in_its_precision(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_training_goes_on_as_without_it(crew: Crew, options: dict[str, Any]) -> 
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.slow
 def test_of_an_accumulation_all_is_dropped(crew: Crew) -> None:
     """Gradients of the mini-batch before it are in the same accumulators: they go with it."""
     good = [batch(seed) for seed in range(5)]
@@ -110,6 +111,7 @@ def test_without_a_flush_the_state_is_marked(crew: Crew, tmp_path: Path) -> None
         assert all(torch.isfinite(value).all() for value in pipe.state_dict().values())
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_replace_no_checkpoint(crew: Crew, tmp_path: Path) -> None:
     """The loss is finite and the update is not: only the next loss would tell."""
 

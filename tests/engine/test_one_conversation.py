@@ -27,6 +27,7 @@ def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     return user_pipeline(crew, MLP(), F.cross_entropy, batches(1)[0], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["save", "evaluate", "state_dict", "flush", "gradients"])
 def test_calls_between_two_results_lose_none(crew: Crew, call: str, tmp_path: Path) -> None:
     data = batches(12)
@@ -63,6 +64,7 @@ def test_two_runs_at_once_are_refused(crew: Crew) -> None:
         assert [result.index for result in pipe.run(batches(2))] == [6, 7]
 
 
+@pytest.mark.slow
 def test_two_threads_are_refused(crew: Crew) -> None:
     """The second thread calls while the first one is in a call: its batches say when."""
     with opened(crew, schedule="1f1b") as pipe:

@@ -66,6 +66,7 @@ def test_untied_weights_are_equal_and_apart() -> None:
     assert torch.equal(model.head.weight, model.embedding.tokens.weight)
 
 
+@pytest.mark.slow
 def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
     with closing(PeerRow(task(two), [5, 8])) as row:
         row.measure()
@@ -81,6 +82,7 @@ def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
     assert losses[-1] < losses[0] - 0.05, "learns, so that the comparison says something"
 
 
+@pytest.mark.slow
 def test_a_dead_process_ends_the_row_at_once(two: Cluster) -> None:
     begin_s = time.monotonic()
     with (

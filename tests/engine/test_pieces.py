@@ -35,6 +35,7 @@ SGD = hp.optim.sgd(lr=0.1)
 MIXED = ("numpy:cpu:0", "streamed:cpu:0", "streamed:backwards:1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "schedule"),
     [("local", "zb-h1"), ("shared-memory", "1f1b-as"), ("distributed", "fbp")],

@@ -51,6 +51,7 @@ def planned(
     return user_pipeline(crew, model, loss_fn, example or batch(12), **options)
 
 
+@pytest.mark.slow
 def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
     case = CASES["tied_autoencoder"]
     torch.manual_seed(0)
@@ -68,6 +69,7 @@ def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
     check_close(state, expected.state)
 
 
+@pytest.mark.slow
 def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
     """12 rows, then 7 (as 2, 2, 2, 1), then 3 (as 1, 1, 1), then 12 again."""
     model = mlp()
@@ -78,6 +80,7 @@ def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
     """Samples with label 0 do not count: micro-batches weigh unequally, the mean must not care."""
 
@@ -92,6 +95,7 @@ def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
     with planned(crew, mlp(), microbatches=None) as pipe:
         counts = (2,) if max(pipe.plan.replicas) > 1 else (4, 6, 12)  # two replicas: a half each
@@ -116,6 +120,7 @@ class WithHypot(nn.Module):
         return self.last(torch.hypot(hidden, hidden + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["cuts", "plan"])
 def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(
     crew: Crew, crews: Crews, given: str
@@ -139,6 +144,7 @@ def test_a_lacking_operator_of_a_plan_that_is_not_priced_is_named_when_it_is_loa
         planned(crew, WithHypot(), cuts=[1], schedule="1f1b")
 
 
+@pytest.mark.slow
 def test_plan_of_another_model_is_refused(crew: Crew) -> None:
     with planned(crew, mlp(), cuts=[2]) as pipe:
         plan, costs = pipe.plan, pipe.costs
@@ -150,6 +156,7 @@ def test_plan_of_another_model_is_refused(crew: Crew) -> None:
         planned(crew, mlp(), plan=plan, costs=costs, cuts=[1])
 
 
+@pytest.mark.slow
 def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
     model, data = mlp(), [batch(12, seed) for seed in range(3)]
     expected = train(model, F.cross_entropy, data, 2, sgd)
@@ -169,6 +176,7 @@ def test_more_stages_than_layers(crew: Crew) -> None:
         planned(crew, nn.Linear(20, 5), cuts=[1])
 
 
+@pytest.mark.slow
 def test_batch_of_other_structure(crew: Crew) -> None:
     with planned(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
         pipe.step(torch.zeros(12, 21), torch.zeros(12, dtype=torch.int64))

@@ -42,6 +42,7 @@ def close(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None:
     """There and back, with an owner of tied weights whose fellow changes its stage."""
@@ -67,6 +68,7 @@ def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None
     assert trained == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "pipeoptim"])
 def test_a_stream_flushes_and_goes_on(
     pair: Crew, speeds: Speeds, tmp_path: Path, weights: str
@@ -93,6 +95,7 @@ def test_a_stream_flushes_and_goes_on(
     assert trained == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_auto_moves_between_steps(
     pair: Crew, speeds: Speeds, caplog: pytest.LogCaptureFixture, schedule: str
@@ -260,6 +263,7 @@ def test_a_move_that_does_not_pay_is_not_made(pair: Crew, speeds: Speeds) -> Non
         assert pipe.plan == plan
 
 
+@pytest.mark.slow
 def test_an_emulated_speed_that_changes_is_learned(pair: Crew, priced: None) -> None:
     """From the passes themselves. Costs are labelled emulated while it lasts."""
     torch.manual_seed(0)

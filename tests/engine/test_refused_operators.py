@@ -46,6 +46,7 @@ def opened(crew: Crew, *layers: nn.Module, **options: Any) -> hp.Pipeline:
     return user_pipeline(crew, nn.Sequential(*layers), F.cross_entropy, BATCH, **options)
 
 
+@pytest.mark.slow
 def test_given_cuts_that_a_device_cannot_run(started: Crew) -> None:
     with opened(started, nn.Linear(4, 4), nn.Linear(4, 4)) as first:
         first.step(*BATCH)

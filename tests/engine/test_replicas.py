@@ -72,6 +72,7 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=str)
 def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -104,6 +105,7 @@ def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
         assert pass_.end_s < behind.end_s <= at[worker, "0U"].start_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
     def trained(crew: Crew) -> dict[str, torch.Tensor]:
@@ -120,6 +122,7 @@ def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str
         assert torch.equal(found[name], value)
 
 
+@pytest.mark.slow
 def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     """Statistics are those of a replica's own rows; masks depend on the sample alone."""
     torch.manual_seed(0)

@@ -68,11 +68,13 @@ def test_equals_unpartitioned_training(crew: Crew, case: str, shares: Any) -> No
     compare(crew, case, shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [((1, 1), (1,)), ((1,), (2, 1)), ((1, 1), (2, 1))], ids=str)
 def test_tied_weights(crew: Crew, shares: Any) -> None:
     compare(crew, "tied_autoencoder", shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"recompute": "inputs"}, {"schedule": "zb-h1"}, {"schedule": "fbp"}], ids=str
 )
@@ -84,11 +86,13 @@ def test_tied_weights_in_lanes(crew: Crew) -> None:
     compare(crew, "tied_autoencoder", ((1,), (1, 1)), schedule="fbp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport(crews: Crews, transport: str) -> None:
     compare(crews(UNLIKE[:5], transport), "two_branch", ((1,), (2, 1), (1, 1)))
 
 
+@pytest.mark.slow
 def test_sizes_that_differ_and_evaluation(crew: Crew) -> None:
     torch.manual_seed(0)
     model, batches = CASES["mlp"].model(), data("mlp", 2)
@@ -113,6 +117,7 @@ class Merged(nn.Module):
         return self.second(rows).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_a_tensor_without_a_row_for_each_sample_is_refused(crew: Crew) -> None:
     x = torch.randn(12, 20)
     with pytest.raises(HetpipeError, match=r"no dimension of it has one row for each sample"):

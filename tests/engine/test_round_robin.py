@@ -143,6 +143,7 @@ def test_spectrain_is_refused(crew: Crew) -> None:
         in_turn(crew, (2, 1), "spectrain", SGD[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
 def test_a_pipeline_with_the_replicas_that_were_asked_for(crew: Crew, schedule: str) -> None:
     with hp.Pipeline(

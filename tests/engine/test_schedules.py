@@ -46,6 +46,7 @@ def test_recompute_of_one_stage_alone(crew: Crew) -> None:
     compare(crew, "gpipe", "01", recompute=["inputs", "none"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1", "fbp"])
 def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
     torch.manual_seed(0)

@@ -45,6 +45,7 @@ def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["script.py"], ["-m", "script"]], ids=["file", "module"])
 def test_it_trains_in_processes(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "script.py").write_text(BACKEND + 'if __name__ == "__main__":\n    train()\n')
@@ -53,6 +54,7 @@ def test_it_trains_in_processes(tmp_path: Path, arguments: list[str]) -> None:
     assert "losses" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BACKEND + "train()\n")
     done = run(tmp_path, "script.py")

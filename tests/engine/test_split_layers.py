@@ -121,6 +121,7 @@ class ByHand(nn.Module):
         return self.last(torch.tanh(torch.cat([self.first(x), self.rest(x)], 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "vertical-sync", "pipeoptim"])
 def test_a_stream_gives_the_weights_of_a_network_split_by_hand(crew: Crew, weights: str) -> None:
     """Its stages see versions of different ages, so plain training is no reference."""
@@ -146,6 +147,7 @@ def test_a_stream_gives_the_weights_of_a_network_split_by_hand(crew: Crew, weigh
         assert torch.equal(state[f"4.{kind}"], wanted[f"last.{kind}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_checkpoint_goes_on_with_a_split_or_without(

@@ -23,6 +23,7 @@ assert callable(hp.capture)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

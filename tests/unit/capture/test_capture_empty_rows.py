@@ -89,6 +89,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_without_keys(name: str) -> None:
     torch.manual_seed(0)

@@ -98,6 +98,7 @@ def test_other_models(name: str) -> None:
     assert state.count == (float((batch[1] != 0).sum()) if name == "embedder" else 0)
 
 
+@pytest.mark.slow
 def test_stages_are_those_of_training_without_gradients() -> None:
     got = captured("repeated")
     cuts = even_cuts(got, 3)
@@ -133,6 +134,7 @@ def test_training_is_captured_first_whatever_is_asked_first() -> None:
     assert training[0].passes[4].backward is not None
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_layer_keeps_its_layers() -> None:
     """torch would run it as one operator that nothing here knows."""
     torch.manual_seed(0)

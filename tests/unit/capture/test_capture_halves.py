@@ -108,6 +108,7 @@ def _products(program: Program | None) -> int:
     return sum(_operators(program)[name] for name in PRODUCTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "attention", "gpt2"])
 def test_products_of_weight_gradients_are_in_the_weight_half(name: str) -> None:
     for graph in _graphs(name, 2)[1]:

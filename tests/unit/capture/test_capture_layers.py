@@ -66,6 +66,7 @@ def test_a_model_without_matrices_is_one_layer() -> None:
     assert [layer.name for layer in model.layer_graph(2).layers] == ["LayerNorm"]
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_structure() -> None:
     torch.manual_seed(5)
     batch = make("residual")[2]

@@ -229,6 +229,7 @@ class Flattened(nn.Module):
         return self.last(torch.cat([y.view(len(x), -1) for y in flat], 1))
 
 
+@pytest.mark.slow
 def test_a_view_behind_a_decomposition() -> None:
     torch.manual_seed(0)
     model, x = Flattened(), torch.randn(sum(SIZES), 5, 4)

@@ -130,6 +130,7 @@ def test_a_model_in_eval_mode_warns_once_and_trains_as_in_torch() -> None:
     assert captured.updated_buffers == frozenset()
 
 
+@pytest.mark.slow
 def test_one_part_in_train_mode_does_not_warn() -> None:
     net = _net().eval()
     net.norm.train()
@@ -139,6 +140,7 @@ def test_one_part_in_train_mode_does_not_warn() -> None:
     _check(net, captured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [nn.Module.eval, nn.Module.train])
 def test_a_mode_changed_after_capture_does_not_count(change: Callable[[nn.Module], Any]) -> None:
     """A validation between steps calls model.eval(), and later sizes are exported after it."""
@@ -168,6 +170,7 @@ def test_evaluation_is_in_eval_mode_throughout() -> None:
         assert state.loss == pytest.approx(float(F.cross_entropy(net(x), y)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_norm_without_momentum_is_welcome_in_eval_mode() -> None:
     """In train mode its factor depends on the number of batches, which is refused."""
     net = _net()

@@ -76,6 +76,7 @@ def _costly(graph: fx.GraphModule) -> int:
     return sum(node.target in COSTLY for node in graph.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", ["gpt2", "attention"])
 def test_a_transformer_keeps_less_and_less(name: str, table: str) -> None:
@@ -151,6 +152,7 @@ def test_what_is_repeated_uses_the_parameters_that_the_backward_is_given(name: s
         compare(gradients[0][key], value, key)
 
 
+@pytest.mark.slow
 def test_modes_are_per_stage() -> None:
     model = captured("gpt2")
     cuts = even_cuts(model, 3)

@@ -90,6 +90,7 @@ def _names(captured: Captured, table: Any) -> list[str]:
     return [operator_name(node) for node in nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 def test_a_layer_is_one_operator_for_those_who_keep_it() -> None:
     captured = Captured(model(num_layers=2), F.cross_entropy, batch())
     loop = core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
@@ -111,6 +112,7 @@ def _dropout_gradients(sizes: list[int], step: int) -> dict[str, torch.Tensor]:
     return Stages(captured, graphs).step((x, batch()[1]), sizes, weights, step)[0]
 
 
+@pytest.mark.slow
 def test_dropout_between_layers_depends_on_the_sample_alone() -> None:
     whole, parts, other = (_dropout_gradients(*how) for how in (([12], 0), ([8, 4], 0), ([12], 1)))
     for name, gradient in whole.items():

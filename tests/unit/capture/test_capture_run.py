@@ -172,6 +172,7 @@ def test_nodes_name_their_layer(name: str) -> None:
         assert labelled >= 0.95 * len(calls), f"{labelled} of {len(calls)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recurrent", "attention", "gpt2", "residual"])
 def test_no_operator_of_one_device_is_baked_in(name: str) -> None:
     """Tracing on a CPU once put oneDNN's LSTM and the CPU's flash attention into float32 graphs."""
@@ -186,6 +187,7 @@ def test_no_operator_of_one_device_is_baked_in(name: str) -> None:
         assert not [n for n in names if word in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "gpt2", "masked"])
 def test_pickle_round_trip(name: str) -> None:
     model = captured(name)
@@ -211,6 +213,7 @@ def _dropout() -> Captured:
     return Captured(Dropout().double(), lambda out, y: F.cross_entropy(out, y, reduction="sum"), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2]])
 def test_dropout_is_the_same_on_every_plan(cuts: list[int]) -> None:
     model = _dropout()
@@ -335,6 +338,7 @@ def test_views_are_not_saved_beside_their_base() -> None:
     assert len(saved) == sum(slot.role == SAVED for slot in backward.inputs)
 
 
+@pytest.mark.slow
 def test_stages_that_nobody_has_are_gone() -> None:
     """Autograd's nodes, which garbage collection does not see through, must not keep a trace."""
 

@@ -130,6 +130,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_code_is_captured_anew(module: Callable[..., ModuleType], change: str) -> None:
     assert exports(module().Model()) > 0
@@ -173,6 +174,7 @@ OTHERS: dict[str, Callable[[nn.Module], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_captures_of_one_model_are_their_own(
     module: Callable[..., ModuleType], other: str
@@ -183,6 +185,7 @@ def test_other_captures_of_one_model_are_their_own(
     assert exports(loaded.Model()) == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
     exports(module().Model())
     for path in cache.iterdir():
@@ -192,6 +195,7 @@ def test_a_damaged_entry_is_made_again(module: Callable[..., ModuleType], cache:
     assert exports(module().Model()) == 0
 
 
+@pytest.mark.slow
 def test_an_entry_of_another_user_is_not_read(
     module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +307,7 @@ def test_deep_data_is_data() -> None:
     assert disk_cache.load("0" * 64) is not None
 
 
+@pytest.mark.slow
 def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
     exports(module().Model())
     file = io.BytesIO()
@@ -314,6 +319,7 @@ def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache:
     assert not (cache / "attacked").exists()
 
 
+@pytest.mark.slow
 def test_code_without_a_file_is_captured_anew() -> None:
     space: dict[str, Any] = {"__name__": "unwritten"}
     sys.modules["unwritten"] = ModuleType("unwritten")

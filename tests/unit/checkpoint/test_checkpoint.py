@@ -547,6 +547,7 @@ def save_until(directory, step, stop):
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_a_save_killed_anywhere_leaves_the_old_or_the_new(tmp_path):
     steps = []
     while True:
@@ -566,6 +567,7 @@ def test_a_save_killed_anywhere_leaves_the_old_or_the_new(tmp_path):
     assert len(steps) - kept >= 5
 
 
+@pytest.mark.slow
 def test_a_first_save_killed_anywhere_is_whole_or_not_there(tmp_path):
     outcomes = []
     while save_until(directory := tmp_path / str(len(outcomes)) / "new", 2, stop=len(outcomes)):
@@ -581,6 +583,7 @@ def test_a_first_save_killed_anywhere_is_whole_or_not_there(tmp_path):
     assert len(set(outcomes)) == 2
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_no_finished_save(tmp_path):
     rng = random.Random(0)
     reached = 0

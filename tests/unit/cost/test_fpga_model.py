@@ -184,6 +184,7 @@ class TestTable6:
             assert taken.by_speed < ideal[key].by_speed
         assert taken.by_speed == pytest.approx(1.04, abs=0.01)
 
+    @pytest.mark.slow
     def test_rows(self, network: fpga.Network) -> None:
         title, rows = fpga.table6(Path(os.environ["HETPIPE_DATA"]))
         for row in rows:

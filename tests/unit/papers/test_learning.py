@@ -71,6 +71,7 @@ def test_weights_and_data_follow_the_seed() -> None:
     assert not torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_stages_have_equal_layer_counts_or_the_cuts_of_the_task() -> None:
     workload = seeded("digits", 0)
     captured = Captured(workload.model, workload.loss_fn, next(workload.batches(16, 0)))
@@ -113,6 +114,7 @@ def test_a_spread_says_how_many_trials_have_none() -> None:
     assert spread([], 1, of=3) == "never"
 
 
+@pytest.mark.slow
 def test_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

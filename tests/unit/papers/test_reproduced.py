@@ -69,6 +69,7 @@ def test_rows_that_differ_say_why(tables):
             assert equal or row.note, row
 
 
+@pytest.mark.slow
 def test_every_figure_of_the_papers_is_there(tables):
     counts = {
         ("bapipe", "3"): 18,

@@ -38,6 +38,7 @@ def test_it_is_within_2_percent_of_the_best_of_all_plans(first):
         assert chosen.lower_bound_s <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_best_of_all_plans_where_memory_is_short():
     """Every cut, depth, size of micro-batches and recompute, of which memory allows some."""
     options, bound = PlannerOptions(MINI_BATCH, recompute=True), 0

@@ -70,6 +70,7 @@ def profiled(
         return profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.0, -1e-3, math.nan, 3600.0])
 def test_a_clock_without_sense_is_refused(
     step_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_a_clock_without_sense_is_refused(
     assert not list(tmp_path.glob("costs/*.json"))
 
 
+@pytest.mark.slow
 def test_some_jumps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on by a millisecond a look, and now and then by an hour, or back."""
     looks = [0]

@@ -145,6 +145,7 @@ def test_the_interval_widens_with_contention() -> None:
     assert wide[1] / plan.step_s == pytest.approx(2.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_each_half_measures_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half is disturbed and does not count, though it knows all layers but one well."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))

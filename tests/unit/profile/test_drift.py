@@ -196,6 +196,7 @@ def test_later_probes_run_the_programs_of_the_first(crew: Crew) -> None:
     assert probe_again(crew, table, ["a", "b"]) == {}, "costs without a probe have no drift"
 
 
+@pytest.mark.slow
 def test_stored_costs_are_corrected_when_they_serve_again(
     crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
