@@ -124,7 +124,7 @@ class StageCosts:
         kind = id(cost.layers), cost.overhead_s
         if kind not in self._updates_s:
             seconds = [
-                0.0 if layer.impossible else max(layer.update_s - cost.overhead_s, 0.0)
+                max(layer.update_s - cost.overhead_s, 0.0) if math.isfinite(layer.update_s) else 0.0
                 for layer in cost.layers
             ]
             self._updates_s[kind] = _prefix(seconds)

@@ -9,7 +9,7 @@ from typing import TextIO
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
 _WAITS = ("threading.py", "queue.py")
-_OURS = (Path(__file__).parent, Path(__file__).parents[1] / "conformance")
+_PACKAGE = Path(__file__).parents[2]
 
 
 def watch(limit_s: float, log: TextIO) -> None:
@@ -31,9 +31,14 @@ def place(log: str) -> str | None:
     threads = [_FRAME.findall(stack) for stack in log.split("Thread 0x")[1:]]
     for frames in reversed(threads):  # the main thread comes last, and its latest call first
         called = 0
-        while called < len(frames) and Path(frames[called][0]).parent not in _OURS:
+        while called < len(frames) and not _is_core(Path(frames[called][0])):
             called += 1
         if 0 < called < len(frames) and Path(frames[called - 1][0]).name not in _WAITS:
             file, line, function = frames[called - 1]
             return f"in {function} ({file}:{line})"
     return "in a place that is unknown"
+
+
+def _is_core(file: Path) -> bool:
+    """Whether a file belongs to hetpipe, and not to one of its backends."""
+    return file.is_relative_to(_PACKAGE) and not file.is_relative_to(_PACKAGE / "backends")
