@@ -44,7 +44,8 @@ class AwdLstm(nn.Module):
         y = self.dropouti(self.encoder(x))
         for number, rnn in enumerate(self.rnns):
             y, _ = rnn(self.dropouth(y) if number else y)
-        return self.decoder(self.dropout(y))
+        logits: torch.Tensor = self.decoder(self.dropout(y))
+        return logits
 
 
 def _awd(vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int) -> RandomModel:

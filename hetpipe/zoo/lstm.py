@@ -37,7 +37,8 @@ class Recurrent(nn.Module):
         y = self.embedding(x)
         for layer in self.layers:
             y, _ = layer(y)
-        return self.head(y)
+        logits: torch.Tensor = self.head(y)
+        return logits
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:

@@ -57,7 +57,8 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
-        return self.scale_activation(scale) * x
+        scaled: torch.Tensor = self.scale_activation(scale) * x
+        return scaled
 
 
 class InvertedResidual(nn.Module):
@@ -102,7 +103,8 @@ class MobileNetV3(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits
 
 
 def _divisible(channels: int) -> int:

@@ -29,7 +29,8 @@ class ResidualLstm(nn.Module):
         for layer in self.layers:
             added, _ = layer(self.dropout(y))
             y = y + added
-        return self.head(y.mean(1))
+        logits: torch.Tensor = self.head(y.mean(1))
+        return logits
 
 
 def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:

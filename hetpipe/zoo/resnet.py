@@ -36,7 +36,8 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + self.downsample(x))
+        summed: torch.Tensor = self.relu(y + self.downsample(x))
+        return summed
 
 
 class Bottleneck(nn.Module):
@@ -61,7 +62,8 @@ class Bottleneck(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
-        return self.relu(y + self.downsample(x))
+        summed: torch.Tensor = self.relu(y + self.downsample(x))
+        return summed
 
 
 class ResNet(nn.Module):
@@ -95,7 +97,8 @@ class ResNet(nn.Module):
         for name, layer in self.named_children():
             if name.startswith("layer"):
                 y = layer(y)
-        return self.fc(self.avgpool(y).flatten(1))
+        logits: torch.Tensor = self.fc(self.avgpool(y).flatten(1))
+        return logits
 
 
 SGD = optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)

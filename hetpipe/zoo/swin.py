@@ -96,7 +96,8 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))
-        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        summed: torch.Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return summed
 
 
 class PatchMerging(nn.Module):
@@ -109,7 +110,8 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         corners = [x[:, a::2, b::2] for b in (0, 1) for a in (0, 1)]
-        return self.reduction(self.norm(torch.cat(corners, -1)))
+        merged: torch.Tensor = self.reduction(self.norm(torch.cat(corners, -1)))
+        return merged
 
 
 class Swin(nn.Module):
@@ -137,7 +139,8 @@ class Swin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.layers(self.norm0(self.patches(x).permute(0, 2, 3, 1))))
-        return self.head(y.mean((1, 2)))
+        logits: torch.Tensor = self.head(y.mean((1, 2)))
+        return logits
 
 
 def _swin(

@@ -59,7 +59,8 @@ class T5Attention(nn.Module):
         if bias is not None:
             scores = scores + bias
         y = self.dropout(scores.softmax(-1)) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        mixed: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class T5Block(nn.Module):
@@ -84,7 +85,8 @@ class T5Block(nn.Module):
         if encoded is not None:
             x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
         y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
-        return x + self.dropout(y)
+        summed: torch.Tensor = x + self.dropout(y)
+        return summed
 
 
 class T5Stack(nn.Module):
@@ -110,7 +112,8 @@ class T5Stack(nn.Module):
         x = self.dropout(x)
         for block in self.block:
             x = block(x, bias, encoded)
-        return self.dropout(self.norm(x))
+        normed: torch.Tensor = self.dropout(self.norm(x))
+        return normed
 
 
 class T5(nn.Module):
