@@ -57,8 +57,8 @@ ScheduleOption = Annotated[
     typer.Option(
         "--schedule",
         callback=_known_schedule,
-        help="auto (gpipe or 1f1b), or another; a wrong one lists them all. FILE.txt: one that is "
-        "written out.",
+        help="auto (the planner chooses one that flushes), or a name; a wrong one lists them all. "
+        "FILE.txt: one that is written out.",
     ),
 ]
 RebalanceOption = Annotated[

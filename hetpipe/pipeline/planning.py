@@ -171,11 +171,14 @@ class Planning:
             size = self._samples(best.microbatches)
             if kept or size in tables or min(best.replicas) > 1:
                 break
-            tables |= self.tables([size])
+            measured = self.tables([size])
+            if size not in measured:  # costs that were given, and none for this size
+                break
+            tables |= measured
         if self.earlier and not kept:
             self.earlier.keep(best, asked.keywords)
         best = kept or best
-        return with_notes(best, tables, self.members), self._nearest(tables, best)
+        return with_notes(best, tables, self.members, options), self._nearest(tables, best)
 
     def _nearest(self, tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
         """Return the table for the plan's micro-batches, or for the nearest size."""

@@ -84,11 +84,11 @@ def make_pipeline(
         )
     else:
         free = options.free_order and len(devices) <= FREE_ORDER_DEVICES
-        proposals = [
-            proposal
-            for order in (permutations(devices) if free else [tuple(devices)])
-            for proposal in propose_partitions(priced, single_device_groups(order))
-        ]
+        proposals: list[Proposal] = []
+        for order in permutations(devices) if free else [tuple(devices)]:
+            limit_s = priced.shortest_s(proposals)
+            groups = single_device_groups(order)
+            proposals += propose_partitions(priced, groups, limit_s=limit_s)
         plan = _quickest(priced, proposals, devices, "balanced")
         plan = improve_plan(plan, priced, moves_only=True)
     return with_interval(plan, priced.table(options.size(plan.microbatches)))

@@ -124,14 +124,13 @@ def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
 
 
 def groups_for(schedule: str, groups: Groups, microbatches: int) -> Groups:
-    """Return the devices of each stage, if `groups` have the devices in their order.
+    """Return the devices of each stage, from one group for each worker.
 
-    Under a schedule with several stages on a device these are more groups; as are groups that have
-    been given to it before.
+    Only a schedule with several stages on a worker repeats groups. Groups that are repeated already
+    stay as they are. Raises `ScheduleError` for a number of micro-batches that it cannot have.
     """
     rule = rule_of(schedule)
-    devices = {group[0]: None for group in groups}
-    if not rule.several_stages or len(groups) > len(devices):
+    if not rule.several_stages or len(groups) > len(set(groups)):
         return groups
     stages = rule.stages_per_worker * len(groups)
     rows = rule.rows(stages, microbatches, workers=len(groups))

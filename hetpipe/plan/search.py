@@ -79,8 +79,8 @@ def propose_depths(
     for count in priced.options.counts(priced.tables):
         for schedule, groups, depths in _schedules(priced, alone, count):
             yield Proposal(cuts, groups, schedule, count, depths)
-            least = depths[0] if rule_of(schedule).any_depth else 1
-            for most in range(least - 1, 0, -1):
+            deepest = depths[0] if rule_of(schedule).any_depth else 1
+            for most in range(deepest - 1, 0, -1):
                 fewer = tuple(min(depth, most) for depth in depths)
                 yield Proposal(cuts, groups, schedule, count, fewer)
 
@@ -102,10 +102,8 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
 def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[Proposal]:
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
-    Cuts are left out that allow no step below `limit_s`.
-
-    Fewer in flight allow other cuts. They are tried only if memory may be short, and the schedule
-    lets a planner choose.
+    Cuts that allow no step below `limit_s` are left out. Fewer in flight allow other cuts. They are
+    tried only if memory may be short, and the schedule lets a planner choose.
     """
     alone = max(map(len, bare.groups)) == 1
     found: dict[tuple[int, ...], Proposal] = {}
@@ -202,6 +200,7 @@ def proposal_of(plan: Plan) -> Proposal:
 
 
 def _changes(plan: Plan, priced: Priced, moves_only: bool) -> Iterator[Proposal]:
+    """Yield the proposals one move away from a plan."""
     here = proposal_of(plan)
     large = is_large(priced, here.groups)
     for cuts in moves(here.cuts, len(plan.layers)):

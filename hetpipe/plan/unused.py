@@ -13,21 +13,21 @@ from hetpipe.plan.search import FREE_ORDER_DEVICES
 from hetpipe.words import words
 
 
-def with_notes(plan: Plan, tables: Tables, devices: Sequence[str]) -> Plan:
+def with_notes(plan: Plan, tables: Tables, devices: Sequence[str], options: PlannerOptions) -> Plan:
     """Return the plan with a note for each of `devices` that it omits.
 
-    The note compares it with the fastest plan that has a stage on each of its devices and on the
-    omitted one. If many are omitted, one note names them.
+    The note compares it with the fastest plan by these options that has a stage on each of its
+    devices and on the omitted one. If many are omitted, one note names them.
     """
     unused = [device for device in devices if device not in plan.all_devices]
     if len(unused) > FREE_ORDER_DEVICES:
         return replace(plan, notes=(*plan.notes, f"{words(unused)} are left out"))
-    return replace(plan, notes=(*plan.notes, *(_note(plan, tables, device) for device in unused)))
+    return replace(
+        plan, notes=(*plan.notes, *(_note(plan, tables, device, options) for device in unused))
+    )
 
 
-def _note(plan: Plan, tables: Tables, device: str) -> str:
-    schedules = () if plan.rule.replicates else (plan.schedule,)
-    options = PlannerOptions(plan.mini_batch, schedules=schedules, weights=plan.weights)
+def _note(plan: Plan, tables: Tables, device: str, options: PlannerOptions) -> str:
     used = dict.fromkeys((*plan.all_devices, device))
     try:
         rival = make_pipeline(tables, list(used), options)

@@ -1,1 +1,1 @@
-"""The OpenCL runtimes of this machine, and what is known about them."""
+"""The OpenCL runtimes of this machine, their devices, and what drivers and tables say of them."""

@@ -104,3 +104,15 @@ def test_what_is_stored_counts_as_measured() -> None:
 def test_given_cuts_need_one_size() -> None:
     plan, measured = planned(4.0, PlanOptions(cuts=[2]))
     assert (plan.cuts, measured) == ((2,), {16})
+
+
+def test_costs_that_lack_the_best_size_end_the_search() -> None:
+    """Given costs, as of a benchmark, have only some sizes; the others stay interpolated."""
+    given = {size: table(size, 1.0) for size in (2, 16)}
+    planning = Planning(
+        "case", LAYERS, CLUSTER, MINI_BATCH,
+        lambda sizes: {size: given[size] for size in sizes if size in given},
+    )  # fmt: skip
+    plan, _ = planning.choose(PlanOptions(schedule="1f1b"))
+    assert plan.microbatches == 8
+    assert plan.label == "modelled"
