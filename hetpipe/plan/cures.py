@@ -11,7 +11,7 @@ from hetpipe.errors import CostError
 from hetpipe.plan.exact import exact
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import why_unable
+from hetpipe.plan.pricing import MISSING, why_unable
 from hetpipe.plan.proposal import PlannerOptions, Proposal, in_flight, single_device_groups
 from hetpipe.plan.search import fit_cuts
 from hetpipe.schedule.rule import rule_of
@@ -54,6 +54,8 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
     reason = priced.why_not(replace(bare, cuts=cuts))
     if reason is None:
         return f"{schedule} on one device for each stage fits, and the planner proposes others"
+    if MISSING not in reason:
+        return reason
     for remedy, trial, names in _remedies(priced, members, schedule, count):
         recompute = remedy.startswith("recompute")
         counted = max(trial.options.microbatches)

@@ -26,6 +26,8 @@ from hetpipe.simulate.walk import order_of
 from hetpipe.words import words
 
 MIB = 2**20
+MISSING = "bytes are missing"
+"""The words of a reason that more memory would cure."""
 NEAR = 1e-3
 """Relative distance below which both bounds of a stream's period count as one price."""
 LONGEST = 256
@@ -311,7 +313,7 @@ def lack(need: int, capacity: int) -> str:
     """Describe the bytes that a stage lacks."""
     return (
         f"needs {need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
-        f"{need - capacity} bytes are missing"
+        f"{need - capacity} {MISSING}"
     )
 
 

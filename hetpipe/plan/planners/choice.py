@@ -12,7 +12,7 @@ from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import predicted_step_s, why_unrunnable
+from hetpipe.plan.pricing import MISSING, predicted_step_s, why_unrunnable
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables
 from hetpipe.plan.sharing import share_media
 from hetpipe.plan.times import stage_times
@@ -47,7 +47,7 @@ def fastest_plan(
     try:
         return priced.quickest(proposed, planner)
     except PlanError as error:
-        if proposed and "bytes are missing" not in str(error):
+        if proposed and MISSING not in str(error):
             raise
         raise PlanError(
             f"no plan of {planner} for {words(cluster.ids)}: {why_not(priced, cluster.ids)}"
