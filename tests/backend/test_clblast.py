@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hetpipe.backends.opencl import clblast
+from benchmarks import clblast
 from opencl_devices import IDS
 
 from hetpipe.errors import BackendError

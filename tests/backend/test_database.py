@@ -15,9 +15,9 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from benchmarks import survey
 from found_devices import infos
 
-from hetpipe.conformance import survey
 from hetpipe.conformance.database import check_entry
 from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import Rig
@@ -103,5 +103,7 @@ def test_listed_entries_exist() -> None:
 
 
 def test_the_page_of_operators_is_that_of_the_list() -> None:
-    command = "python -m hetpipe.conformance.survey tests/backend/database.toml docs/operators.md"
-    assert PAGE.read_text(encoding="utf-8") == survey.page(SURVEY), f"run: {command}"
+    command = (
+        "PYTHONPATH=tests python -m benchmarks.survey tests/backend/database.toml docs/operators.md"
+    )
+    assert PAGE.read_text(encoding="utf-8") == survey.page(SURVEY), f"PYTHONPATH=tests {command}"

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from hetpipe.conformance import survey
-from hetpipe.conformance.survey import Survey
+from benchmarks import survey
+from benchmarks.survey import Survey
 
 LACKING = (
     "aten.cholesky.default (aten.cholesky.default has no OpenCL lowering); "

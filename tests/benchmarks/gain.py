@@ -1,4 +1,4 @@
-"""Throughput on mixed clusters that are only described: `python -m hetpipe.study.gain`.
+"""Throughput on mixed clusters that are only described: `python -m benchmarks.gain`.
 
 All figures are simulated with modelled costs, from the profiles in the folder that HETPIPE_DATA
 names. The table compares the planner auto with equal numbers of layers, in the cluster's order and

@@ -1,6 +1,6 @@
 """Compares hetpipe's matrix products with CLBlast's, on the same device and in the same queue.
 
-    python -m hetpipe.backends.opencl.clblast DEVICE SECONDS ROUNDS
+    PYTHONPATH=tests python -m benchmarks.clblast DEVICE SECONDS ROUNDS
 
 measures both in turns, and prints CLBlast's time divided by hetpipe's. CLBlast is an optional
 library of the system (Debian: libclblast1); if it is missing, the command says so.
@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from hetpipe.backends.opencl.platform.driver import driver
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.environment import clock
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import open_device
-
-from .platform.driver import driver
 
 LIBRARY = "clblast"
 ROW_MAJOR, NOT_TRANSPOSED = 101, 111

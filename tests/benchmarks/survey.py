@@ -1,7 +1,8 @@
 """Survey of torch's operator database: the entries that each backend refuses, as a list and a page.
 
     hetpipe conform opencl --device opencl:pocl:0 --level full --group database --json found.json
-    python -m hetpipe.conformance.survey tests/backend/database.toml docs/operators.md found.json
+    export PYTHONPATH=tests
+    python -m benchmarks.survey tests/backend/database.toml docs/operators.md found.json
 
 The commands put the results of a run into the list and write the page. Without the last argument
 the second command only writes the page.
@@ -178,7 +179,7 @@ HEAD = """\
 # Operators
 
 torch has a database of its operators with sample arguments, which torch's own tests use. This page
-lists the entries that each backend runs. `hetpipe.conformance.survey` writes the page, and a test
+lists the entries that each backend runs. `benchmarks.survey` writes the page, and a test
 checks that every entry listed as running gives right results.
 
 The survey asks for {asked} of the {entries} entries that torch {torch} has in float32. It omits
