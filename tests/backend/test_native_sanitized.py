@@ -97,6 +97,7 @@ def test_results_are_those_of_torch(tmp_path: Path) -> None:
         np.testing.assert_allclose(array, expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_damaged_graphs_are_refused_or_run(serialised: list[bytes], tmp_path: Path) -> None:
     generator = random.Random(0)
     cases = [damaged(generator.choice(serialised), generator) for _ in range(CASES)]

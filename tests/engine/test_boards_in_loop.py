@@ -153,6 +153,7 @@ def test_a_smaller_mini_batch_has_its_own_modelled_time(tmp_path: Path) -> None:
         assert shorter_s == pytest.approx(pipe.plan.step_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_real_member_has_its_measured_passes_beside_modelled_ones(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     real = Member("gpu", "numpy:cpu:0")

@@ -58,6 +58,7 @@ def test_given_cuts_that_a_device_cannot_run(started: Crew) -> None:
         second.step(*BATCH)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_device_cannot_run(started: Crew) -> None:
     """The evaluation's stages would replace those in training."""
     losses: list[list[float]] = []

@@ -87,6 +87,7 @@ def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None
     check_close(state, expected.state)
 
 
+@pytest.mark.slow
 def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
     """Over a link on which a message takes as long as thousands of these passes."""
     members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0"))

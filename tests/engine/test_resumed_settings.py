@@ -94,6 +94,7 @@ def test_another_precision_is_refused_by_name(crews: Crews, saved: Path) -> None
     assert said.endswith("by changed=['precision'] (of `hetpipe train`: --changed precision)")
 
 
+@pytest.mark.slow
 def test_a_command_may_change_a_setting(tmp_path: Path) -> None:
     cluster, saved = tmp_path / "two.toml", str(tmp_path / "saved")
     device = '[[device]]\nid = "{}"\ndevice = "numpy:cpu:0"\n'

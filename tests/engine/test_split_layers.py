@@ -193,6 +193,7 @@ def test_a_checkpoints_plan_has_the_split(crew: Crew, tmp_path: Path) -> None:
         assert [pipe.step(x, y) for x, y in batches[1:]] == expected
 
 
+@pytest.mark.slow
 def test_gradients_evaluation_and_smaller_mini_batches(crew: Crew) -> None:
     """A size that is new loads the stages again, with the values so far."""
     model, batches = task("residual_cnn")
@@ -230,6 +231,7 @@ def test_clipping_takes_the_norm_of_both_parts(crew: Crew) -> None:
     close(state, expected.state)
 
 
+@pytest.mark.slow
 def test_both_parts_decay_as_the_parameter(crew: Crew) -> None:
     model, batches = task("mlp")
 
@@ -249,6 +251,7 @@ def test_both_parts_decay_as_the_parameter(crew: Crew) -> None:
     close(state, expected.state)
 
 
+@pytest.mark.slow
 def test_replicas_divide_the_rows_of_a_part(crews: Crews) -> None:
     model, batches = task("mlp")
     expected = train(model, F.cross_entropy, batches, 4, OPTIMIZERS["sgd"][1])
@@ -259,6 +262,7 @@ def test_replicas_divide_the_rows_of_a_part(crews: Crews) -> None:
     close(state, expected.state)
 
 
+@pytest.mark.slow
 def test_layers_move_and_stay_split(crew: Crew) -> None:
     """The parts come together on one member, and part again."""
     _, batches = task("mlp")
@@ -277,6 +281,7 @@ def test_layers_move_and_stay_split(crew: Crew) -> None:
         close(pipe.state_dict(), wanted)
 
 
+@pytest.mark.slow
 def test_a_profile_has_two_layers_for_it(crew: Crew) -> None:
     options: dict[str, Any] = {"cuts": None, "priced": True}
     with pipeline(crew, "mlp", **options) as pipe:

@@ -72,6 +72,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     del sys.modules["my_backend"]
 
 
+@pytest.mark.slow
 def test_a_crew_trains_where_files_have_the_names_of_modules(folder: Path, mine: str) -> None:
     members = (Member("m0", "mine:cpu:0"), Member("m1", "numpy:cpu:0"))
     with Crew.start(Cluster(members, transport="shared-memory")) as crew:
@@ -86,6 +87,7 @@ def test_a_crew_trains_where_files_have_the_names_of_modules(folder: Path, mine:
         assert sorted(path) == sorted(sys.path)  # nothing is lost: only the order differs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_selftest_runs_there() -> None:
     ((device_id, result),) = run_selftests(devices_of("numpy"))
@@ -93,6 +95,7 @@ def test_a_selftest_runs_there() -> None:
     assert result["ok"], result["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_process_of_the_bench_runs_there() -> None:
     plain = PlainTorch("mlp", 8, 0, [min(os.sched_getaffinity(0))])
@@ -161,6 +164,7 @@ def test_a_worker_has_the_folder_and_the_variables_of_its_start(
     assert before != after
 
 
+@pytest.mark.slow
 def test_variables_that_a_library_reads_when_it_is_loaded_have_a_server_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,6 +177,7 @@ def test_variables_that_a_library_reads_when_it_is_loaded_have_a_server_of_their
     assert servers[0] != servers[1]
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_replaced() -> None:
     with Crew.start(_pair("numpy:cpu:0", "numpy:cpu:0")) as crew:
         server = _server_of(_pids(crew)[0])
@@ -183,6 +188,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
         assert _server_of(_pids(crew)[0]) != server
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_measurement_are_made_without_the_compilers_of_torch() -> None:
     """A start whose costs are known would import them for these alone."""
     code = """

@@ -92,11 +92,13 @@ def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
     assert distance(crew, Normalized(), batches(3), shares) < CLOSE
 
 
+@pytest.mark.slow
 def test_local_statistics_do_not(crew: Crew) -> None:
     torch.manual_seed(0)
     assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"recompute": "inputs"}, {"recompute": "min-cut"}, {"schedule": "zb-h1"}],
@@ -107,6 +109,7 @@ def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
     assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < CLOSE
 
 
+@pytest.mark.slow
 def test_a_network_of_convolutions_over_shared_memory(crews: Crews) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -116,12 +119,14 @@ def test_a_network_of_convolutions_over_shared_memory(crews: Crews) -> None:
     assert distance(crew, model, data, ((2, 1), (1, 1))) < CLOSE
 
 
+@pytest.mark.slow
 def test_between_hosts(crews: Crews) -> None:
     torch.manual_seed(0)
     crew = crews(ALIKE, "distributed")
     assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < CLOSE
 
 
+@pytest.mark.slow
 def test_opencl_beside_others(crews: Crews) -> None:
     found, _ = hp.discover_devices(["opencl"])
     if not found:
@@ -131,6 +136,7 @@ def test_opencl_beside_others(crews: Crews) -> None:
     assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < CLOSE
 
 
+@pytest.mark.slow
 def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
     """Its replicas have no gradients to sum, but sums to exchange."""
     torch.manual_seed(0)
@@ -140,6 +146,7 @@ def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
     assert distance(crew, model, batches(2), ((2, 1), (1,))) < CLOSE
 
 
+@pytest.mark.slow
 def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> None:
     """The norm without running statistics needs those of all rows in evaluation too."""
     torch.manual_seed(0)
@@ -158,6 +165,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         assert pipe.step(x, y) == wanted
 
 
+@pytest.mark.slow
 def test_refusals(crew: Crew) -> None:
     example = batches(1)[0]
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
@@ -186,6 +194,7 @@ class Sized(nn.Module):
         return self.last(self.norm(x) if len(x) > 4 else x)
 
 
+@pytest.mark.slow
 def test_replicas_that_would_wait_for_each_other_for_ever_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
         synced(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)

@@ -41,6 +41,7 @@ class Turned(nn.Module):
         return self.last(y.permute(1, 2, 0)).tanh().sum(1) + ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "members"), [(Recurrent, "0"), (Recurrent, "01"), (Turned, "0")]
 )  # fmt: skip

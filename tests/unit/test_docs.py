@@ -60,6 +60,7 @@ def test_the_guides_backend_passes_the_selftest(device: Device) -> None:
     assert result.ok, result.message
 
 
+@pytest.mark.slow
 def test_the_guides_backend_passes_the_operators_of_the_suite(device: Device) -> None:
     """`hetpipe conform` passes on a new backend before its author changes anything."""
     rig = rig_of(device.info.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from captures import Shared, shared
@@ -17,6 +18,7 @@ def capture(of: nn.Module, loss_fn=F.mse_loss, rows: int = 4) -> Shared:
     return shared(of, loss_fn, (torch.ones(rows, 4), torch.ones(rows, 3)))
 
 
+@pytest.mark.slow
 def test_an_equal_model_has_the_same_capture() -> None:
     first, changed, frozen = model(), model(), model()
     kept = capture(first)

@@ -74,6 +74,7 @@ def products(model: nn.Module, samples: int, table: Mapping[Any, Any] = KEPT) ->
     return sum(any(tokens in arg.meta["val"].shape for arg in n.args[-2:]) for n in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_tables_are_multiplied_where_tokens_repeat_rows(reader: str) -> None:
     torch.manual_seed(2)

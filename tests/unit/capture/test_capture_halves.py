@@ -57,6 +57,7 @@ def test_halves_equal_the_backward_bit_for_bit(
     _check_equal(model, graphs, make(name)[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_branch", "residual", "tied"])
 def test_a_stage_per_layer(name: str) -> None:
     """Tensors that skip stages: their tangents come and go under one name."""

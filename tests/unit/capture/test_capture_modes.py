@@ -117,6 +117,7 @@ def test_dropout_elsewhere_stays_on() -> None:
     assert ["rng" in roles for roles in random] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_model_in_eval_mode_warns_once_and_trains_as_in_torch() -> None:
     net = _net(dropout=0.5).eval()
     with warnings.catch_warnings(record=True) as caught:
@@ -157,6 +158,7 @@ def test_a_mode_changed_after_capture_does_not_count(change: Callable[[nn.Module
     _check(net, captured, [5, 7])
 
 
+@pytest.mark.slow
 def test_evaluation_is_in_eval_mode_throughout() -> None:
     net = _net(dropout=0.5)
     net.backbone.eval()

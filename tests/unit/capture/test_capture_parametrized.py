@@ -67,6 +67,7 @@ def test_gradients_and_buffers_are_torchs(norm: Norm, mode: bool) -> None:
     check((twin, F.cross_entropy, _batch()), captured, graphs, [8, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_model_stays_as_it_was(norm: Norm) -> None:
     net = _net(norm)

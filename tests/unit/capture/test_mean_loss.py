@@ -102,6 +102,7 @@ def test_others_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
         raise AssertionError(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
 @pytest.mark.parametrize("labels", [[0, 1, 0, 1, 2, 1, 2, 2], [1] * 8, [2, 1, 2, 1, 2, 1, 0, 0]])
 def test_few_labels_agree_by_no_luck(samples: int, labels: list[int]) -> None:

@@ -86,6 +86,7 @@ class Norms(nn.Module):
         return self.last(self.instance(self.batch(x)).relu().mean((2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "inputs", "min-cut"])
 def test_only_what_replicas_divide_is_summed_and_once(recompute: str) -> None:
     """The backward repeats no exchange, whatever else it repeats."""

@@ -45,6 +45,7 @@ def block() -> nn.Linear:
     return nn.Linear(3, 3)
 
 
+@pytest.mark.slow
 def test_layers_between_the_ends_are_alike() -> None:
     """The first needs no gradient of its input, and the last has the loss."""
     network = Network.of(layers_of(*(block() for _ in range(5))))
