@@ -5,19 +5,20 @@ See `hetpipe.bench.parity`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from hetpipe.bench.filed import Filed, activations_filed
-from hetpipe.bench.shared import with_same_parameters
 from hetpipe.capture.export.example import call
 from hetpipe.check.noise import with_rounding_errors
 from hetpipe.check.reference import default_dtype
@@ -26,6 +27,7 @@ from hetpipe.train.eager import torch_optimizer
 from hetpipe.zoo.workload import Workload
 
 Tensors = Mapping[str, torch.Tensor]
+_Model = TypeVar("_Model", bound=nn.Module)
 
 ZERO = 1e-10
 """A gradient counts as zero if its norm is below this share of the norm of all gradients."""
@@ -41,6 +43,23 @@ class Step:
 
     loss: float
     gradients: Tensors
+
+
+def with_same_parameters(model: _Model) -> _Model:
+    """Return a copy with new modules and buffers that shares the parameters of `model`."""
+    same: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, same)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return a copy without dropout that shares the model's parameters."""
+    model = with_same_parameters(model)
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    return model
 
 
 def step_of_torch(

@@ -39,9 +39,8 @@ from hetpipe.bench.compared import (
     Errors,
     errors_of,
 )
-from hetpipe.bench.judge import Distance, Step, step_of_torch, steps_in_float32
+from hetpipe.bench.judge import Distance, Step, step_of_torch, steps_in_float32, without_dropout
 from hetpipe.bench.machine import trim_memory
-from hetpipe.bench.shared import without_dropout
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
 

@@ -1,13 +1,15 @@
-"""Matrix products on this machine's devices, each in a separate process on one core."""
+"""Measurements in a separate process on one core, and matrix products measured so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetpipe.bench.pinned import run_pinned
+from hetpipe.child import Child, ChildError
+from hetpipe.cluster.member import available_cores
+from hetpipe.crew.launcher import usual_settings
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk.host.registry import discover_devices
+from hetpipe.sdk.host.registry import discover_devices, get_backend
 from hetpipe.sdk.info import DeviceInfo
 
 LIMIT_S = 300.0
@@ -42,3 +44,24 @@ def _measure(info: DeviceInfo) -> dict[str, Any] | None:
         "hetpipe.bench.matmul", info, info.id, limit_s=LIMIT_S
     )
     return figures
+
+
+def run_pinned(
+    module: str,
+    info: DeviceInfo,
+    *arguments: object,
+    limit_s: float,
+    variables: Mapping[str, str] = {},
+) -> Any:
+    """Run `python -m MODULE ARGUMENTS...` as a child and return the "result" that it sends.
+
+    `variables` are added to its environment. Raises `HetpipeError` if the child fails or takes
+    longer than `limit_s`.
+    """
+    settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
+    cores = available_cores()[:1]
+    try:
+        with Child(module, *arguments, environment={**settings, **variables}, cores=cores) as child:
+            return child.receive(limit_s)["result"]
+    except ChildError as error:
+        raise HetpipeError(f"{info.id}: {error}") from error

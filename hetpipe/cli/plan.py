@@ -157,7 +157,7 @@ def _measured(
     """Profile these devices, and return the plan of a pipeline on them."""
     members = where.make()
     check_devices(asked, len(members.members))
-    from hetpipe.train.open import open_pipeline
+    from hetpipe.train.training import open_pipeline
     from hetpipe.zoo.load import load_workload
 
     options = asked.keywords | {"priced": True}

@@ -112,8 +112,7 @@ def command(
     members = where.make()
     check_devices(asked, len(members.members))
 
-    from hetpipe.train.open import open_pipeline
-    from hetpipe.train.training import compare
+    from hetpipe.train.training import compare, open_pipeline
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload(model)

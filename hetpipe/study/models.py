@@ -82,7 +82,7 @@ class Model:
 
     def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
         """Return the median seconds of some steps of the plan on attached devices."""
-        from hetpipe.train.open import open_pipeline
+        from hetpipe.train.training import open_pipeline
 
         captured = None if plan.splits else self.captured()  # a split model is captured again
         with open_pipeline(

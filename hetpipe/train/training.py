@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,7 @@ from hetpipe.train.gradients import GradientError, disturb_parameters
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.zoo.workload import Workload
@@ -171,3 +173,31 @@ def fresh_costs() -> Iterator[None]:
             del os.environ[cache.ENVIRONMENT]
             if before is not None:
                 os.environ[cache.ENVIRONMENT] = before
+
+
+@contextmanager
+def open_pipeline(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    mini_batch: int | None = None,
+    seed: int = 0,
+    resume: Path | None = None,
+    **options: Any,
+) -> Iterator[Pipeline]:
+    """Open a pipeline that trains the workload, and close it at the end.
+
+    The example batch is the first batch of `workload.batches(mini_batch, seed)`. `resume` is the
+    folder of a checkpoint to continue from; `options` are further keywords of `Pipeline`. Raises
+    `HetpipeError` if the pipeline cannot be opened.
+    """
+    plan: Plan | None = options.get("plan")
+    samples = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)
+    example = next(workload.batches(samples, seed))
+    options |= {"cluster": cluster, "optimizer": optimizer_of(workload), "seed": seed}
+    if resume is None:
+        pipe = Pipeline(workload.model, workload.loss_fn, example, **options)
+    else:
+        pipe = Pipeline.load(resume, workload.model, workload.loss_fn, example, **options)
+    with pipe:
+        yield pipe

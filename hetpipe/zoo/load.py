@@ -32,7 +32,7 @@ FAMILIES = {
     "t5": ("t5",),
     "gnmt": ("gnmt8", "gnmt16"),
     "awd": ("awd-lstm",),
-    "residual_lstm": ("residual-lstm",),
+    "lstm": ("residual-lstm",),
     "s2vt": ("s2vt",),
 }
 """The models in each module of the zoo, at published sizes and at small ones."""

@@ -1,15 +1,19 @@
-"""The workload `lstm`: a recurrent language model on Python's help pages.
+"""Recurrent networks: a language model, and a classifier of film reviews as PipeOptim trains it.
 
-Two LSTM layers (Hochreiter and Schmidhuber, 1997) between an embedding and a linear layer; forget
-gates start open (Jozefowicz et al., ICML 2015).
+The workload `lstm` learns Python's help pages with two LSTM layers (Hochreiter and Schmidhuber,
+1997) between an embedding and a linear layer; forget gates start open (Jozefowicz et al., ICML
+2015).
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import nn
 
 from hetpipe import optim
+from hetpipe.zoo.random_data import RandomModel
 from hetpipe.zoo.text import VOCABULARY, text_workload
 from hetpipe.zoo.workload import Workload
 
@@ -53,3 +57,40 @@ def open_forget_gate(layer: nn.LSTM) -> None:
 def workload() -> Workload:
     """Return the workload, with weights from a fixed seed."""
     return text_workload("lstm", Recurrent, LENGTH, optim.adamw(lr=3e-3))
+
+
+class ResidualLstm(nn.Module):
+    """(n, length) of tokens -> (n, classes); a residual LSTM (Kim et al., Interspeech 2017).
+
+    Each layer adds its input to its output; the mean over a review's tokens is classified.
+    """
+
+    def __init__(self, vocabulary: int, width: int, layers: int, classes: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding(x)
+        for layer in self.layers:
+            added, _ = layer(self.dropout(y))
+            y = y + added
+        logits: torch.Tensor = self.head(y.mean(1))
+        return logits
+
+
+def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:
+    def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randint(vocabulary, (samples, length), generator=generator)
+        return x, torch.randint(2, (samples,), generator=generator)
+
+    network = partial(ResidualLstm, vocabulary, width, layers)
+    return RandomModel(network, draw, mini_batch, optim.adam(lr=1e-3))
+
+
+MODELS = {
+    "residual-lstm": _lstm(30000, 512, 8, 256, 64),  # 32 M parameters
+    "residual-lstm-small": _lstm(100, 32, 4, 8, 4),
+}

@@ -74,7 +74,7 @@ def test_the_command_writes_figures_and_a_picture(
     if not infos:
         pytest.skip("no OpenCL runtime for CPUs")
     row["device"] = infos[0].id
-    monkeypatch.setattr("hetpipe.bench.pinned.run_pinned", lambda *_, **__: [row, row])
+    monkeypatch.setattr("hetpipe.bench.products.run_pinned", lambda *_, **__: [row, row])
     out, picture = tmp_path / "out.json", tmp_path / "roof.svg"
     command = ["kernels", "bench", "--device", infos[0].id, "--json", str(out)]
     done = CliRunner().invoke(app, [*command, "--picture", str(picture)])

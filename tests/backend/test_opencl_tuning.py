@@ -173,7 +173,7 @@ def test_the_command_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = Tuning(**json.loads(variables[tuning.VARIABLE]))
         return [{"share_of_ceiling": 0.9 if str(wanted) == ways[-2] else 0.8}]
 
-    monkeypatch.setattr("hetpipe.bench.pinned.run_pinned", run_pinned)
+    monkeypatch.setattr("hetpipe.bench.products.run_pinned", run_pinned)
     for expected in ("kept from now on", "in use"):
         done = CliRunner().invoke(app, ["kernels", "tune", "--device", NAMES[0], "--rounds", "1"])
         assert done.exit_code == 0, done.output

@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Measure kernels on one core: time, share of the core's ceilings, and torch's time."""
     from hetpipe.bench.machine import describe
-    from hetpipe.bench.pinned import run_pinned
+    from hetpipe.bench.products import run_pinned
 
     _check_sets(sets)
     output = Output(json)

@@ -80,7 +80,7 @@ def _share(info: DeviceInfo, variables: Mapping[str, str], seconds: float) -> fl
     """Return the geometric mean over the products, measured in a new process."""
     from statistics import geometric_mean
 
-    from hetpipe.bench.pinned import run_pinned
+    from hetpipe.bench.products import run_pinned
 
     rates = run_pinned(
         "hetpipe.bench.kernelrates", info, info.id, "tuning", seconds, 1, limit_s=LIMIT_S,

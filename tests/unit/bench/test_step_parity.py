@@ -15,9 +15,8 @@ from hetpipe.bench import filed as filed_module
 from hetpipe.bench import judge
 from hetpipe.bench.compared import GRADIENT_LIMIT, Errors
 from hetpipe.bench.filed import Filed
-from hetpipe.bench.judge import gradient_errors, step_of_torch, steps_in_float32
+from hetpipe.bench.judge import gradient_errors, step_of_torch, steps_in_float32, without_dropout
 from hetpipe.bench.parity import Parity, parity
-from hetpipe.bench.shared import without_dropout
 from hetpipe.check.device import ExactDevice, RoundingDevice
 from hetpipe.errors import PlanError
 from hetpipe.sdk.host.registry import open_device
