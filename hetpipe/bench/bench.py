@@ -25,9 +25,9 @@ from hetpipe.errors import PlanError
 from hetpipe.pipeline.options import PlanOptions
 from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
+from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.planner import make_pipeline
 from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile

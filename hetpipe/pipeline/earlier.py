@@ -14,9 +14,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.replicated import replicated_again
-from hetpipe.plan.search import proposal_of
+from hetpipe.plan.proposal import PlannerOptions, nearest_table
 from hetpipe.profile import cache
 
 GAIN = 0.05
@@ -62,11 +60,7 @@ def _priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
 
     Raises `KeyError` for a size of micro-batches without costs, and `PlanError`.
     """
-    if plan.rule.replicates:
-        return replicated_again(tables, plan)
-    options = PlannerOptions(plan.mini_batch, weights=plan.weights)
-    priced, proposal = Priced(tables, options), proposal_of(plan)
-    if max(plan.replicas) > 1:
-        return priced.with_shares(proposal, plan)
-    again = priced.plan(proposal, plan.origin)
-    return with_interval(again, tables[options.size(plan.microbatches)])
+    priced = Priced(tables, PlannerOptions(plan.mini_batch, weights=plan.weights))
+    alone = max(plan.replicas) == 1  # only the times of replicas are interpolated
+    table = tables[plan.share_samples] if alone else nearest_table(tables, plan)
+    return with_interval(priced.plan_again(plan), table)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.fit import boards_of
 from hetpipe.pipeline.learning import sums_of
-from hetpipe.plan.pricing import predict, predicted_step_s
-from hetpipe.plan.times import stage_times
+from hetpipe.plan.pricing import predict, predicted_step_s, stage_times
 from hetpipe.profile.boards import modelled_costs
 from hetpipe.schedule.lanes import laned_stages
 from hetpipe.simulate.simulator import simulate

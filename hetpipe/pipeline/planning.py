@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, Label
@@ -12,13 +13,14 @@ from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.lent import with_program_notes
 from hetpipe.pipeline.unpriced import free_table, without_price
+from hetpipe.plan.building import build_plan, costs_of, replicated_plan
+from hetpipe.plan.interval import with_interval
 from hetpipe.plan.layer_split import splits_of
+from hetpipe.plan.limits import check_able
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan
 from hetpipe.plan.planners.auto import plan as plan_on
-from hetpipe.plan.pricing import check_able
-from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.plan.proposal import PlannerOptions, Proposal, nearest_table
 from hetpipe.plan.unused import with_notes
 from hetpipe.profile.boards import board_costs
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
@@ -178,11 +180,7 @@ class Planning:
         if self.earlier and not kept:
             self.earlier.keep(best, asked.keywords)
         best = kept or best
-        return with_notes(best, tables, self.members, options), self._nearest(tables, best)
-
-    def _nearest(self, tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
-        """Return the table for the plan's micro-batches, or for the nearest size."""
-        return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
+        return with_notes(best, tables, self.members, options), nearest_table(tables, best)
 
     def _unpriced(self, asked: PlanOptions, rule: Rule, policy: WeightPolicy) -> Plan:
         """Return the plan that the user decides completely, without costs."""
@@ -239,7 +237,7 @@ class Planning:
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
         )
-        return plan, self._nearest(tables, plan)
+        return plan, nearest_table(tables, plan)
 
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
@@ -253,12 +251,14 @@ class Planning:
             )
         microbatches = asked.microbatches or (STAGED_MICROBATCHES if rule.flushes else 1)
         names = iter(members)
-        groups = [[next(names) for _ in range(count)] for count in replicas]
+        groups = tuple(tuple(islice(names, count)) for count in replicas)
         parts = sorted({1, *replicas}) if rule.flushes else [1]
         tables = self._profiled([microbatches * part for part in parts])
-        passes = Passes(rule.name, microbatches, policy.name)
-        plan = staged_plan(tables, groups, asked.cuts or (), passes, mini_batch=self.mini_batch)
-        return plan, tables[self._samples(microbatches)]
+        proposal = Proposal(tuple(asked.cuts or ()), groups, rule.name, microbatches)
+        costs = costs_of(tables, proposal)
+        plan = build_plan(proposal, costs, self.mini_batch, policy.name)
+        table = tables[self._samples(microbatches)]
+        return with_interval(plan, table), table
 
     def _samples(self, microbatches: int) -> int:
         return -(-self.mini_batch // microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
+from hetpipe.plan.building import build_plan
 from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.limits import why_impossible
 from hetpipe.plan.planner import make_plan, predict
-from hetpipe.plan.pricing import Partition, Question, price, why_impossible
+from hetpipe.plan.proposal import Proposal, proposal_of
 from hetpipe.plan.search import FREE_ORDER_DEVICES
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class Rebalanced:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Move:
     """The best plan by learned costs, and the present plan, priced by the same costs."""
 
     present: Plan
@@ -95,8 +97,8 @@ class Rebalancer:
         self._awaited: tuple[int, float, float] | None = None  # step, seconds of one, promise
         self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
         self._may_plan_s = 0.0  # when plans may be compared again without a change
-        self._next: Proposal | None = None
-        self._ran = {_partition(training.plan): None}  # in the order in which they ran
+        self._next: Move | None = None
+        self._ran = {proposal_of(training.plan): None}  # in the order in which they ran
         training.watch = self._learn
 
     @property
@@ -150,45 +152,45 @@ class Rebalancer:
                 "gradients do not move: flush() before it, or wait for the update"
             )
         try:
-            proposal = self._propose()
+            move = self._propose()
         except PlanError as error:
             step_s, took_s = self._training.plan.step_s, self._training.stages.took_s
             return Rebalanced(False, f"no plan fits: {error}", step_s, step_s, took_s)
-        times_s = proposal.present.step_s, proposal.best.step_s
-        if not proposal.pays(steps):
-            why = f"{_saving(proposal)}, too little for a move of {proposal.move_s:.1f} s"
-            return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, proposal.move_s)
+        times_s = move.present.step_s, move.best.step_s
+        if not move.pays(steps):
+            why = f"{_saving(move)}, too little for a move of {move.move_s:.1f} s"
+            return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, move.move_s)
         why = self._speeds()
-        self._move(proposal, why)
+        self._move(move, why)
         return Rebalanced(True, why, *times_s, self._training.stages.took_s)
 
     def follow(self) -> None:
         """Move layers, at rest, when `due`."""
-        proposal, self._next = self._next, None
-        assert proposal is not None
+        move, self._next = self._next, None
+        assert move is not None
         try:
-            self._move(proposal, self._speeds())
+            self._move(move, self._speeds())
         except WorkerError:
             raise
         except HetpipeError as error:  # nothing has moved yet
             log.info("step %d: no layer was moved: %s", self._training.steps, error)
             self._hysteresis.pause_after(kept=False)
 
-    def _move(self, proposal: Proposal, why: str) -> None:
+    def _move(self, move: Move, why: str) -> None:
         assert self._learning is not None
         training, before_s, table = self._training, self._learning.step_s, self.costs
-        text = _moves(training.plan, proposal.best)
-        training.move(proposal.best)
-        self._learning.restart(proposal.best)
-        self._ran[_partition(proposal.best)] = None
+        text = _moves(training.plan, move.best)
+        training.move(move.best)
+        self._learning.restart(move.best)
+        self._ran[proposal_of(move.best)] = None
         self._planned_by = table
         self._considered = self._learning.factors
         self._seen, self._next = 0, None
         if before_s is not None:
-            self._awaited = training.steps, before_s, proposal.promised
+            self._awaited = training.steps, before_s, move.promised
         log.info(
             "step %d: %s, since %s; %s; the move took %.2f s",
-            training.steps, text, why, _saving(proposal), training.stages.took_s,
+            training.steps, text, why, _saving(move), training.stages.took_s,
         )  # fmt: skip
 
     def _learn(self, result: StepResult, samples: int) -> None:
@@ -221,15 +223,15 @@ class Rebalancer:
         assert self._learning is not None
         begin_s = time.monotonic()
         try:
-            proposal = self._propose()
-            promises = proposal.pays(HORIZON)
+            move = self._propose()
+            promises = move.pays(HORIZON)
         except PlanError:  # no plan fits the memory
             promises = False
         end_s = time.monotonic()
         self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
         if not promises:
             self._considered = self._learning.factors
-        self._next = proposal if self._hysteresis.moves(promises) else None
+        self._next = move if self._hysteresis.moves(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
         """Log and judge the effect of the last move."""
@@ -243,7 +245,7 @@ class Rebalancer:
             self._training.steps, step, 100 * promised, 100 * gave,
         )  # fmt: skip
 
-    def _propose(self) -> Proposal:
+    def _propose(self) -> Move:
         """Return the present plan and the best one, priced by the learned costs.
 
         A partition that has run in this training is the best unless another saves `GAIN` more: the
@@ -256,17 +258,19 @@ class Rebalancer:
                 "rebalance: no layer was measured for this plan, so no costs can be learned: give "
                 "the costs as well, or leave out options of the plan"
             )
-        question = Question(
-            StageCosts(table), plan.schedule, plan.mini_batch, plan.microbatches, plan.weights
-        )
-        present = price(question, _partition(plan), plan.origin)
-        best = _best(table, plan)
-        ran = [price(question, each, plan.origin) for each in self._ran
-               if why_impossible(question, each) is None]  # fmt: skip
+        costs = StageCosts(table)
+
+        def priced(proposal: Proposal) -> Plan:
+            made = build_plan(proposal, {table.samples: costs}, plan.mini_batch, plan.weights)
+            return replace(made, origin=plan.origin)
+
+        present, best = priced(proposal_of(plan)), _best(table, plan)
+        ran = [priced(each) for each in self._ran
+               if why_impossible(each, costs, plan.weights) is None]  # fmt: skip
         tried = min(ran, key=lambda plan: plan.step_s, default=best)
         if best.step_s > (1 - GAIN) * tried.step_s:
             best = tried
-        return Proposal(present, best, self._training.stages.took_s)
+        return Move(present, best, self._training.stages.took_s)
 
     def _speeds(self) -> str:
         """Return the learned factors, in words."""
@@ -275,10 +279,6 @@ class Rebalancer:
         if not each:
             return "no mini-batch was measured yet"
         return f"{', '.join(each)} times its profiled time"
-
-
-def _partition(plan: Plan) -> Partition:
-    return Partition(plan.devices, plan.cuts, plan.in_flight)
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:
@@ -317,9 +317,9 @@ def _places(plan: Plan) -> Iterator[str]:
         yield from stage.devices[:1] * (stage.hi - stage.lo)
 
 
-def _saving(proposal: Proposal) -> str:
-    before_s, after_s = proposal.present.step_s, proposal.best.step_s
+def _saving(move: Move) -> str:
+    before_s, after_s = move.present.step_s, move.best.step_s
     return (
         f"the best plan promises {after_s * 1e3:.1f} ms a step instead of {before_s * 1e3:.1f} ms "
-        f"(-{100 * proposal.promised:.0f} %)"
+        f"(-{100 * move.promised:.0f} %)"
     )

@@ -12,8 +12,7 @@ from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_pipeline, make_plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.search import proposal_of
+from hetpipe.plan.proposal import PlannerOptions, proposal_of
 from hetpipe.words import words
 
 

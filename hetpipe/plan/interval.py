@@ -22,8 +22,7 @@ from dataclasses import replace
 
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import predicted_step_s
-from hetpipe.plan.times import stage_times
+from hetpipe.plan.pricing import predicted_step_s, stage_times
 
 WIDTH = 1.2816 / 0.6745  # normal distribution: half of its central 80 % over its quartile
 MOST_CONTENTION = 0.9

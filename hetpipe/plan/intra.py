@@ -15,7 +15,7 @@ from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.layer_split import Split
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import Proposal
+from hetpipe.plan.proposal import proposal_of
 
 GAIN = 0.01
 """A split with a smaller relative gain is not worth two layers."""
@@ -91,8 +91,5 @@ def _planned(
         for size, table in priced.tables.items()
     }
     prices = Priced(tables, priced.options)
-    groups = tuple(stage.devices for stage in plan.stages)
-    proposal = Proposal(
-        cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
-    )
+    proposal = replace(proposal_of(plan), cuts=cuts)
     return replace(prices.plan(proposal, plan.origin), splits=(*plan.splits, split)), prices

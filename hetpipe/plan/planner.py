@@ -13,9 +13,10 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
+from hetpipe.plan.limits import why_unrunnable
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import predict, why_unrunnable
+from hetpipe.plan.pricing import predict
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, groups_for, single_device_groups
 from hetpipe.plan.search import (
     FREE_ORDER_DEVICES,

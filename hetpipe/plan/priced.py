@@ -13,14 +13,13 @@ import numpy as np
 from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, PlanError, ScheduleError
+from hetpipe.plan.building import build_plan
 from hetpipe.plan.costs import Array, StageCosts
+from hetpipe.plan.limits import check_memory, why_impossible
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import Partition, Question, lack, price, why_impossible
-from hetpipe.plan.proposal import Cuts, Groups, PlannerOptions, Proposal, Tables, in_flight
-from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.plan.proposal import Cuts, Groups, PlannerOptions, Proposal, Tables, proposal_of
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_for, policy_of
-from hetpipe.words import words
 
 
 @dataclass(frozen=True)
@@ -48,47 +47,32 @@ class Priced:
             raise plan
         return replace(plan, origin=origin)
 
-    def _new_plan(self, proposal: Proposal) -> Plan:
-        rule = rule_of(proposal.schedule)
-        if rule.replicates:
-            plan = replicated_plan(
-                self.tables, proposal.devices, proposal.cuts, mini_batch=self.options.mini_batch,
-                microbatches=proposal.microbatches,
-            )  # fmt: skip
-        elif max(map(len, proposal.groups)) > 1 or not rule.averages:
-            plan = self._staged(proposal)
-        else:
-            question, partition = self._question(proposal), self._partition(proposal)
-            why_not = why_impossible(question, partition)
-            if why_not is not None:
-                raise PlanError(why_not)
-            return price(question, partition, "")
-        check_memory(plan)
-        return plan
-
-    def with_shares(self, proposal: Proposal, plan: Plan) -> Plan:
-        """Return the plan of a proposal whose replicas have the same rows as in `plan`.
+    def plan_again(self, plan: Plan) -> Plan:
+        """Return a plan with a new price; its replicas keep their rows.
 
         Raises `PlanError` if it cannot run.
         """
-        shares = [map(round, stage.shares) for stage in plan.stages]
-        again = self._staged(proposal, [tuple(rows) for rows in shares])
-        check_memory(again)
-        return replace(again, origin=plan.origin)
+        rows = [tuple(map(round, stage.shares)) for stage in plan.stages]
+        return replace(self._new_plan(proposal_of(plan), rows), origin=plan.origin)
 
-    def _staged(self, proposal: Proposal, rows: Sequence[Sequence[int]] = ()) -> Plan:
-        passes = Passes(
-            proposal.schedule, proposal.microbatches, self.weights(proposal.schedule),
-            proposal.in_flight, proposal.recompute, rows,
-        )  # fmt: skip
-        return staged_plan(
-            self.tables_near(proposal), proposal.groups, proposal.cuts, passes,
-            mini_batch=self.options.mini_batch,
-        )  # fmt: skip
+    def _new_plan(self, proposal: Proposal, rows: Sequence[Sequence[int]] = ()) -> Plan:
+        rule = rule_of(proposal.schedule)
+        alone = max(map(len, proposal.groups)) == 1 and rule.averages and not rule.replicates
+        if alone and (why_not := self.why_not(proposal)) is not None:
+            raise PlanError(why_not)
+        sizes = [*self.tables] if rule.replicates else self._sizes(proposal)
+        if alone:
+            sizes = sizes[-1:]
+        costs = {size: self._costs_at(size, proposal) for size in sizes}
+        weights = self.weights(proposal.schedule)
+        plan = build_plan(proposal, costs, self.options.mini_batch, weights, rows)
+        if not alone:
+            check_memory(plan)
+        return plan
 
     def why_not(self, proposal: Proposal) -> str | None:
         """Return why a proposal without replicas cannot run; None if it can."""
-        return why_impossible(self._question(proposal), self._partition(proposal))
+        return why_impossible(proposal, self.costs(proposal), self.weights(proposal.schedule))
 
     def bound_s(self, proposal: Proposal) -> float:
         """Return a lower bound of the step, much faster than its price."""
@@ -150,7 +134,7 @@ class Priced:
         with np.errstate(divide="ignore"):  # no replica can run it
             stage_s = 1 / sum(1 / replica_s for replica_s in both_s)
         if rule_of(bare.schedule).flushes:
-            smallest = self._costs_at(min(self.tables_near(bare)), bare)
+            smallest = self._costs_at(self._sizes(bare)[0], bare)
             for device in group:
                 stage_s = np.maximum(stage_s, smallest.compute_s(device, lo, hi))
         return stage_s
@@ -206,11 +190,10 @@ class Priced:
             )
         return tables[size]
 
-    def tables_near(self, proposal: Proposal) -> dict[int, CostTable]:
-        """Return the tables up to and including the size of the whole micro-batch."""
+    def _sizes(self, proposal: Proposal) -> list[int]:
+        """Return the known sizes below the proposal's micro-batches, then their size."""
         size = self.options.size(proposal.microbatches)
-        smaller = {known: table for known, table in self.tables.items() if known < size}
-        return {**smaller, size: self.table(size)}
+        return [*sorted(known for known in self.tables if known < size), size]
 
     def versions(self, proposal: Proposal) -> list[int]:
         """Return the versions of the weights that exist at once, by stage; it needs no cuts."""
@@ -222,19 +205,6 @@ class Priced:
         """Return the policy for versions of the weights under a schedule."""
         rule = rule_of(schedule)
         return policy_for(rule, "auto" if rule.flushes else self.options.weights).name
-
-    def _question(self, proposal: Proposal) -> Question:
-        return Question(
-            self.costs(proposal), proposal.schedule, self.options.mini_batch,
-            proposal.microbatches, self.weights(proposal.schedule),
-        )  # fmt: skip
-
-    def _partition(self, proposal: Proposal) -> Partition:
-        devices = tuple(group[0] for group in proposal.groups)
-        depths = proposal.in_flight or in_flight(
-            proposal.schedule, len(devices), proposal.microbatches
-        )
-        return Partition(devices, proposal.cuts, depths)
 
 
 @cache
@@ -258,14 +228,3 @@ def _sum_and_update_s(costs: StageCosts, group: Sequence[str], lo: Array, hi: Ar
     links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
     fastest_Bps = max(link.sum_Bps for link in links)
     return seconds + 2 * (1 - 1 / len(group)) * costs.params_nbytes(lo, hi) / fastest_Bps
-
-
-def check_memory(plan: Plan) -> None:
-    """Raise `PlanError` for the stage that lacks most memory, with the bytes."""
-    lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
-    worst = max(range(len(lacks)), key=lacks.__getitem__)
-    if lacks[worst] > 0:
-        stage = plan.stages[worst]
-        where = f"layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}"
-        need = lack(stage.memory_nbytes, stage.capacity_nbytes)
-        raise PlanError(f"stage {worst} ({where}) {need}")

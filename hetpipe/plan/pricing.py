@@ -1,113 +1,66 @@
-"""Pricing: makes plans of partitions, or says why they are impossible; predicts timelines."""
+"""Pricing: a plan's passes and transfers, its step and its timeline, by a cost table."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, permutations
 
-from hetpipe.cost.table import CostTable
-from hetpipe.errors import PlanError
-from hetpipe.plan.costs import StageCosts
+from hetpipe.cost.table import CostTable, LinkCost
+from hetpipe.plan.costs import passes_s
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.times import Tied, stage_times
-from hetpipe.plan.times import tied as tied_stages
 from hetpipe.schedule.generators import generate
-from hetpipe.schedule.rule import Rule, rule_of
-from hetpipe.schedule.weights import WeightPolicy, policy_of
+from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import period_s, simulate
 from hetpipe.simulate.timeline import Timeline
-from hetpipe.simulate.times import FREE, StageTimes
+from hetpipe.simulate.times import FREE, StageTimes, Transfer
 from hetpipe.simulate.walk import order_of
-from hetpipe.words import words
 
-MIB = 2**20
-MISSING = "bytes are missing"
-"""The words of a reason that more memory would cure."""
+ROUNDING = 1e-12
+"""A smaller share of a cut is a rounding error."""
 NEAR = 1e-3
 """Relative distance below which both bounds of a stream's period count as one price."""
 LONGEST = 256
 """Longest stream that is simulated for a price, as a multiple of the mini-batches in flight."""
-MOST_REFUSALS = 8
-"""Number of devices whose reasons an error lists."""
 LONG_TURN = 16
 """Mini-batches; a longer pattern of replicas is assumed to repeat with every mini-batch."""
 
-
-@dataclass(frozen=True)
-class Question:
-    """The question that a plan answers: all its inputs except the partition."""
-
-    costs: StageCosts
-    schedule: str
-    mini_batch: int
-    microbatches: int
-    weights: str = "flush"
-
-    @cached_property
-    def rule(self) -> Rule:
-        """The rule of the schedule."""
-        return rule_of(self.schedule)
-
-    @cached_property
-    def policy(self) -> WeightPolicy:
-        """The policy for versions of the weights."""
-        return policy_of(self.weights)
-
-    def versions(self, in_flight: Sequence[int], stage: int) -> int:
-        """Return how many versions of a stage's weights exist at once, with a predicted copy."""
-        return self.policy.versions(in_flight, stage, self.microbatches)
+Tied = tuple[tuple[int, tuple[int, ...]], ...]
+"""Stages that share parameters: (owner, other stages)."""
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A candidate: the layers of each device."""
+def predict(
+    plan: Plan,
+    table: CostTable,
+    *,
+    tied: Tied | None = None,
+    times: StageTimes | None = None,
+    mini_batches: int | None = None,
+) -> Timeline:
+    """Return the timeline of one step priced by `table`, or of some mini-batches without flushes.
 
-    devices: tuple[str, ...]
-    cuts: tuple[int, ...]
-    in_flight: tuple[int, ...]
-
-    def ends(self, layers: int) -> list[tuple[int, int]]:
-        """Return (lo, hi) of each stage."""
-        return list(zip((0, *self.cuts), (*self.cuts, layers), strict=True))
-
-
-def price(question: Question, partition: Partition, origin: str) -> Plan:
-    """Return the plan of a partition, with its step predicted by simulation."""
-    costs, table = question.costs, question.costs.table
-    layers = costs.count
-    stages = []
-    placed = zip(partition.devices, partition.ends(layers), partition.in_flight, strict=True)
-    for number, (device, (lo, hi), in_flight) in enumerate(placed):
-        versions = question.versions(partition.in_flight, number)
-        forward_s, backward_s, update_s = costs.stage_passes_s(device, lo, hi)
-        nbytes = costs.stage_memory_nbytes(lo, hi, in_flight, versions)
-        capacity = table.devices[device].memory_nbytes
-        stages.append(
-            StagePlan(
-                lo, hi, (device,), in_flight, forward_s, backward_s, update_s, nbytes, capacity
-            )
-        )  # fmt: skip
-    plan = Plan(
-        table.model,
-        tuple(layer.name for layer in table.layers),
-        tuple(stages),
-        question.schedule,
-        question.mini_batch,
-        question.microbatches,
-        step_s=0.0,
-        cut_nbytes=tuple(table.layers[cut - 1].cut_nbytes for cut in partition.cuts),
-        label=label_of(table, partition.devices),
-        origin=origin,
-        notes=tuple(_notes(table, partition.devices)),
-        weights=question.weights,
-        recompute=costs.recompute,
-    )
-    return replace(plan, step_s=predicted_step_s(plan, table, stage_times(plan, table, True)))
+    `mini_batches` is by default a number that fills the pipeline a few times. `tied` are stages
+    that share parameters that the table lacks; their transfers cost nothing. `times` of stages are
+    by default the table's.
+    """
+    times = times or stage_times(plan, table)
+    pairs = tied_stages(plan, table) if tied is None else tied
+    edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
+    times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
+    count = 1
+    if not plan.rule.flushes:
+        count = mini_batches or _filling(plan)
+    schedule = generate(
+        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
+        mini_batches=count, workers=len(set(plan.devices)),
+        replicas=plan.replicas,
+    )  # fmt: skip
+    names = plan.devices
+    if not plan.rule.flushes:  # a row for every replica
+        names = plan.all_devices
+    return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
 
 def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
@@ -171,150 +124,145 @@ def _summed(times: StageTimes) -> StageTimes:
     return replace(times, update_s=update_s, all_reduce_s=(), sums=())
 
 
-def predict(
-    plan: Plan,
-    table: CostTable,
-    *,
-    tied: Tied | None = None,
-    times: StageTimes | None = None,
-    mini_batches: int | None = None,
-) -> Timeline:
-    """Return the timeline of one step priced by `table`, or of some mini-batches without flushes.
+def tied_stages(plan: Plan, table: CostTable) -> Tied:
+    """Return the stages that share parameters under the plan's cuts; the lowest is the owner."""
+    groups: set[tuple[int, ...]] = set()
+    for shared in table.tied:
+        groups.add(tuple(sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})))
+    return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
 
-    `mini_batches` is by default a number that fills the pipeline a few times. `tied` are stages
-    that share parameters that the table lacks; their transfers cost nothing. `times` of stages are
-    by default the table's.
+
+def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
+    """Return the input of a simulation, priced by `table`, or by the plan if `as_planned`.
+
+    Transfers are always priced by `table`.
     """
-    times = times or stage_times(plan, table)
-    pairs = tied_stages(plan, table) if tied is None else tied
-    edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
-    times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
-    count = 1
-    if not plan.rule.flushes:
-        count = mini_batches or _filling(plan)
-    schedule = generate(
-        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
-        mini_batches=count, workers=len(set(plan.devices)),
-        replicas=plan.replicas,
-    )  # fmt: skip
-    names = plan.devices
-    if not plan.rule.flushes:  # a row for every replica
-        names = plan.all_devices
-    return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
-
-
-def check_able(plan: Plan, table: CostTable) -> None:
-    """Raise `PlanError` if a stage has a layer that its device cannot run."""
-    for number, stage in enumerate(plan.stages):
-        for device in stage.devices:
-            why = why_unable(table, device, stage.lo, stage.hi)
-            if why is not None:
-                raise PlanError(f"stage {number}: {why}")
-
-
-def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
-    """Name the first of the layers lo..hi that the device cannot run; None if it runs all."""
-    refused = _refused(table, device, lo, hi)
-    return f"{device} cannot run {refused[0]}" if refused else None
-
-
-def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
-    """Name the first layer that none of `devices` can run, with the reasons; None if all run."""
-    for index, layer in enumerate(table.layers):
-        entries = {device: table.devices[device].layers[index] for device in devices}
-        if all(entry.impossible for entry in entries.values()):
-            refusals = [
-                entry.reason if entry.reason.startswith(name) else f"{name}: {entry.reason}"
-                for name, entry in entries.items()
-            ]
-            more = len(refusals) - MOST_REFUSALS
-            if more > 0:
-                refusals[MOST_REFUSALS:] = [f"{more} more"]
-            return (
-                f"none of them can run layer {layer.name} ({'; '.join(refusals)}); add a device "
-                "that can, or let another backend run its operators (`lends`): "
-                "`hetpipe coverage` lists them all"
-            )
-    return None
-
-
-def why_impossible(question: Question, partition: Partition) -> str | None:
-    """Return why the partition cannot run: an unsupported layer, too little memory, or a parameter
-    that two stages would update at different times; None if it can run."""
-    costs = question.costs
-    if not question.rule.flushes:
-        for shared in costs.table.tied:
-            if len({bisect_right(partition.cuts, layer) for layer in shared.layers}) > 1:
-                return f"cuts {list(partition.cuts)} part layers that share {shared.name}"
-    used: dict[str, int] = defaultdict(int)
-    capacity: dict[str, int] = defaultdict(int)
-    for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
-        device = partition.devices[stage]
-        cost = costs.table.devices[device]
-        domain = cost.memory_domain
-        if math.isinf(costs.stage_compute_s(device, lo, hi)):
-            first = _refused(costs.table, device, lo, hi)[0]
-            return f"{_stage(stage, partition, costs)}: the device cannot run {first}"
-        versions = question.versions(partition.in_flight, stage)
-        need = costs.stage_memory_nbytes(lo, hi, partition.in_flight[stage], versions)
-        used[domain] += need
-        capacity[domain] = max(capacity[domain], cost.memory_nbytes)
-        if need > cost.memory_nbytes:
-            return f"{_stage(stage, partition, costs)} {lack(need, cost.memory_nbytes)}"
-        if used[domain] > capacity[domain]:
-            return (
-                f"{_stage(stage, partition, costs)}, with the stages before it in memory {domain}, "
-                f"{lack(used[domain], capacity[domain])}"
-            )
-    return None
-
-
-def is_roomy(costs: StageCosts, devices: Sequence[str], in_flight: int, versions: int) -> bool:
-    """Whether each device has memory for any stage, beside the devices that share its memory."""
-    largest = max(layer.cut_nbytes for layer in costs.table.layers)
-    most = costs.memory_nbytes(0, costs.count, in_flight, versions)
-    most += (4 + in_flight) * largest  # buffers of two cuts, and inputs that recompute keeps
-    members = [costs.table.devices[device] for device in devices]
-    sharing = Counter(member.memory_domain for member in members)
-    return all(sharing[each.memory_domain] * most <= each.memory_nbytes for each in members)
-
-
-def _stage(number: int, partition: Partition, costs: StageCosts) -> str:
-    lo, hi = partition.ends(costs.count)[number]
-    return f"stage {number} (layers {lo}..{hi - 1} on {partition.devices[number]})"
-
-
-def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
-    """Yield notes on layers that devices cannot run."""
-    for device in devices:
-        refused = _refused(table, device, 0, len(table.layers))
-        if refused:
-            more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-            yield f"{device} cannot run {refused[0]}{more}"
-
-
-def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
-    """Return the layers among lo..hi that the device cannot run, why, and which devices can."""
-    costs = table.devices[device].layers
-    return [
-        f"layer {table.layers[index].name}: {costs[index].reason} ({_able(table, index)})"
-        for index in range(lo, hi)
-        if costs[index].impossible
-    ]
-
-
-def _able(table: CostTable, index: int) -> str:
-    """Name the devices that can run a layer."""
-    able = [id for id, device in table.devices.items() if not device.layers[index].impossible]
-    return f"{words(able)} can" if able else f"nor can any of {words(table.devices)}"
-
-
-def lack(need: int, capacity: int) -> str:
-    """Describe the bytes that a stage lacks."""
-    return (
-        f"needs {need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
-        f"{need - capacity} {MISSING}"
+    table = table.beside(len(set(plan.all_devices)))
+    ahead_links, back_links = _cut_links(plan, table)
+    gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
+    forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)
+    if not plan.rule.averages:
+        for n, stage in enumerate(plan.stages):
+            update_s[n] += _copying_s(table, stage, gradient_links[n])
+    for cut, (here, there) in enumerate(pairwise(plan.devices)):
+        for n, device in ((cut, here), (cut + 1, there)):
+            if _copies(table, device, table.link(here, there)):
+                forward_s[n] += _alone_s(ahead_links[cut]) / 2
+                backward_s[n] += _alone_s(back_links[cut]) / 2
+    streams = [table.devices[device].execution == "async" for device in plan.devices]
+    return StageTimes(
+        tuple(forward_s),
+        tuple(backward_s),
+        tuple(update_s),
+        ahead_links,
+        back_links,
+        _tied_transfers(plan, table),
+        table.step_overhead_s,
+        chunks=tuple(math.inf if stream else 1.0 for stream in streams),
+        all_reduce_s=tuple(stage.all_reduce_s for stage in plan.stages),
+        gradient_links=gradient_links,
     )
+
+
+def _passes_s(
+    plan: Plan, table: CostTable, as_planned: bool
+) -> tuple[list[float], list[float], list[float]]:
+    """Return each stage's forward, backward and update in seconds, for its slowest replica."""
+    forward_s, backward_s, update_s = [], [], []
+    for stage in plan.stages:
+        if as_planned or len(stage.devices) > 1:  # each replica has a time for its rows
+            times_s = stage.forward_s, stage.backward_s, stage.update_s
+        else:
+            span = (stage.devices[0], stage.lo, stage.hi)
+            times_s = passes_s(table, span, plan.recompute)
+        forward_s.append(times_s[0])
+        backward_s.append(times_s[1])
+        update_s.append(times_s[2])
+    return forward_s, backward_s, update_s
+
+
+def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return the transfers ahead and back, by cut."""
+    cuts = zip(pairwise(plan.devices), plan.cut_nbytes, _cut_shares(plan), strict=True)
+    moved = [(here, there, int(share * nbytes)) for (here, there), nbytes, share in cuts]
+    return (
+        tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in moved),
+        tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in moved),
+    )
+
+
+def _cut_shares(plan: Plan) -> list[float]:
+    """Return the share of each cut's bytes that one device moves if replicas divide them (DAPPLE).
+
+    The device with the most rows on either side takes longest.
+    """
+    if not plan.rule.flushes:
+        return [1.0] * len(plan.cuts)
+    largest = [max(stage.shares) / sum(stage.shares) for stage in plan.stages]
+    return [max(pair) for pair in pairwise(largest)]
+
+
+def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
+    """Return the share of a cut's bytes that each pair of devices moves if replicas divide rows.
+
+    Rows are in the order of the replicas on both sides.
+    """
+    sides = [list(accumulate(stage.shares, initial=0.0)) for stage in plan.stages[cut : cut + 2]]
+    before, after = ([end / ends[-1] for end in ends] for ends in sides)
+    shares = {}
+    for here, (lo, hi) in zip(plan.stages[cut].devices, pairwise(before), strict=True):
+        for there, (first, last) in zip(plan.stages[cut + 1].devices, pairwise(after), strict=True):
+            share = min(hi, last) - max(lo, first)
+            if share > ROUNDING:
+                shares[here, there] = share
+    return shares
+
+
+def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:
+    nbytes: dict[tuple[int, int], int] = {}
+    for shared in table.tied:
+        owner, *others = sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})
+        for edge in [(owner, other) for other in others]:
+            nbytes[edge] = nbytes.get(edge, 0) + shared.nbytes
+    both = {**nbytes, **{(target, source): n for (source, target), n in nbytes.items()}}
+    return {
+        (source, target): _transfer(table, plan.devices[source], plan.devices[target], n)
+        for (source, target), n in both.items()
+    }
+
+
+def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
+    """Whether computing cores also copy the messages of a link, half of the work at each end."""
+    in_host = table.devices[device].memory_domain == HOST_MEMORY
+    return in_host and link.label == "measured"
+
+
+def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
+    """Return the transfer of a stage's gradients to another replica, on the slowest link."""
+    nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
+    ways = permutations(stage.devices, 2)
+    return max((_transfer(table, *way, nbytes) for way in ways), key=_alone_s, default=FREE)
+
+
+def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
+    """Return the seconds in which computing cores copy gradients for one update of `asp`.
+
+    In a round of R updates a replica sends its gradients R-1 times, and receives R-1 others.
+    """
+    count = len(stage.devices)
+    ways = permutations(stage.devices, 2)
+    copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)
+    return _alone_s(link) * (count - 1) / count if copied else 0.0
+
+
+def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:
+    link = table.link(source, target)
+    return Transfer(link.latency_s, nbytes / link.bandwidth_Bps)
+
+
+def _alone_s(transfer: Transfer) -> float:
+    """Return the seconds from a message's post to its arrival on a free link."""
+    return transfer.latency_s + transfer.occupancy_s
 
 
 def label_of(table: CostTable, devices: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from functools import cache
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
+from hetpipe.plan.plan import Plan
 from hetpipe.schedule.generators import max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
@@ -18,8 +19,6 @@ Groups = tuple[tuple[str, ...], ...]
 """The devices of the replicas of each stage."""
 Cuts = tuple[int, ...]
 """The first layer of every stage but the first."""
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,49 @@ class Proposal:
         """All devices, in the order of the stages."""
         return tuple(device for group in self.groups for device in group)
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The micro-batches in flight by stage; the schedule's own if none are given."""
+        rule, replicas = rule_of(self.schedule), [len(group) for group in self.groups]
+        if self.in_flight:
+            return self.in_flight
+        if rule.replicates:
+            return (1,) * len(replicas)
+        if not rule.flushes:
+            return tuple(noam(replicas))
+        workers = len(replicas) if max(replicas) > 1 else None
+        return in_flight(self.schedule, len(replicas), self.microbatches, workers)
+
+    def spans(self, layers: int) -> list[tuple[int, int]]:
+        """Return the layers lo..hi (hi excluded) of each stage of a model."""
+        return list(zip((0, *self.cuts), (*self.cuts, layers), strict=True))
+
+
+def proposal_of(plan: Plan) -> Proposal:
+    """Return the proposal behind a plan."""
+    groups = tuple(stage.devices for stage in plan.stages)
+    return Proposal(
+        plan.cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
+    )
+
+
+def nearest_table(tables: Tables, plan: Plan) -> CostTable:
+    """Return the table nearest to the size of a plan's micro-batches, or of its replicas' parts."""
+    return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
+
 
 @cache
-def in_flight(schedule: str, stages: int, microbatches: int) -> tuple[int, ...]:
-    """Return the micro-batches in flight under a schedule by default, by stage."""
+def in_flight(
+    schedule: str, stages: int, microbatches: int, workers: int | None = None
+) -> tuple[int, ...]:
+    """Return the micro-batches in flight under a schedule by default, by stage.
+
+    `workers` have by default as many stages each as a planner gives them.
+    """
     rule = rule_of(schedule)
     if not rule.flushes:
         return tuple(noam([1] * stages))
-    workers = stages // rule.stages_per_worker
+    workers = workers or stages // rule.stages_per_worker
     return tuple(max_in_flight(rule.rows(stages, microbatches, workers=workers)))
 
 

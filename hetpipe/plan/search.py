@@ -18,16 +18,17 @@ import numpy as np
 from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.groups import best_partition
+from hetpipe.plan.limits import is_roomy
 from hetpipe.plan.partition import moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import is_roomy
 from hetpipe.plan.proposal import (
     Groups,
     Proposal,
     deep_in_flight,
     groups_for,
     in_flight,
+    proposal_of,
     single_device_groups,
 )
 from hetpipe.schedule.rule import rule_of
@@ -155,8 +156,8 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
     if max(map(len, proposal.groups)) == 1:
         return priced.why_not(proposal) is None
     costs, versions = priced.costs(proposal), priced.versions(proposal)
-    ends = zip((0, *proposal.cuts), (*proposal.cuts, costs.count), strict=True)
-    for number, (group, (lo, hi)) in enumerate(zip(proposal.groups, ends, strict=True)):
+    spans = proposal.spans(costs.count)
+    for number, (group, (lo, hi)) in enumerate(zip(proposal.groups, spans, strict=True)):
         share = 1 / len(group) if rule_of(proposal.schedule).flushes else 1.0
         depth = proposal.in_flight[number]
         need = costs.memory_nbytes(lo, hi, depth, versions[number], share)
@@ -189,14 +190,6 @@ def improve_plan(plan: Plan, priced: Priced, moves_only: bool = False) -> Plan:
             break
         best = better
     return best
-
-
-def proposal_of(plan: Plan) -> Proposal:
-    """Return the proposal behind a plan."""
-    groups = tuple(stage.devices for stage in plan.stages)
-    return Proposal(
-        plan.cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
-    )
 
 
 def _changes(plan: Plan, priced: Priced, moves_only: bool) -> Iterator[Proposal]:

@@ -1,13 +1,87 @@
-"""Shares of replicas: the rows of each replica, and the sum of their gradients."""
+"""Shares of replicas: the rows of each replica, their times, and the sum of their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, permutations
-from math import inf
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise, permutations
+from math import inf, isinf
+
+import numpy as np
 
 from hetpipe.cost.table import CostTable
+from hetpipe.plan.costs import StageCosts
 from hetpipe.simulate.times import ring_s
+
+BEYOND = 1.25
+"""How far beyond the largest measured micro-batch times are extrapolated, as a factor."""
+
+
+class ReplicaTimes:
+    """Seconds of forward and backward of layers lo..hi (hi excluded) on a device, by rows.
+
+    More rows never take less time: a measurement that says so is noise.
+    """
+
+    def __init__(self, costs: Mapping[int, StageCosts], device: str, lo: int, hi: int) -> None:
+        self.sizes = sorted(costs)
+        passes_s = [costs[size].stage_passes_s(device, lo, hi) for size in self.sizes]
+        self._forward_s = list(accumulate((forward_s for forward_s, _, _ in passes_s), max))
+        self._backward_s = list(accumulate((backward_s for _, backward_s, _ in passes_s), max))
+
+    def knows(self, rows: int) -> bool:
+        """Whether this number of rows is within or near the measured ones."""
+        return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
+
+    def at(self, rows: int) -> tuple[float, float]:
+        """Return the seconds of forward and backward for this number of rows."""
+        return self._line(rows, self._forward_s), self._line(rows, self._backward_s)
+
+    def _line(self, rows: int, times_s: Sequence[float]) -> float:
+        if rows == self.sizes[-1] or isinf(times_s[-1]):  # impossible at any size
+            return times_s[-1]
+        if rows > self.sizes[-1] and len(self.sizes) > 1:
+            slope = (times_s[-1] - times_s[-2]) / (self.sizes[-1] - self.sizes[-2])
+            return times_s[-1] + slope * (rows - self.sizes[-1])
+        return float(np.interp(rows, self.sizes, times_s))
+
+
+def times_of(
+    costs: Mapping[int, StageCosts], devices: Sequence[str], lo: int, hi: int
+) -> dict[str, ReplicaTimes]:
+    """Return the times of layers lo..hi on each device; equal devices, with one tuple of costs,
+    share theirs."""
+    kinds: dict[tuple[int, ...], ReplicaTimes] = {}
+    times = {}
+    for device in devices:
+        kind = tuple(id(each.table.devices[device].layers) for each in costs.values())
+        if kind not in kinds:
+            kinds[kind] = ReplicaTimes(costs, device, lo, hi)
+        times[device] = kinds[kind]
+    return times
+
+
+def fastest_rows(times: Mapping[str, ReplicaTimes], samples: int) -> dict[str, int]:
+    """Return the rows of each device that minimise the time of the slowest device.
+
+    They begin in the ratio of speeds at equal shares, and move one at a time.
+    """
+    if len(times) == 1:
+        return dict.fromkeys(times, samples)
+    share = max(1, round(samples / len(times)))
+    speeds = [1 / max(sum(each.at(share)), 1e-12) for each in times.values()]
+    rows = dict(zip(times, divide_samples(samples, speeds), strict=True))
+
+    def end_s(device: str, more: int = 0) -> float:
+        return sum(times[device].at(rows[device] + more))
+
+    while True:
+        slowest = max(times, key=end_s)
+        quickest = min(times, key=lambda device: end_s(device, 1))
+        if end_s(quickest, 1) >= end_s(slowest) or rows[slowest] <= 1:
+            break
+        rows[slowest] -= 1
+        rows[quickest] += 1
+    return rows
 
 
 def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.pricing import crossing
 from hetpipe.plan.shares import all_reduce_nbytes
-from hetpipe.plan.times import crossing
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Way = tuple[str, str]

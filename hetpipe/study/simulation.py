@@ -9,9 +9,8 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import predict, predicted_step_s
+from hetpipe.plan.pricing import predict, predicted_step_s, stage_times
 from hetpipe.plan.sharing import share_media
-from hetpipe.plan.times import stage_times
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
 from hetpipe.simulate.timeline import Timeline

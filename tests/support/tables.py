@@ -1,6 +1,9 @@
 """Cost tables made up for tests."""
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+from hetpipe.plan.building import build_plan, costs_of
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import Proposal, Tables
 
 MIB = 1 << 20
 
@@ -29,3 +32,8 @@ def make_table(
         overhead_s,
         tied,
     )  # fmt: skip
+
+
+def plan_by(tables: Tables, proposal: Proposal, mini_batch: int, weights: str = "flush") -> Plan:
+    """Return the plan of a proposal by these tables."""
+    return build_plan(proposal, costs_of(tables, proposal), mini_batch, weights)

@@ -10,12 +10,12 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
+from hetpipe.plan.limits import MISSING, why_unrunnable
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import MISSING, predicted_step_s, why_unrunnable
-from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables
+from hetpipe.plan.pricing import predicted_step_s, stage_times
+from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, nearest_table
 from hetpipe.plan.sharing import share_media
-from hetpipe.plan.times import stage_times
 from hetpipe.words import words
 
 WORTH_A_NOTE = 0.01
@@ -57,10 +57,10 @@ def fastest_plan(
 def finish_plan(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
     """Return the plan with its interval, the lower bound of all plans on the cluster, and a note if
     shared links slow its messages and sums."""
-    nearest = min(priced.tables, key=lambda size: abs(size - best.share_samples))
     bound_s = lower_bound_s(priced.tables, cluster.ids, priced.options)
     notes = *best.notes, *_on_shared_links(best, priced, cluster)
-    return with_interval(replace(best, lower_bound_s=bound_s, notes=notes), priced.tables[nearest])
+    best = replace(best, lower_bound_s=bound_s, notes=notes)
+    return with_interval(best, nearest_table(priced.tables, best))
 
 
 def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[str]:

@@ -15,10 +15,8 @@ from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import make_pipeline, make_plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import predict
+from hetpipe.plan.pricing import predict, stage_times, tied_stages
 from hetpipe.plan.proposal import PlannerOptions, Proposal
-from hetpipe.plan.times import stage_times
-from hetpipe.plan.times import tied as tied_stages
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.sdk.info import HOST_MEMORY
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tables import make_table
+from tables import make_table, plan_by
 
 from hetpipe.errors import PlanError
+from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import predict
-from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
-from hetpipe.plan.times import stage_times
+from hetpipe.plan.pricing import predict, stage_times
+from hetpipe.plan.proposal import Proposal
 
 
 def tables(speeds, sizes=(2, 4, 8, 16), **options):
@@ -101,7 +101,7 @@ def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
     """Per round the slowest replica's passes, and on each all its updates."""
     named = {f"d{n}": 1.0 + n for n in range(replicas)}
     known = tables(named, (8,), latency_s=0.5, bandwidth=float(1 << 20))
-    plan = staged_plan(known, [tuple(named)], [], Passes("asp", 1, "stash"), mini_batch=8)
+    plan = plan_by(known, Proposal((), (tuple(named),), "asp", 1), 8, "stash")
     (stage,) = plan.stages
     assert stage.forward_s + stage.backward_s == pytest.approx(8 * 3 * 2)
     assert plan.step_s == pytest.approx((8 * 3 * 2) / replicas + 0.8)

@@ -9,14 +9,13 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from tables import MIB, make_table
+from tables import MIB, make_table, plan_by
 
 from hetpipe.cost.table import DeviceCost, LayerCost, LinkCost
 from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.priced import Priced
+from hetpipe.plan.pricing import stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
-from hetpipe.plan.replicated import Passes, staged_plan
-from hetpipe.plan.times import stage_times
 from hetpipe.study.simulation import simulate
 
 
@@ -116,17 +115,16 @@ def stream_case(seed, replicated):
         links=links,
     )
     members = iter(names)
-    groups = [tuple(next(members) for _ in range(count)) for count in replicas]
-    cuts = sorted(draw.sample(range(1, layers), stages - 1))
+    groups = tuple(tuple(next(members) for _ in range(count)) for count in replicas)
+    cuts = tuple(sorted(draw.sample(range(1, layers), stages - 1)))
     parts = 1 if replicated else draw.choice([1, 1, 2, 4])
     depths = [draw.randint(1, 2)]
     while len(depths) < stages:
         depths.append(depths[-1] + draw.randint(0, 2))
     straight = tuple(stages - n for n in range(stages))
     own = () if replicated else draw.choice([tuple(depths[::-1]), straight])
-    passes = Passes("pipedream", parts, "stash", own)
-    plan = staged_plan({4: table}, groups, cuts, passes, mini_batch=4 * parts)
-    return plan, table
+    proposal = Proposal(cuts, groups, "pipedream", parts, own)
+    return plan_by({4: table}, proposal, 4 * parts, "stash"), table
 
 
 def load_s(plan):
@@ -154,10 +152,8 @@ def test_the_slowest_of_many_stages_sets_the_pace():
     """The last mini-batches meet no forwards any more; they do not count."""
     speeds = {f"d{n}": 1.5 if n == 9 else 3.0 for n in range(16)}
     table = make_table(speeds, 16)
-    passes = Passes("pipedream", 1, "stash")
-    plan = staged_plan(
-        {4: table}, single_device_groups(list(speeds)), range(1, 16), passes, mini_batch=4
-    )
+    proposal = Proposal(tuple(range(1, 16)), single_device_groups(list(speeds)), "pipedream", 1)
+    plan = plan_by({4: table}, proposal, 4, "stash")
     assert plan.step_s == pytest.approx(2.0 + 0.1 / 1.5)
 
 
@@ -174,8 +170,7 @@ def test_a_simulated_plan_has_the_step_that_the_plan_says(schedule):
     """Also with the controller's overhead, and in a stream per mini-batch."""
     table = make_table({"a": 1.0, "b": 3.0}, overhead_s=2.0, bandwidth=MIB)
     weights = "stash" if schedule == "pipedream" else "flush"
-    passes = Passes(schedule, 1, weights)
-    plan = staged_plan({4: table}, [("a",), ("b",)], [3], passes, mini_batch=4)
+    plan = plan_by({4: table}, Proposal((3,), (("a",), ("b",)), schedule, 1), 4, weights)
     simulation = simulate(plan, table)
     assert simulation.step_s == plan.step_s
     assert simulation.to_json()["step_s"] == plan.step_s

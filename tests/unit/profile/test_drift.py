@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP
-from tables import make_table
+from tables import make_table, plan_by
 
 import hetpipe as hp
 from hetpipe.bench.rows import PipelineRow
@@ -23,11 +23,11 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.probe import Drift, Probe, drift
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
+from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.planner import make_plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.pricing import predict
-from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.profile import measure
 from hetpipe.profile.drift import (
     Correction,
@@ -130,7 +130,7 @@ def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -
 def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
     tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
               8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
-    plan = staged_plan(tables, [["a", "b"]], [], Passes("gpipe", 2), mini_batch=16)
+    plan = plan_by(tables, Proposal((), (("a", "b"),), "gpipe", 2), 16)
     correction = correct_for_drift(plan, tables[8], now(a=1.0, b=3.0))
     assert correction.corrected_s == pytest.approx(3 * plan.step_s)
 

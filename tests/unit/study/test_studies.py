@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import make_table
+from tables import make_table, plan_by
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
@@ -20,10 +20,9 @@ from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, write_prof
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as choose
-from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.replicated import Passes, staged_plan
+from hetpipe.plan.pricing import crossing, stage_times
+from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.plan.sharing import share_media
-from hetpipe.plan.times import crossing, stage_times
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
@@ -156,11 +155,9 @@ def test_the_shares_of_all_replicas_are_on_a_shared_link(
     server = Server("s", Topology(0.0, float(MIB), shape=shape))
     cluster = Cluster(members, servers=(server,))
     first = replicas[0]
-    passes = Passes("1f1b", 1)
-    plan = staged_plan(
-        {4: table, 1: make_table(dict.fromkeys(names, 1.0), 2, samples=1)},
-        [tuple(names[:first]), tuple(names[first:])], [1], passes, mini_batch=4,
-    )  # fmt: skip
+    tables = {4: table, 1: make_table(dict.fromkeys(names, 1.0), 2, samples=1)}
+    groups = tuple(names[:first]), tuple(names[first:])
+    plan = plan_by(tables, Proposal((1,), groups, "1f1b", 1), 4)
     shared = share_media(stage_times(plan, table), plan, table, cluster)
     found = shared.forward_links[0].occupancy_s, shared.backward_links[0].occupancy_s
     assert found == pytest.approx(seconds)
@@ -184,8 +181,8 @@ def shared_case(
         tables[samples] = replace(table, layers=layers, links=links)
     members = tuple(Member(name, "", board="t4", server="s") for name in names)
     cluster = Cluster(members, servers=(Server("s", Topology(0.0, float(MIB), shape=shape)),))
-    groups = [tuple(names[: replicas[0]]), tuple(names[replicas[0] :])]
-    plan = staged_plan(tables, groups, [1], Passes("1f1b", 1), mini_batch=4)
+    groups = tuple(names[: replicas[0]]), tuple(names[replicas[0] :])
+    plan = plan_by(tables, Proposal((1,), groups, "1f1b", 1), 4)
     return plan, tables, cluster
 
 
@@ -243,10 +240,10 @@ def test_a_plan_says_what_shared_links_cost(shape: Any) -> None:
 def test_the_replica_with_the_most_rows_moves_longest() -> None:
     table = make_table({"a": 3.0, "b": 1.0, "c": 4.0}, 2, bandwidth=MIB)
     tables = {4: table, 1: make_table({"a": 3.0, "b": 1.0, "c": 4.0}, 2, samples=1)}
-    plan = staged_plan(tables, [("a", "b"), ("c",)], [1], Passes("1f1b", 1), mini_batch=4)
+    plan = plan_by(tables, Proposal((1,), (("a", "b"), ("c",)), "1f1b", 1), 4)
     assert plan.stages[0].shares == (3.0, 1.0)
     assert crossing(plan, 0) == {("a", "c"): 0.75, ("b", "c"): 0.25}
-    plan = staged_plan(tables, [("a", "b"), ("c", "b")], [1], Passes("1f1b", 1), mini_batch=4)
+    plan = plan_by(tables, Proposal((1,), (("a", "b"), ("c", "b")), "1f1b", 1), 4)
     assert stage_times(plan, table).forward_links[0].occupancy_s == pytest.approx(0.75)
 
 
