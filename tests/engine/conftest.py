@@ -14,7 +14,7 @@ from hetpipe.crew.crew import Crew
 
 @pytest.fixture(scope="session")
 def crews() -> Iterator[Crews]:
-    """`crews(devices, transport)` is a started crew that tests share."""
+    """Return the function `crews(devices, transport)`, whose started crews all tests share."""
     started = Crews()
     yield started
     started.close()
@@ -22,13 +22,13 @@ def crews() -> Iterator[Crews]:
 
 @pytest.fixture
 def crew(request: pytest.FixtureRequest, crews: Crews) -> Crew:
-    """A shared crew of threads on the file's `DEVICES`; by default m0 to m3 on numpy."""
+    """A shared crew of threads on the `DEVICES` of the test file, by default m0 to m3 on numpy."""
     return crews(getattr(request.module, "DEVICES", ALIKE))
 
 
 @pytest.fixture
 def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the profile by invented costs."""
+    """Replace the measured profile by invented costs."""
 
     def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, **how: Any) -> Any:
         layers = [layer.name for layer in captured.layer_graph(12).layers]
@@ -45,7 +45,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def speeds(priced: None, monkeypatch: pytest.MonkeyPatch) -> Speeds:
-    """The measured over the predicted duration of each member's passes; 1 if absent."""
+    """By member, the ratio of measured to predicted pass durations that a test sets; default 1."""
     told: Speeds = {}
 
     def ratios_of(timelines: Any, plan: Any, table: Any) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Started crews that tests share: a start takes as long as many tests."""
+"""Started crews that tests share, because a start takes as long as many tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRANSPORTS = ("local", "shared-memory", "distributed")
 
 
 class Crews:
-    """Crews by devices and transport. A crew serves many pipelines, one after another."""
+    """Started crews by devices and transport; a crew serves many pipelines, one after another."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most

@@ -1,7 +1,7 @@
 """Asynchronous training as one float64 loop with explicit old versions of the weights.
 
-A network of linear layers and tanh, its passes written out by hand, because a forward and the
-backward of the same mini-batch may use different weights. W[t] are the weights after t updates.
+The network has linear layers and tanh. Its passes are written out by hand, because the forward and
+the backward of one mini-batch may use different weights. W[t] are the weights after t updates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """A linear layer, with its tanh, is a stage at most."""
+    """Return a network that can be cut into stages of a linear layer with its tanh."""
     torch.manual_seed(seed)
     parts: list[nn.Module] = []
     for wide, narrow in pairwise(WIDTHS):
@@ -49,7 +49,7 @@ def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def task(seed: int = 0) -> tuple[nn.Module, Any, Any]:
-    """Model, loss and example."""
+    """Return the model, the loss and an example batch."""
     return network(seed), loss_fn, batch(0)
 
 
@@ -98,23 +98,23 @@ class Adam:
 SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
 ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 ADAMW = (hp.optim.adamw(lr=0.01, weight_decay=0.1), Adam(0.01, 0.1))
-"""hetpipe's optimizers, and the same for the reference."""
+"""Optimizers of hetpipe, each with the reference's version of it."""
 
 
 class History(NamedTuple):
-    """By layer: weights, and the optimizer's state of them, after t updates."""
+    """Weights and optimizer states of each layer after t updates."""
 
     weights: list[list[Layer]]
     states: list[list[tuple[tuple[torch.Tensor, ...], ...]]]
 
     @property
     def last(self) -> list[Layer]:
-        """The weights at the end."""
+        """The final weights."""
         return [versions[-1] for versions in self.weights]
 
 
 Choice = Callable[[int, int], tuple[int, float]]
-"""(stage, mini-batch) -> which W[t], and how many updates to predict from there."""
+"""Maps (stage, mini-batch) to a t, for W[t], and the number of updates to predict from there."""
 
 
 def train(
@@ -129,7 +129,7 @@ def train(
     """Return the weights after every update; each stage has an equal share of the layers.
 
     A stage with n replicas updates with the mean gradient of n mini-batches, or of the remaining
-    ones at the end.
+    mini-batches at the end.
     """
     layers = [part[0] for part in network()]
     weights = [[Layer(p.weight.detach().clone(), p.bias.detach().clone())] for p in layers]
@@ -175,7 +175,7 @@ def _pass(
     back: Sequence[Layer],
     grads: Sequence[Layer],
 ) -> None:
-    """Forward with the weights `ahead`, backward with `back`; adds to `grads`."""
+    """Run a forward with the weights `ahead` and a backward with `back`, and add to `grads`."""
     entered, left = [], []
     for weight, bias in ahead:
         entered.append(x)
@@ -197,7 +197,7 @@ def trained(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Ten
 
 
 def distance(state: dict[str, torch.Tensor], wanted: list[Layer]) -> float:
-    """Largest difference of a parameter, over the largest of its values."""
+    """Return the largest difference of a parameter relative to its largest value."""
     values = [value for layer in wanted for value in layer]
     return max(
         float((found - value).abs().max() / value.abs().max())

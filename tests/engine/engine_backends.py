@@ -1,6 +1,9 @@
-"""A backend that misbehaves: `faulty:raise:0` raises in its third run, `faulty:slow:0` takes two
-seconds for it, `faulty:hang:0` never ends it, `faulty:die:0` kills its process, `faulty:shut:0`
-cannot be opened, `faulty:good:0` is numpy."""
+"""Backends that misbehave, and functions that tests call in workers.
+
+`faulty:raise:0` raises in its third run, `faulty:slow:0` takes two seconds for it, `faulty:hang:0`
+never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot be opened.
+`faulty:good:0` is numpy.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class FaultyDevice(NumpyDevice):
 
 
 def imported(device: Any) -> set[str]:
-    """The modules of a worker."""
+    """Return the names of the modules that a worker has imported."""
     return set(sys.modules)
 
 
@@ -80,17 +83,17 @@ def variable(device: Any, name: str) -> str | None:
 
 
 def folder(device: Any) -> str:
-    """The working folder of a worker."""
+    """Return the working folder of a worker."""
     return os.getcwd()
 
 
 def nap(device: Any, seconds: float) -> None:
-    """Do nothing for a while."""
+    """Sleep for `seconds`."""
     time.sleep(seconds)
 
 
 class EarlyBackend(NumpyBackend):
-    """A device that compiles ahead, and remembers what; without sines."""
+    """A device that compiles ahead, records the announced graphs, and supports no sine."""
 
     name = "early"
 
@@ -131,7 +134,7 @@ LARGE_NBYTES = 1 << 20
 
 
 def without_descriptors(device: Any, nbytes: int) -> bytes:
-    """A reply that needs a descriptor, where none is left."""
+    """Return a reply that needs a file descriptor after using up all descriptors."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")),) * 2)
     while True:
         try:

@@ -1,9 +1,9 @@
-"""A linear model cut by hand into stages, and what training it must give, in plain numpy.
+"""A linear model cut by hand into stages, and its training in plain numpy.
 
     h0 = x w0;  h1 = h0 w1;  ...;  p = h w_last;  loss = sum((p - y)^2), count = p's elements
 
-With `skip`, h0 is added to the input of the last stage, relayed by those between. With `tied`, the
-first and the last stage have the same weight.
+With `skip`, h0 is added to the input of the last stage, and the stages between relay it. With
+`tied`, the first and the last stage have the same weight.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Reference:
         self.momentum = {name: np.zeros_like(w) for name, w in self.weights.items()}
 
     def gradients(self, x: Array, y: Array) -> tuple[float, dict[str, Array]]:
-        """Sum of squares and its gradients."""
+        """Return the sum of squares and its gradients."""
         last = self.stages - 1
         names = [weight_name(n, self.stages, self.tied) for n in range(self.stages)]
         skips = self.skip and self.stages > 2

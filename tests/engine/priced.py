@@ -1,4 +1,4 @@
-"""Pipelines over a whole crew that the planner plans by made-up costs."""
+"""Pipelines over a whole crew, planned by the planner with invented costs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hetpipe.crew.crew import Crew
 
 PROBE = Probe(1e-3, 1e-3, 0.1, 64, 1 << 16)
 Speeds = dict[str, float]
-"""By member, how many times its cost every pass seems to take."""
+"""By member, the factor by which every pass seems slower than its predicted cost."""
 
 
 class Mixed(nn.Module):
-    """Batch norm, dropout and tied weights: on neighbouring layers, or on the first and last."""
+    """Batch norm, dropout and tied weights; the tied layers are neighbours, or first and last."""
 
     def __init__(self, far: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def table_of(
     tied: tuple[int, ...] = (),
     probe: Probe | None = None,
 ) -> CostTable:
-    """All layers take as long on all members, for so long that every move pays."""
+    """Return costs equal for all layers and members, and so long that every move pays."""
     cost = (LayerCost(layer_s, layer_s, layer_s / 50),) * len(layers)
     links = {(a, b): LinkCost(0.0, 1e12) for a in members for b in members if a != b}
     devices = {member: DeviceCost(cost, 0.0, 2**40, member, probe=probe) for member in members}
@@ -67,7 +67,7 @@ def table_of(
 
 
 def planned(crew: Crew, model: nn.Module, **options: Any) -> hp.Pipeline:
-    """A pipeline over all members of a crew that the planner has planned."""
+    """Open a pipeline over all members of a crew, planned by the planner."""
     loss_fn, example = nn.functional.mse_loss, batch(0)
     options = {
         "optimizer": hp.optim.adamw(lr=1e-2), "microbatches": 3, "schedule": "1f1b",
@@ -77,7 +77,7 @@ def planned(crew: Crew, model: nn.Module, **options: Any) -> hp.Pipeline:
 
 
 def losses(pipe: hp.Pipeline, lo: int, hi: int) -> list[float]:
-    """Trains the mini-batches lo..hi (hi excluded)."""
+    """Train on the mini-batches lo to hi - 1 and return their losses."""
     results = list(pipe.run(batch(b) for b in range(lo, hi)))
     assert [result.index for result in results] == list(range(lo, hi))
     return [result.loss for result in results]

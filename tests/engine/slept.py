@@ -1,4 +1,4 @@
-"""Sleeping devices, each its own: `slept:2,4:0`, `slept:2,4:1` and so on; one that streams."""
+"""Sleeping devices as separate devices `slept:2,4:0`, `slept:2,4:1`, ..., and one that streams."""
 
 from __future__ import annotations
 

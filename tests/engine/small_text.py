@@ -1,4 +1,4 @@
-"""A workload small enough for tests, with everything that `gpt` has."""
+"""A workload small enough for tests, with every kind of layer that `gpt` has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = 8
 
 
 def workload() -> Workload:
-    """Four blocks of width 16."""
+    """Return a language model with four blocks of width 16."""
     batches, validate, samples = language(LENGTH)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -25,5 +25,5 @@ def workload() -> Workload:
 
 
 def broken() -> Workload:
-    """No workload at all."""
+    """Raise an error where a workload is expected."""
     raise RuntimeError("broken on purpose")

@@ -1,4 +1,4 @@
-"""One update for several mini-batches equals plain torch that steps every so often."""
+"""One update for several mini-batches equals plain torch that steps once per such group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.errors import HetpipeError
 
 LR = 0.1
 STAGES = ("m0", "m1")
-REPLICAS = (STAGES,)  # of one stage
+REPLICAS = (STAGES,)  # one stage with two replicas
 SGD = hp.optim.sgd(lr=LR, momentum=0.9)
 
 
@@ -37,8 +37,8 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     ("case", "rows", "loss_fn", "members", "schedule"),
     [
         ("mlp", [12] * 6, None, STAGES, "1f1b"),
-        ("mlp", [12] * 7, None, STAGES, "1f1b"),  # the last one alone, applied by the flush
-        ("mlp", [12, 12, 12, 12, 9, 12], None, STAGES, "1f1b"),  # compiled for between two
+        ("mlp", [12] * 7, None, STAGES, "1f1b"),  # the flush applies the last mini-batch alone
+        ("mlp", [12, 12, 12, 12, 9, 12], None, STAGES, "1f1b"),  # a new size in mid-group
         ("mlp", [12] * 6, counted, STAGES, "1f1b"),
         ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, STAGES, "1f1b"),
         ("mlp", [12] * 6, None, REPLICAS, "1f1b"),
@@ -65,7 +65,7 @@ def test_equals_plain_torch(
     check_close(state, expected.state)
 
 
-def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) -> None:
+def test_evaluate_and_state_dict_apply_nothing_and_save_applies(crew: Crew, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches("mlp", [12] * 4)
     task = model, F.cross_entropy, data[0], STAGES, "1f1b", 2
@@ -91,8 +91,11 @@ def eightfold(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return 8 * F.cross_entropy(out, y)
 
 
-def test_with_a_loss_scale_that_skips(crew: Crew) -> None:
-    """The first two updates overflow and are left out; the others are those of no scale."""
+def test_a_skipped_update_drops_its_accumulated_gradients(crew: Crew) -> None:
+    """The first two updates overflow and are skipped;
+
+    the others equal updates without a loss scale.
+    """
     found = []
     for options in ({}, {"loss_scale": hp.LossScale(start=2.0**127)}):
         torch.manual_seed(0)
@@ -109,7 +112,7 @@ def test_with_a_loss_scale_that_skips(crew: Crew) -> None:
         torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7)
 
 
-def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
+def test_the_learning_rate_follows_the_number_of_updates(crew: Crew) -> None:
     seen: list[int] = []
 
     def lr(step: int) -> float:
@@ -126,7 +129,7 @@ def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
     assert max(seen) == 2
 
 
-def test_what_does_not_fit_is_refused(crew: Crew) -> None:
+def test_invalid_accumulation_is_refused(crew: Crew) -> None:
     data = batches("mlp", [12, 9])
 
     def make(accumulate: int, members: Any, schedule: str = "1f1b") -> hp.Pipeline:

@@ -1,4 +1,4 @@
-"""Calls that go on while the controller works, and stages that devices compile ahead."""
+"""Calls that run while the controller works, and stages that devices compile ahead."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_calls_may_begin_before_their_workers_and_end_in_any_order(transport: st
         assert set(crew.infos) == {"m0", "m1"}
 
 
-def test_a_call_to_a_worker_that_cannot_open_its_device() -> None:
+def test_a_call_fails_if_the_worker_cannot_open_its_device() -> None:
     with Crew.start(cluster("numpy:cpu:0", "faulty:shut:0"), wait=False) as crew:
         crew.begin_each("engine_backends:nap", {"m0": (0.0,), "m1": (0.0,)})
         with pytest.raises(WorkerError, match="bring it back"):
             _ = crew.infos
 
 
-def test_a_call_that_fails_is_told_by_the_next_one() -> None:
+def test_the_next_call_reports_a_failed_call() -> None:
     with Crew.start(cluster("numpy:cpu:0")) as crew:
         crew.begin_each("engine_backends:nap", {"m0": (-1.0,)})
         with pytest.raises(WorkerError, match="non-negative"):
@@ -108,7 +108,7 @@ class Waves(nn.Module):
         return torch.sin(self.linear(x))
 
 
-def test_what_a_device_lacks_is_not_announced() -> None:
+def test_graphs_with_unsupported_operators_are_not_announced() -> None:
     example = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
     captured = shared(Waves(), F.cross_entropy, example)
     count = len(captured.layer_names)
@@ -117,5 +117,5 @@ def test_what_a_device_lacks_is_not_announced() -> None:
     with Crew.start(cluster(*PAIR)) as crew:
         crew.compile_ahead({"m0": stages, "m1": stages})
         announced, _ = forecasts(crew)
-        (backward,) = announced  # the forward has a sine
+        (backward,) = announced  # no forward graph, because it has a sine
         assert "addmm" not in backward

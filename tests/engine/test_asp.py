@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism equals one loop whose gradients are of older weights."""
+"""Asynchronous data parallelism equals one loop whose gradients use older weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEVICES = ("numpy:cpu:0",) * MEMBERS
 def parallel(
     crew: Crew, replicas: int, optimizer: Any, microbatches: int = 1, **options: Any
 ) -> hp.Pipeline:
-    """The whole model on the first so many members."""
+    """Replicate the whole model on the first `replicas` members."""
     of_model = options.pop("task", None) or task()
     members = [tuple(crew.infos)[:replicas]]
     return pipeline(
@@ -49,7 +49,7 @@ def parallel(
 
 
 def delay(updates: int) -> Choice:
-    """The weights that so many updates fewer had made than were applied just before."""
+    """Choose the weights from `updates` updates before the latest."""
     return lambda n, b: (max(0, b - updates), 0)
 
 
@@ -60,7 +60,7 @@ def wanted(
     return delayed.train(1, optimizer, rule, rule, count, microbatches).last
 
 
-def assert_alike(crew: Crew, replicas: int) -> None:
+def assert_replicas_are_equal(crew: Crew, replicas: int) -> None:
     for role in (PARAM, STATE):
         first, *others = (crew.read(role, replica=replica) for replica in range(replicas))
         assert first or role == STATE
@@ -82,7 +82,7 @@ def test_equals_the_sequential_reference(
 
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_wrong_delay_is_told_apart(crew: Crew, replicas: int, pair: Any) -> None:
+def test_a_wrong_delay_is_detected(crew: Crew, replicas: int, pair: Any) -> None:
     state = trained(parallel(crew, replicas, pair[0]))
     for wrong in (replicas - 2, replicas):
         assert distance(state, wanted(wrong, pair[1])) > 1e-3
@@ -94,12 +94,12 @@ def test_all_replicas_are_the_same(crew: Crew, replicas: int) -> None:
         for count in (1, 2, 7):
             list(pipe.run(batch(b) for b in range(count)))
             pipe.flush()
-            assert_alike(crew, pipe.plan.replicas[0])
+            assert_replicas_are_equal(crew, pipe.plan.replicas[0])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_flushed_in_the_middle(crew: Crew, replicas: int) -> None:
-    """Behind a flush it begins again with gradients of the present weights."""
+    """After a flush, training begins again with gradients of the current weights."""
     counts = (4, 1, 8)
     ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
 
@@ -126,11 +126,11 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
         assert pipe.evaluate(*batch(13)) == loss
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, state[name])
-        assert_alike(crew, pipe.plan.replicas[0])
+        assert_replicas_are_equal(crew, pipe.plan.replicas[0])
 
 
 def test_a_learning_rate_that_changes(crew: Crew) -> None:
-    """That of the update, also where its mini-batch is another replica's."""
+    """The learning rate is the update's, even if another replica ran the mini-batch."""
 
     class Falling(Momentum):
         def update(self, w, state, grad, step):  # type: ignore[no-untyped-def]
@@ -142,7 +142,7 @@ def test_a_learning_rate_that_changes(crew: Crew) -> None:
 
 
 def test_clipped(crew: Crew) -> None:
-    """Every mini-batch's gradient by its own norm, the same on all replicas."""
+    """Each mini-batch's gradient is clipped by its own norm, equally on all replicas."""
     bound = 0.1
     passes = delayed._pass
 
@@ -159,13 +159,13 @@ def test_clipped(crew: Crew) -> None:
     with parallel(crew, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
         list(pipe.run(batch(b) for b in range(MINI_BATCHES)))
         state = pipe.state_dict()
-        assert_alike(crew, pipe.plan.replicas[0])
+        assert_replicas_are_equal(crew, pipe.plan.replicas[0])
     assert distance(state, right) < 1e-5
     assert distance(state, wanted(1, SGD[1])) > 1e-3
 
 
 def test_sums_with_counts(crew: Crew) -> None:
-    """Each mini-batch is divided by its own count, on every replica."""
+    """Every replica divides the gradient of a mini-batch by that mini-batch's count."""
 
     def summed(found: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = (y > 0).any(1).double()
@@ -176,7 +176,7 @@ def test_sums_with_counts(crew: Crew) -> None:
         return total / count
 
     counts = {int(summed(y, y)[1]) for _, y in map(batch, range(12))}
-    assert len(counts) > 1  # else a wrong one is not seen
+    assert len(counts) > 1  # otherwise a wrong count would go unnoticed
 
     model, rate = network(), 0.03
     versions = [[p.detach().clone() for p in model.parameters()]]
@@ -193,7 +193,7 @@ def test_sums_with_counts(crew: Crew) -> None:
     with parallel(crew, 2, hp.optim.sgd(lr=rate), task=of_sums) as pipe:
         list(pipe.run(batch(b) for b in range(12)))
         state = pipe.state_dict()
-        assert_alike(crew, pipe.plan.replicas[0])
+        assert_replicas_are_equal(crew, pipe.plan.replicas[0])
     for found, right in zip(state.values(), versions[-1], strict=True):
         assert float((found - right).abs().max() / right.abs().max()) < 1e-5
 
@@ -210,8 +210,8 @@ def test_devices_of_different_kinds(crews: Crews) -> None:
     assert distance(state, wanted(1, ADAM[1])) < 1e-5
 
 
-def test_statistics_are_of_the_first_replicas_mini_batches(crew: Crew) -> None:
-    """As torch makes them of mini-batches 0, 2, 4, ... alone: they do not depend on weights."""
+def test_batch_norm_statistics_come_from_the_first_replica(crew: Crew) -> None:
+    """The statistics equal torch's over mini-batches 0, 2, 4, ... alone, for any weights."""
 
     def make() -> nn.Sequential:
         torch.manual_seed(1)
@@ -245,7 +245,7 @@ def test_a_pipeline_puts_a_replica_on_every_device(crew: Crew, replicas: list[in
         assert {span.action.op.value for span in pipe.timeline.spans} == {"F", "B", "SA", "RA", "U"}
 
 
-def test_what_it_cannot_do_is_refused(crew: Crew) -> None:
+def test_unsupported_options_are_refused(crew: Crew) -> None:
     def make(**options: Any) -> None:
         hp.Pipeline(
             *task(), cluster=crew.cluster, crew=crew, captured=capture(),

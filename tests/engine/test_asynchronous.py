@@ -37,7 +37,7 @@ def hiding(stages: int) -> list[int]:
 def straight(
     crew: Crew, stages: int, weights: str, optimizer: Any, depths: Any = None, microbatches: int = 1
 ) -> hp.Pipeline:
-    """A stage on each of the first members."""
+    """Put one stage on each of the first `stages` members."""
     return pipeline(
         crew, *task(), "0123"[:stages], "pipedream", microbatches, in_flight=depths,
         weights=weights, optimizer=optimizer,
@@ -45,7 +45,7 @@ def straight(
 
 
 def delays(policy: str, stages: int, depths: list[int]) -> tuple[Choice, Choice]:
-    """The papers' formulas for straight pipelines: forward and backward."""
+    """Return the papers' formulas for straight pipelines: forward and backward."""
 
     def seen(n: int, b: int) -> int:
         return max(0, b - depths[n] + 1)
@@ -103,8 +103,8 @@ def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["stash", "vertical-sync", "pipeoptim", "spectrain"])
-def test_a_wrong_delay_is_told_apart(crew: Crew, policy: str) -> None:
-    """The same comparison against a reference that is one update off fails by far."""
+def test_a_wrong_delay_is_detected(crew: Crew, policy: str) -> None:
+    """The distance to a reference with a delay that is wrong by one update is over the limit."""
     forward, backward = delays(policy, 3, noam(3))
 
     def late(n: int, b: int) -> tuple[int, float]:
@@ -135,19 +135,22 @@ def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str
     ],
 )
 def test_live_versions(crew: Crew, policy: str, most: list[int], microbatches: int) -> None:
-    """As the papers say, at NOAM; predicting policies hold one and at most a predicted copy."""
+    """The counts equal the papers' at NOAM.
+
+    Predicting policies hold one version and at most one predicted copy.
+    """
     with straight(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
         results = list(pipe.run(batch(b) for b in range(12)))
     seen = [max(column) for column in zip(*(r.live_versions for r in results), strict=True)]
     assert seen == most
 
 
-def test_versions_of_the_results(crew: Crew) -> None:
+def test_results_name_their_weight_versions(crew: Crew) -> None:
     with straight(crew, 3, "stash", SGD[0], noam(3)) as pipe:
         first = [result.versions for result in pipe.run(batch(b) for b in range(5))]
         assert first == [(0, 0, 0), (0, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4)]
         more = [result.versions for result in pipe.run(batch(b) for b in range(5, 7))]
-        assert more == [(3, 4, 5), (4, 5, 6)]  # one run goes on where the last ended
+        assert more == [(3, 4, 5), (4, 5, 6)]  # a second run continues where the first ended
         pipe.flush()
         assert [result.versions for result in pipe.run([batch(7)])] == [(7, 7, 7)]
     with straight(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
@@ -164,8 +167,8 @@ def test_step_flushes_and_so_equals_plain_training(crew: Crew) -> None:
     assert distance(state, wanted.last) < 1e-5
 
 
-def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
-    """On at least 90 % of the steps after the tenth, at the first stage of four."""
+def test_prediction_is_nearer_to_the_weights_of_the_backward() -> None:
+    """At the first of four stages, the prediction is nearer in 90 % of the steps from 10 on."""
     for _, plain in (SGD, ADAM, ADAMW):
         rules = delays("pipeoptim", 4, noam(4))
         nearer = 0
@@ -190,6 +193,6 @@ def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
     ],
     ids=["flush", "stale", "2bw", "spectrain_adam", "spectrain_deep", "pipeoptim_plain_sgd"],
 )
-def test_what_does_not_fit_is_refused(crew: Crew, options: Any, message: str) -> None:
+def test_invalid_options_are_refused(crew: Crew, options: Any, message: str) -> None:
     with pytest.raises(HetpipeError, match=message):
         straight(crew, 3, **{"optimizer": SGD[0], **options})

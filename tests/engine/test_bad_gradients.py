@@ -1,5 +1,7 @@
-"""A gradient that is not finite, under a loss that is: a flush applies nothing of it and names it;
-a stream is marked."""
+"""A gradient that is not finite although the loss is: a flush names it and applies nothing.
+
+A stream is marked as damaged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BAD[3] = 0.0
 
 
 class Root(nn.Module):
-    """The root of zero is zero, and its gradient is no number."""
+    """The square root of zero is zero, and its gradient is not a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def test_nothing_is_applied_and_the_gradient_is_named(crews: Any, options: dict[
         assert all(value.equal(state[name]) for name, value in pipe.state_dict().items())
 
 
-def test_of_an_accumulation_all_is_dropped(crews: Any) -> None:
+def test_the_whole_accumulation_is_dropped(crews: Any) -> None:
     with opened(crews(DEVICES), accumulate=2) as pipe:
         before = pipe.state_dict()
         pipe.step(X, Y)
@@ -69,7 +71,7 @@ def test_of_an_accumulation_all_is_dropped(crews: Any) -> None:
         assert all(value.equal(before[name]) for name, value in pipe.state_dict().items())
 
 
-def test_a_stream_is_marked(crews: Any, tmp_path: Path) -> None:
+def test_a_stream_refuses_to_save_afterwards(crews: Any, tmp_path: Path) -> None:
     with opened(crews(DEVICES), schedule="pipedream") as pipe:
         pipe.step(X, Y)
         with pytest.raises(NotFiniteError, match=r"first.weight in stage 0 is not finite"):

@@ -1,4 +1,4 @@
-"""An exception of a device names device, operator and layer, whatever the device says itself."""
+"""The error for a device's exception always names device, operator and layer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wrong() -> None:
 
 
 def train(kind: str, members: Sequence[str], transport: str) -> None:
-    """One step of an MLP, whose second stage is on a faulty device."""
+    """Train one step of an MLP whose second stage is on a faulty device."""
     torch.manual_seed(0)
     devices = ("numpy:cpu:0", f"wrong:{kind}:0")
     cluster = Cluster(tuple(map(Member, ("m0", "m1"), devices)), transport=transport)
@@ -61,13 +61,13 @@ def train(kind: str, members: Sequence[str], transport: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_it_names_them(kind: str) -> None:
+def test_the_error_names_device_operator_and_layer(kind: str) -> None:
     with pytest.raises(WorkerError, match=ERRORS[kind]):
         train(kind, "01", "local")
 
 
 @pytest.mark.parametrize("kind", ["raises", "downloads"])
-def test_in_a_process_too(kind: str) -> None:
+def test_worker_processes_name_them_too(kind: str) -> None:
     with pytest.raises(WorkerError, match=ERRORS[kind]):
         train(kind, "01", "shared-memory")
 

@@ -1,4 +1,4 @@
-"""Boards in the loop: a device computes the numbers of a board, whose model tells the time."""
+"""Boards in the loop: a real device computes a board's numbers, and a model predicts its times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ latency = "100 us"
 
 
 class SmallBackend(NumpyBackend):
-    """A device of one queue and of little memory."""
+    """A device with one queue and little memory."""
 
     name = "small"
 
@@ -87,7 +87,7 @@ def torch_losses() -> list[float]:
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 @pytest.mark.parametrize("numerics", ["numpy:cpu:0", "pytorch:cpu:0"])
-def test_losses_are_torchs_and_times_the_boards(
+def test_losses_equal_torch_and_times_come_from_the_board_models(
     tmp_path: Path, numerics: str, transport: str
 ) -> None:
     cluster = cluster_of(tmp_path, numerics, transport)
@@ -107,7 +107,7 @@ def test_losses_are_torchs_and_times_the_boards(
             cost, there = pipe.costs.devices[id], board(name)
             assert (cost.label, cost.memory_nbytes) == ("modelled", there.memory_nbytes)
             assert cost.execution == there.execution
-        assert pipe.corrected().corrected_s == pipe.plan.step_s  # no drift of a model
+        assert pipe.corrected().corrected_s == pipe.plan.step_s  # a model has no drift
 
 
 @pytest.mark.slow
@@ -119,14 +119,14 @@ def test_the_modelled_step_is_the_predicted_one(
     tmp_path: Path, schedule: str, microbatches: int
 ) -> None:
     cluster = cluster_of(tmp_path)
-    alike = replace(cluster.members[0], id="fpga")  # that rows can be divided
+    alike = replace(cluster.members[0], id="fpga")  # the same board, so that rows can be divided
     cluster = replace(cluster, members=(cluster.members[0], alike))
     options = {"cuts": None} if schedule == "data-parallel" else {}
     with pipeline(cluster, schedule=schedule, microbatches=microbatches, **options) as pipe:
         list(pipe.run(batches(STEPS)))
         assert pipe.modelled_step_s == pytest.approx(pipe.plan.step_s, rel=1e-9)
         assert pipe.timeline.label == "modelled"
-        if schedule == "pipedream":  # all mini-batches that ran, and no more
+        if schedule == "pipedream":  # all mini-batches that ran, and no others
             updates = [span for span in pipe.timeline.spans if str(span.action).startswith("0U")]
             assert len(updates) == STEPS
 
@@ -140,7 +140,7 @@ def test_the_planner_chooses_by_modelled_costs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_smaller_mini_batch_has_its_own_modelled_time(tmp_path: Path) -> None:
-    """It is that of a plan for its size."""
+    """The time equals the plan's for a mini-batch of that size."""
     x, y = batches(1)[0]
     with pipeline(cluster_of(tmp_path)) as pipe:
         pipe.step(x[:6], y[:6])
@@ -154,7 +154,7 @@ def test_a_smaller_mini_batch_has_its_own_modelled_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_member_has_its_measured_passes_beside_modelled_ones(tmp_path: Path) -> None:
+def test_a_real_member_keeps_measured_passes_beside_modelled_ones(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     real = Member("gpu", "numpy:cpu:0")
     with pipeline(replace(cluster, members=(real, cluster.members[1]))) as pipe:
@@ -207,7 +207,7 @@ def test_a_plan_of_boards_is_saved_loaded_and_given(tmp_path: Path) -> None:
         assert pipe.modelled_step_s == pytest.approx(plan.step_s, rel=1e-9)
 
 
-def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> None:
+def test_modelled_times_are_not_compared_with_measured_ones(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     with pytest.raises(HetpipeError, match="time of gpu, fpga is modelled, so no measurement"):
         pipeline(cluster, cuts=None, rebalance="auto")
@@ -229,7 +229,7 @@ def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> N
         pipeline(cluster, plan=plan, **options)
 
 
-def test_numerics_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_numerics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BackendError,
         match=r"toml:12: the numerics of member 'fpga': no device 'numpy:gpu:7'; found",
@@ -239,7 +239,7 @@ def test_numerics_that_are_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_numerics_that_lack_an_operator(tmp_path: Path, own_backends: None) -> None:
-    """The planner leaves such layers to others; cuts that do not are refused by name."""
+    """The planner gives such layers to other devices; cuts that would not are refused by name."""
     cluster = cluster_of(tmp_path, "early:cpu:0")
 
     class Sines(torch.nn.Module):
@@ -274,7 +274,7 @@ def test_numerics_with_one_queue_or_little_memory(tmp_path: Path, own_backends: 
         pipeline(cluster)
 
 
-def test_what_nothing_describes_is_refused(tmp_path: Path) -> None:
+def test_missing_links_and_peaks_are_refused(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     with pytest.raises(ClusterError, match="nothing describes the bandwidth between gpu and fpga"):
         pipeline(replace(cluster, links={}))
@@ -285,8 +285,8 @@ def test_what_nothing_describes_is_refused(tmp_path: Path) -> None:
         pipeline(cluster, precision="bfloat16")
 
 
-def test_a_stream_has_the_numbers_of_its_numerics(tmp_path: Path) -> None:
-    """An asynchronous schedule fixes the order of all work, whatever time it takes."""
+def test_a_stream_computes_the_losses_of_its_numerics(tmp_path: Path) -> None:
+    """An asynchronous schedule fixes the order of all work, however long the work takes."""
     cluster = cluster_of(tmp_path)
     with pipeline(cluster, schedule="pipedream", microbatches=1) as pipe:
         losses = [result.loss for result in pipe.run(batches(STEPS))]

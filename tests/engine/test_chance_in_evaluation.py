@@ -1,4 +1,4 @@
-"""A model that draws random numbers in eval mode, too, is evaluated as it is trained."""
+"""A model that also draws random numbers in eval mode is evaluated as it was trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(8))
 
 
 class Sampled(nn.Module):
-    """Adds noise to its features in every mode."""
+    """A model that adds noise to its features in every mode."""
 
     def __init__(self, noise: float) -> None:
         super().__init__()

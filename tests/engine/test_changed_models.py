@@ -1,4 +1,4 @@
-"""A model that is changed after its capture: the next call says so."""
+"""A model changed after its capture: the next call reports the change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loss(nn.Module):
 
 
 class Model(nn.Module):
-    """It counts its calls, for somebody who looks at the number."""
+    """A model that counts its calls, as users do for logging."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_change_is_refused(
         assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
 
 
-def test_loaded_values_are_a_warning_once(crew: Crew) -> None:
+def test_loaded_values_cause_one_warning(crew: Crew) -> None:
     model, loss = Model(), Loss()
     with made(crew, model, loss) as pipe:
         with torch.no_grad():
@@ -120,8 +120,11 @@ def test_loaded_values_are_a_warning_once(crew: Crew) -> None:
         pipe.step(*BATCH)
 
 
-def test_own_use_of_the_model_goes_on(crew: Crew) -> None:
-    """Validation between steps: values of the pipeline, eval mode, calls, moves of the tensors."""
+def test_users_may_still_use_the_model(crew: Crew) -> None:
+    """Users may validate between steps.
+
+    They may load the pipeline's values, use eval mode, call the model, move its tensors.
+    """
     model, loss = Model(), Loss()
     with made(crew, model, loss) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")

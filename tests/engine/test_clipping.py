@@ -1,4 +1,4 @@
-"""Clipping by the norm over all stages equals torch's; by stage, torch's on each stage."""
+"""Clipping by the norm over all stages, or over each stage, equals torch's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_norm_over_all_stages(
         model, loss_fn, data, 4, sgd,
         before_step=lambda p: norms.append(float(clip_grad_norm_(p, norm))),
     )  # fmt: skip
-    assert max(norms) > 2 * norm  # it matters
+    assert max(norms) > 2 * norm  # clipping has an effect
     with pipeline(
         crew, model, loss_fn, data[0], members, schedule, 4, clip_norm=norm, optimizer=SGD
     ) as pipe:
@@ -50,7 +50,7 @@ def test_the_norm_over_all_stages(
     check_close(state, expected.state)
 
 
-def test_each_stage_by_itself(crew: Crew) -> None:
+def test_the_norm_of_each_stage(crew: Crew) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     with pipeline(
@@ -76,7 +76,7 @@ def test_each_stage_by_itself(crew: Crew) -> None:
     check_close(state, expected.state)
 
 
-def test_what_cannot_be_clipped_is_refused(crew: Crew) -> None:
+def test_invalid_clipping_is_refused(crew: Crew) -> None:
     task = MLP(), F.cross_entropy, batches(1)[0], "01"
     with pytest.raises(HetpipeError, match="clip each stage alone with clip_each=True"):
         pipeline(crew, *task, "pipedream", clip_norm=1.0, optimizer=SGD)

@@ -1,4 +1,4 @@
-"""A pipeline in training tells its predicted step as its devices are now."""
+"""A pipeline in training corrects its predicted step for the current speed of its devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), tran
 def test_a_prediction_is_corrected_between_steps(
     schedule: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights stay as they are, and training goes on."""
+    """The correction leaves the weights unchanged, and training continues."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     torch.manual_seed(0)
     model, optimizer = MLP(), hp.optim.sgd(0.1)
@@ -40,8 +40,8 @@ def test_a_prediction_is_corrected_between_steps(
             model, F.cross_entropy, example, cluster=CLUSTER, crew=crew, optimizer=optimizer,
             captured=captured, plan=plan, costs=table,
         )  # fmt: skip
-        assert not pipe.corrected().by_passes  # there are none yet
-        list(pipe.run([example] * 6))  # a stream ends some of them later
+        assert not pipe.corrected().by_passes  # no passes have run yet
+        list(pipe.run([example] * 6))  # in a stream, some mini-batches end later
         before = pipe.state_dict()
         correction = pipe.corrected()
         after = pipe.state_dict()

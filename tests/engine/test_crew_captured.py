@@ -1,4 +1,4 @@
-"""Captured models through a crew equal eager training, uneven micro-batches included."""
+"""Captured models on a crew equal eager training, also with uneven micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SGD = hp.optim.sgd(lr=LR, momentum=0.9)
 
 
 class Net(nn.Module):
-    """Batch norm changes buffers; `first` is tied to `last`."""
+    """A model whose batch norm changes buffers, and whose `first` is tied to `last`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whatever happens to a worker or the controller: a clear error soon, and nothing left behind."""
+"""A failed worker or controller causes a clear error soon, and no process or memory remains."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
 
 
 def failure(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list[int]) -> str:
-    """The text of the error that `action` raises within the limit; everything is gone then."""
+    """Return the text of the error that `action` raises in time, and check the clean-up."""
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         action()
     assert time.monotonic() - start_s < limit_s
     assert all(map(gone, workers))
-    with pytest.raises(WorkerError) as again:  # and every later call says the same, at once
+    with pytest.raises(WorkerError) as again:  # every later call raises the same error at once
         crew.call(["m0"], "engine_backends:pid")
     assert str(again.value) == str(caught.value)
     crew.close()
@@ -106,8 +106,8 @@ def test_a_worker_that_crashes_is_named_with_its_signal(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", PROCESSES)
-def test_kill_far_from_who_waits(transport: str) -> None:
-    """m0 waits for m1, which waits for m2, which hangs; m2's death is not seen by m0's edge."""
+def test_a_killed_worker_is_named_to_distant_waiters(transport: str) -> None:
+    """m0 waits for m1, which waits for the hanging m2; m0 has no connection to m2."""
     crew = start(["good", "good", "hang"], transport)
     workers = pids(crew)
     killer = threading.Timer(1.0, os.kill, (workers[2], signal.SIGKILL))
@@ -146,7 +146,7 @@ def test_a_stopped_worker_is_found_by_its_silence() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_a_hang_says_who_waits_for_what(transport: str) -> None:
+def test_a_hang_reports_what_each_worker_does(transport: str) -> None:
     crew = start(["good", "hang"], transport, heartbeat_s=0.2)
     workers = [] if transport == "local" else pids(crew)
     text = failure(crew, lambda: step(crew, 2, timeout_s=2.0), 8.0, workers)
@@ -157,7 +157,7 @@ def test_a_hang_says_who_waits_for_what(transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_a_slow_pass_is_life_unless_it_has_a_limit(
+def test_a_slow_pass_is_no_failure_without_a_limit(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     monkeypatch.setattr(Patience, "FIRST_STEP_S", 0.5)
@@ -171,7 +171,7 @@ def test_a_slow_pass_is_life_unless_it_has_a_limit(
 
 @pytest.mark.slow
 def test_everything_may_be_stopped_for_a_while() -> None:
-    """As by Ctrl-Z, or while a laptop sleeps; longer than a worker may be silent."""
+    """The stop is longer than a worker may be silent, as with Ctrl-Z or a sleeping laptop."""
     then = "for n in range(150): step(crew, 2); time.sleep(0.02)"
     limits = "heartbeat_s=0.2, silence_s=1.0"
     process, workers = script("good", "shared-memory", then, limits)
@@ -187,13 +187,13 @@ def test_everything_may_be_stopped_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_a_device_that_does_not_open(transport: str) -> None:
+def test_a_device_that_cannot_be_opened_is_named(transport: str) -> None:
     with pytest.raises(WorkerError, match=r"'m0' .*at start: the driver is away; bring it back"):
         start(["shut", "good"], transport)
 
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_a_device_that_is_not_there(transport: str) -> None:
+def test_a_missing_device_is_refused(transport: str) -> None:
     with pytest.raises(HetpipeError, match=r"faulty:none:0.*found: faulty:good:0"):
         start(["none", "good"], transport)
 
@@ -240,7 +240,7 @@ def test_an_error_in_a_call() -> None:
 
 
 @pytest.mark.slow
-def test_calls_run_at_once_and_outlast_the_silence_limit() -> None:
+def test_calls_run_concurrently_and_outlast_the_silence_limit() -> None:
     with start(["good", "good"], "shared-memory", silence_s=2.0, heartbeat_s=0.5) as crew:
         start_s = time.monotonic()
         found = crew.call(["m1", "m0"], "engine_backends:scale", 2.0, 3.0)
@@ -286,7 +286,10 @@ print(*pids(crew), flush=True)
 def script(
     kind: str, transport: str, then: str, options: str = ""
 ) -> tuple[subprocess.Popen[str], list[int]]:
-    """A controller without a `__main__` guard, in a process of its own, and its workers."""
+    """Start a controller process without a `__main__` guard;
+
+    return it and its workers' process ids.
+    """
     text = SCRIPT.format(here=str(HERE), kind=kind, transport=transport, then=then, options=options)
     process = subprocess.Popen(
         [sys.executable, "-c", text],
@@ -312,7 +315,7 @@ def test_workers_die_with_a_controller_that_is_killed(transport: str) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_ends_everything_quietly() -> None:
-    """Ctrl-C reaches the whole process group; only the controller answers."""
+    """Ctrl-C reaches the whole process group, and only the controller prints a traceback."""
     process, workers = script("hang", "shared-memory", "step(crew, 2)")
     time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)
@@ -324,7 +327,7 @@ def test_an_interrupt_ends_everything_quietly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["step(crew, 2)", "del crew", "raise SystemExit(0)"])
-def test_a_crew_that_is_forgotten_is_closed(then: str) -> None:
+def test_a_crew_without_references_is_closed(then: str) -> None:
     process, workers = script("good", "shared-memory", then)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
@@ -333,7 +336,7 @@ def test_a_crew_that_is_forgotten_is_closed(then: str) -> None:
 
 
 def test_a_crew_started_in_a_thread_that_ends() -> None:
-    """The kernel kills a child when the *thread* that started it ends; ours is the crew's own."""
+    """The kernel kills a child if the *thread* that started it ends; the crew keeps one alive."""
     crews: list[Crew] = []
     thread = threading.Thread(target=lambda: crews.append(start(["good", "good"], "auto")))
     thread.start()

@@ -1,4 +1,4 @@
-"""The engine's small parts: channels, links, scripts, edges that run ahead."""
+"""The engine's small parts: channels, links, scripts, and transfers that run ahead."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_channel_carries_arrays_of_any_size(count: int) -> None:
     np.testing.assert_array_equal(found["a"], sent["a"])
     assert found["b"] == 1.5
     assert found["c"].shape == ()
-    del found  # the memory is its arrays' own
+    del found  # the arrays own the memory
     assert len(os.listdir("/proc/self/fd")) == before
     left.close()
     with pytest.raises(EOFError):
@@ -145,8 +145,8 @@ def test_control_keeps_the_first_failure() -> None:
     assert "trace of it" in str(caught.value.__cause__)
 
 
-def test_control_loses_no_news() -> None:
-    """Of what comes next, it may come together with the last reply; who has no use leaves it."""
+def test_control_keeps_news_until_asked() -> None:
+    """News of the next request may come with the last reply; gather keeps it without `on_news`."""
     control, found = Control(["worker 'a'"]), list[Any]()
     for number in range(3):
         control.arrived(0, Reply(number))
@@ -159,7 +159,7 @@ def test_control_loses_no_news() -> None:
 
 
 @pytest.mark.slow
-def test_control_waits_while_something_moves() -> None:
+def test_control_waits_while_a_worker_makes_progress() -> None:
     control = Control(["worker 'a'"])
 
     def beats() -> None:
@@ -190,7 +190,7 @@ def test_control_waits_while_something_moves() -> None:
 def test_control_waits_for_a_pass(
     monkeypatch: pytest.MonkeyPatch, doing: list[str], pass_limit_s: float | None, fails: bool
 ) -> None:
-    """A pass of a device may take any time, unless there is a limit; a circle of waits may not."""
+    """A pass may take any time unless limited; a circle of waiting workers may not."""
     monkeypatch.setattr(control_module, "TICK_S", 0.05)
     control = Control(["worker 'a'", "worker 'b'"])
     for worker, text in enumerate(doing):
@@ -206,10 +206,10 @@ def test_control_waits_for_a_pass(
     end.join()
 
 
-def test_a_long_pass_is_told_once(
+def test_a_long_pass_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The notice names the devices, the stage and the option; a second one comes much later."""
+    """The notice names the devices, the stage and the option; a second notice comes much later."""
     monkeypatch.setattr(control_module, "TICK_S", 0.05)
     monkeypatch.setattr(control_module, "NOTICE_S", 0.2)
     control = Control(["worker 'a' (npu:0)", "worker 'b' (npu:1)"])
@@ -238,7 +238,7 @@ def test_a_long_pass_is_told_once(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> None:
-    """The receiver asks first for the message that was sent last, behind all it may keep."""
+    """The receiver first asks for the message that was sent last, after all that it may keep."""
     count = 12
     sends = " ".join(f"0F{m} 0SF{m}" for m in range(count))
     takes = " ".join(f"1RF{m} 1F{m}" for m in reversed(range(count)))
@@ -253,9 +253,12 @@ def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_emulated_links_and_speeds_only_ever_slow_down(transport: str) -> None:
-    """A message occupies its link and comes no sooner than that and the latency; compute stretches,
-    transfers do not."""
+def test_emulated_links_and_speeds_only_slow_down(transport: str) -> None:
+    """Emulation only delays.
+
+    A message occupies its link and arrives after that time plus the latency at the earliest.
+    Compute is stretched, transfers are not.
+    """
     nbytes, latency_s, speed = 2 * WIDTH * 8, 0.03, 0.25
     link = Link(latency_s, nbytes / 0.02)
     members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0", speed=speed))
@@ -275,7 +278,7 @@ def test_emulated_links_and_speeds_only_ever_slow_down(transport: str) -> None:
 
 
 def test_a_big_feed_arrives(crews: Crews) -> None:
-    rows = 4096  # 128 KiB a leaf: through shared memory
+    rows = 4096  # 128 KiB per leaf, so it goes through shared memory
     x = np.random.default_rng(0).normal(size=(rows, WIDTH))
     crew, values = crews(ALIKE, "shared-memory"), make_values(2)
     crew.load(make_stages(2, [rows]), ["m0", "m1"], values)

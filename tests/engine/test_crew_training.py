@@ -1,4 +1,4 @@
-"""Pipelines of a hand-made linear model against plain numpy, on every transport."""
+"""Pipelines of a hand-made linear model equal plain numpy on every transport."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def close(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["numpy", "pytorch"])
 def test_equals_plain_training(crews: Crews, transport: str, backend: str) -> None:
-    """Two and three stages, with a skip and tied weights, GPipe and 1F1B, in one crew."""
+    """One crew trains two and three stages, with a skip and tied weights, in GPipe and 1F1B."""
     crew = crews(ALIKE if backend == "numpy" else ("pytorch:cpu:0",) * 3, transport)
     members = list(crew.infos)[:3]
     assert [crew.infos[member].backend for member in members] == [backend] * 3
@@ -77,7 +77,7 @@ def test_mixed_backends(crews: Crews) -> None:
     assert result.timeline.workers == ("m2", "m1")
 
 
-def test_write_restores_what_read_gave(crew: Crew) -> None:
+def test_write_restores_the_values_of_read(crew: Crew) -> None:
     crew.load(make_stages(2, [2, 3], tied=True), ["m0", "m1"], make_values(2, True))
     schedule = generate("gpipe", 2, 3, tied=[(0, (1,))])
     run(crew, schedule, 1)
@@ -121,7 +121,7 @@ def test_timeline_has_every_pass_in_order(crews: Crews) -> None:
         assert at[f"1B{m}"].end_s <= at[f"0B{m}"].start_s
 
 
-def test_requests_that_do_not_fit_are_refused_before_they_run() -> None:
+def test_invalid_requests_are_refused_before_they_run() -> None:
     fresh = Cluster((Member("m0", ALIKE[0]), Member("m1", ALIKE[1])), transport="local")
     with Crew.start(fresh) as crew:
         with pytest.raises(HetpipeError, match="no stages are loaded"):
@@ -141,4 +141,4 @@ def test_requests_that_do_not_fit_are_refused_before_they_run() -> None:
             crew.step(StepRequest(one, (5,), [feed], (1.0,), LR, 1))
         with pytest.raises(HetpipeError, match="no param 'w9'"):
             crew.read(PARAM, ["w9"])
-        run(crew, generate("gpipe", 2, 3), 1)  # and none of it harmed the crew
+        run(crew, generate("gpipe", 2, 3), 1)  # the refused requests did not harm the crew

@@ -1,4 +1,4 @@
-"""Crews that tests share: one for all, until a test breaks it."""
+"""Shared crews: all tests get the same crew until a test breaks it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def test_a_broken_crew_is_replaced(crews: Crews) -> None:
     first = crews(DEVICES)
     assert crews(DEVICES) is first
     with pytest.raises(WorkerError):
-        first.call(["m0"], "builtins:len")  # of a device
+        first.call(["m0"], "builtins:len")  # a device has no length, so the worker fails
     second = crews(DEVICES)
     assert second is not first
     assert serves(second)
 
 
-def test_the_crew_that_was_not_asked_for_longest_goes_first() -> None:
+def test_the_least_recently_used_crew_is_closed_first() -> None:
     crews = Crews(most=2)
     one, two = crews(DEVICES), crews(DEVICES * 2)
     assert crews(DEVICES) is one

@@ -1,4 +1,4 @@
-"""Operators that the user defines: worker processes import the script or module that has them."""
+"""User-defined operators: worker processes import the script or module that defines them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_script_trains_with_its_own_operator(tmp_path: Path) -> None:
+def test_a_script_trains_with_an_operator_it_defines(tmp_path: Path) -> None:
     script = tmp_path / "trains.py"
     script.write_text(SCRIPT)
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -90,7 +90,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A module with a model whose first layer calls an operator of its own."""
+    """Return the name of a module with a model whose first layer calls a custom operator."""
     folder = tmp_path_factory.mktemp("module")
     text = SCRIPT.partition("if __name__")[0].replace("ours", "theirs") + FACTORY
     (folder / "theirs_of_a_user.py").write_text(text)
@@ -100,7 +100,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_profile_has_the_times_of_an_own_operator(module: str) -> None:
+def test_a_profile_times_a_custom_operator(module: str) -> None:
     command = ["profile", f"{module}:workload", "--microbatches", "1", "--json", "-"]
     done = CliRunner().invoke(app, [*command, "--devices", "pytorch:cpu:0"])
     assert done.exit_code == 0, done.output
@@ -110,7 +110,7 @@ def test_a_profile_has_the_times_of_an_own_operator(module: str) -> None:
 
 
 def test_a_device_without_the_operator_is_refused_by_name(module: str, crew: Crew) -> None:
-    """Given cuts say that its layer is on numpy."""
+    """The given cuts put its layer on numpy."""
     workload = importlib.import_module(module).workload()
     task = workload.model, workload.loss_fn, next(workload.batches(4, 0))
     options: dict[str, Any] = {"cuts": [1], "microbatches": 1, "schedule": "1f1b"}

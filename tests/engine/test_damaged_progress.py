@@ -1,4 +1,4 @@
-"""A manifest whose checksum is right and whose values no pipeline wrote is refused by its place."""
+"""A manifest with a right checksum but impossible values is refused with the value's place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_what_a_pipeline_wrote_is_read() -> None:
+def test_values_of_a_pipeline_are_read() -> None:
     progress = progress_of(Checkpoint(dict(VALUES), {}))
     assert (progress.steps, progress.updates, progress.plan.model) == (3, (3,), "M")
     early = {key: value for key, value in VALUES.items() if key != "loss_scale"}
@@ -49,7 +49,9 @@ def test_what_a_pipeline_wrote_is_read() -> None:
         ({"plan": {**PLAN, "version": 9}}, "version 9"),
     ],
 )
-def test_other_values_are_refused_by_their_place(change: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_refused_with_their_place(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         progress_of(Checkpoint({**VALUES, **change}, {}))
 

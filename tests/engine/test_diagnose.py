@@ -1,4 +1,4 @@
-"""A device that is wrong is named, with layer and operator; one that is right is not."""
+"""A wrong device is named with the layer and the operator; a right device is not blamed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wrong() -> None:
 def opened(
     crews: Crews, kind: str, members: str = "01", transport: str = "local", **options: Any
 ) -> hp.Pipeline:
-    """An MLP on numpy, m0, and a faulty device, m1."""
+    """Open a pipeline of an MLP on numpy, m0, and a faulty device, m1."""
     torch.manual_seed(0)
     crew = crews(("numpy:cpu:0", f"wrong:{kind}:0"), transport)
     options = {"optimizer": hp.optim.adamw(lr=1e-2), "cuts": [1], **options}
@@ -91,21 +91,21 @@ def test_a_value_that_is_not_finite_is_shown(crews: Crews) -> None:
     assert "learning rate" not in text
 
 
-def test_an_error_is_told_in_the_devices_words(crews: Crews) -> None:
+def test_the_reason_quotes_the_devices_error(crews: Crews) -> None:
     with opened(crews, "raises") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.culprit is not None
     assert found.culprit.reason == "ValueError: boom 42"
 
 
-def test_a_device_that_is_lost(crews: Crews) -> None:
+def test_a_lost_device_is_reported(crews: Crews) -> None:
     with opened(crews, "dies") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "failed"
     assert "it raises in every other operator now, so the device may be lost" in str(found)
 
 
-def test_operators_that_are_wrong_only_together(crews: Crews) -> None:
+def test_operators_wrong_only_in_combination(crews: Crews) -> None:
     with opened(crews, "together") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "combination"
@@ -115,7 +115,7 @@ def test_operators_that_are_wrong_only_together(crews: Crews) -> None:
 
 
 def test_passes_that_disturb_each_other(crews: Crews) -> None:
-    """Each program is right whenever it runs alone, and wrong in the pipeline's own pass."""
+    """Each program is right when it runs alone and wrong in a pass of the pipeline."""
     with opened(crews, "between") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "between"
@@ -124,7 +124,7 @@ def test_passes_that_disturb_each_other(crews: Crews) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_training_goes_on_as_if_nothing_was_asked(crews: Crews, transport: str) -> None:
+def test_diagnose_does_not_change_training(crews: Crews, transport: str) -> None:
     data = batches(4)
 
     def losses(asks: bool) -> list[float]:
@@ -148,8 +148,8 @@ def test_workers_in_processes_name_it_too(crews: Crews) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
-    """With such a learning rate the second update overflows, on every device."""
+def test_overflow_is_not_blamed_on_a_device(crews: Crews, schedule: str) -> None:
+    """With this learning rate the second update overflows on every device."""
     optimizer = hp.optim.sgd(lr=1e38)
     with opened(crews, "right", schedule=schedule, optimizer=optimizer) as pipe:
         with pytest.raises(NotFiniteError):
@@ -163,7 +163,7 @@ def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
 
 
 class Root(nn.Module):
-    """The root of what may be negative."""
+    """A model with the square root of values that may be negative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
-def test_devices_that_are_right_are_not_blamed(crews: Crews, kind: str) -> None:
+def test_right_devices_are_not_blamed(crews: Crews, kind: str) -> None:
     options = {"members": "01", "microbatches": 3, "model": "mlp", **KINDS[kind]}
     case = CASES[options.pop("model")]
     torch.manual_seed(0)
@@ -239,8 +239,8 @@ def test_devices_that_are_right_are_not_blamed(crews: Crews, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_workspaces_of_a_library_are_left_to_it(crews: Crews) -> None:
-    """torch has the LSTM layers of oneDNN, whose saved tensors nobody else can read."""
+def test_saved_workspaces_of_a_library_are_not_compared(crews: Crews) -> None:
+    """torch runs LSTM layers with oneDNN, whose saved tensors no other code can read."""
     torch.manual_seed(0)
     batch = (torch.randn(6, 5, 4), torch.randint(0, 3, (6,)))
     loss_fn = nn.functional.cross_entropy
@@ -282,7 +282,7 @@ COMMAND = [
         ("nan", "nan at [0, 0, 0, 3], where torch has", "the loss of mini-batch 0 is nan"),
     ],
 )
-def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Path) -> None:
+def test_the_command_diagnoses_a_failure(kind: str, line: str, end: str, tmp_path: Path) -> None:
     devices = [
         f'[[device]]\nid = "m{n}"\ndevice = "{device}"\n'
         for n, device in enumerate(("numpy:cpu:0", f"wrong:{kind}:0"))
@@ -301,7 +301,7 @@ def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_wrong_gradients_are_not_equal_to_torch(tmp_path: Path) -> None:
-    """The loss of the first step is right whatever the gradients are."""
+    """Wrong gradients do not change the loss of the first step."""
     devices = ("numpy:cpu:0", "wrong:halves:0")
     tables = "".join(f'[[device]]\nid = "m{n}"\ndevice = "{d}"\n' for n, d in enumerate(devices))
     (tmp_path / "c.toml").write_text(f'transport = "local"\n{tables}')
@@ -319,7 +319,7 @@ def test_wrong_gradients_are_not_equal_to_torch(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Attention of two heads over five positions, between two linear layers."""
+    """Attention with two heads over five positions, between two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Attention(nn.Module):
 
 
 class Attend(nn.Module):
-    """Masked so that the first position sees nothing."""
+    """Attention with a mask under which the first position attends to nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = x.view(len(x), 5, 6, 4).transpose(1, 2).split(2, 1)
@@ -341,13 +341,13 @@ class Attend(nn.Module):
 
 
 def _without_empty_rows(query: Any, key: Any, value: Any, attn_mask: Any, **_: Any) -> Any:
-    """Attention as it must not be: not a number in a row without any key."""
+    """Return attention that is wrong in a row without keys: not a number."""
     scores = (query @ key.transpose(-2, -1) / 2).masked_fill(~attn_mask, float("-inf"))
     return scores.softmax(-1) @ value
 
 
 def _with_another_gradient(query: Any, key: Any, value: Any, attn_mask: Any, **_: Any) -> Any:
-    """The right values, and no gradient of the keys."""
+    """Return the right values, but give the keys no gradient."""
     return decompositions.attention(query, key.detach(), value, attn_mask)
 
 
@@ -362,14 +362,14 @@ def _with_another_gradient(query: Any, key: Any, value: Any, attn_mask: Any, **_
 def test_a_fault_of_the_capture_is_named(
     crews: Crews, fault: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All stages share it, so their programs agree with torch."""
+    """All stages share the faulty capture, so their programs agree with torch."""
     table = decompositions.before_cut()
     table[torch.ops.aten.scaled_dot_product_attention.default] = fault
     monkeypatch.setattr(torch_export, "before_cut", lambda _: table)
     monkeypatch.setattr(captured, "_load_or_make", lambda _, make: make())
     torch.manual_seed(0)
 
-    class Local(Attention):  # a capture of its own, not a shared one
+    class Local(Attention):  # a separate capture, not the shared one
         pass
 
     found = diagnosed(crews, Local(), X)

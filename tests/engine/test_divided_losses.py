@@ -1,5 +1,7 @@
-"""A pipeline refuses a loss that its micro-batches would train wrong, at the start or, where it
-depends on the labels, at the mini-batch that would."""
+"""A pipeline refuses a loss that its micro-batches would train wrong.
+
+It refuses at the start or, if the fault depends on the labels, at the first affected mini-batch.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Cr
 
 
 def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None:
-    labels = torch.cat([torch.full((4,), -100), Y[4:]])  # a micro-batch without any
+    labels = torch.cat([torch.full((4,), -100), Y[4:]])  # the first micro-batch has no label
     expected_loss, expected = gradients_of(network(), F.cross_entropy, X, labels)
     with opened(crew, counted) as pipe:
         loss, gradients = pipe.gradients(X, labels)
@@ -73,7 +75,7 @@ def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_a_mean_in_training_alone(crew: Crew) -> None:
+def test_a_loss_that_is_a_mean_only_in_training(crew: Crew) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -119,7 +121,7 @@ def test_a_mini_batch_without_a_label_changes_nothing(crew: Crew) -> None:
         assert all(value.equal(state[name]) for name, value in pipe.state_dict().items())
 
 
-def test_a_stream_goes_on_after_a_mini_batch_without_a_label(crew: Crew, tmp_path: Path) -> None:
+def test_a_stream_continues_after_a_mini_batch_without_a_label(crew: Crew, tmp_path: Path) -> None:
     with opened(crew, counted, schedule="pipedream", weights="stash") as pipe:
         pipe.step(X, Y)
         before = pipe.state_dict()
@@ -128,4 +130,4 @@ def test_a_stream_goes_on_after_a_mini_batch_without_a_label(crew: Crew, tmp_pat
         after = pipe.state_dict()
         assert all(value.equal(before[name]) for name, value in after.items())
         pipe.step(X, Y)
-        pipe.save(tmp_path)  # its weights are as good as any
+        pipe.save(tmp_path)  # the weights are still valid

@@ -1,4 +1,4 @@
-"""The engine's part of an action, as a profile measures it."""
+"""The engine's own time per action, as a profile measures it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetpipe.profile.measure import profile
 CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), transport="local")
 
 
-def test_the_engine_takes_some_time_and_little() -> None:
+def test_the_engines_time_is_small() -> None:
     with Crew.start(CLUSTER) as crew:
         times_s = engine_s(crew, {"a": 64, "b": 128})
     assert set(times_s) == {"a", "b"}
@@ -29,8 +29,10 @@ def test_the_engine_takes_some_time_and_little() -> None:
 
 
 @pytest.mark.slow
-def test_it_counts_once_for_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second on top of every pass: each layer has it, and so has a stage of all layers."""
+def test_the_engines_time_counts_once_per_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one extra second per pass, a layer takes it once, and so does a stage of all layers."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "engine_s", lambda crew, orders: dict.fromkeys(orders, 1.0))
     example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))

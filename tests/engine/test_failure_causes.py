@@ -1,4 +1,4 @@
-"""The error names the cause of a worker's failure, however soon the worker ends."""
+"""The error names the cause of a worker's failure, even if the worker ends at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetpipe.worker import forkserver
 
 
 class Unloadable:
-    """It pickles, and raises a NameError where it is loaded."""
+    """An object that can be pickled but raises a NameError when it is loaded."""
 
     def __reduce__(self) -> Any:
         return eval, ("nowhere",)
@@ -35,7 +35,7 @@ def start() -> Crew:
 
 @pytest.mark.slow
 def test_a_message_that_cannot_be_loaded() -> None:
-    """The worker ended before its failure was sent, in every run."""
+    """Without a remedy, the worker ended before it sent its failure, in every run."""
     for _ in range(8):
         with start() as crew, pytest.raises(WorkerError, match="NameError: name 'nowhere'"):
             crew.call(["m0"], "builtins:id", Unloadable())
@@ -47,7 +47,7 @@ def test_a_worker_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None
         start()
 
 
-def test_a_reply_without_a_descriptor() -> None:
+def test_a_reply_needs_a_descriptor_and_none_is_free() -> None:
     text = f"failed.*: OSError: .*{os.strerror(errno.EMFILE)}"
     with start() as crew, pytest.raises(WorkerError, match=text):
         crew.call(["m0"], "engine_backends:without_descriptors", engine_backends.LARGE_NBYTES)
@@ -80,7 +80,7 @@ def test_a_fork_server_that_the_system_does_not_start(monkeypatch: pytest.Monkey
 
 
 def test_a_thread_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    start().close()  # the fork server runs
+    start().close()  # start the fork server before the test
     files = len(os.listdir("/proc/self/fd"))
 
     begin = threading.Thread.start

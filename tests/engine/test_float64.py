@@ -1,4 +1,4 @@
-"""A model in float64 trains in float64: learning rate, loss, scale and norm are as wide."""
+"""A float64 model trains in float64: its learning rate, loss, scale and norm are float64 too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.errors import HetpipeError
 DEVICES = ("numpy:cpu:0", "pytorch:cpu:0")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
-LR = 0.1  # no float32
+LR = 0.1  # not exact in float32
 RULES: dict[str, tuple[hp.optim.Optimizer, Callable[[Parameters], torch.optim.Optimizer]]] = {
     "sgd": (hp.optim.sgd(LR, 0.9), lambda p: torch.optim.SGD(p, LR, 0.9)),
     "adam": (hp.optim.adam(LR), lambda p: torch.optim.Adam(p, LR)),
@@ -35,7 +35,7 @@ def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def opencl_ids() -> list[str]:
-    """OpenCL devices on processors; others are interpreters."""
+    """Return the OpenCL devices on processors; the others are slow interpreters."""
     infos = hp.discover_devices(["opencl"])[0]
     return [info.id for info in infos if info.kind == "cpu" and not info.capabilities.emulated]
 
@@ -43,7 +43,7 @@ def opencl_ids() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", opencl_ids())
 def test_opencl_refuses_products_in_float64(crews: Any, device_id: str) -> None:
-    """Its kernels for them are float32: it computes nothing less exactly than asked."""
+    """OpenCL's matrix kernels are float32, and a device never computes less exactly than asked."""
     crew: Crew = crews((device_id, "pytorch:cpu:0"))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     with pytest.raises(HetpipeError, match=f"stage 0 .*{device_id} cannot run .*float64"):
@@ -55,7 +55,7 @@ def test_opencl_refuses_products_in_float64(crews: Any, device_id: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-def test_steps_are_those_of_torch_in_float64(crews: Any, name: str) -> None:
+def test_steps_equal_torch_in_float64(crews: Any, name: str) -> None:
     crew: Crew = crews(DEVICES)
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()

@@ -1,4 +1,4 @@
-"""A fork of the process cannot use its pipeline, and does not harm it."""
+"""A fork of the process cannot use its parent's pipeline and does not harm it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(crew: Crew) -> hp.Pipeline:
 
 
 def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
-    """The errors of these calls in a fork, which ends after them."""
+    """Return the errors of these calls in a fork, which then ends."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -56,7 +56,7 @@ def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None:
-    """A fork that took a step took its parent's losses, too."""
+    """Otherwise a fork's step would take the losses that its parent waits for."""
     data = batches(4)
     members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
     with Crew.start(Cluster(members, transport=transport)) as crew:
@@ -107,7 +107,7 @@ def test_a_fork_that_exits_ends_no_worker() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_no_copies(crew: Crew, duplicate: Callable[[Any], Any]) -> None:
+def test_pipelines_and_crews_cannot_be_copied(crew: Crew, duplicate: Callable[[Any], Any]) -> None:
     with opened(crew) as pipe, pytest.raises(HetpipeError, match=r"with save\(folder\)"):
         duplicate(pipe)
     with pytest.raises(HetpipeError, match="a crew cannot be pickled or copied"):

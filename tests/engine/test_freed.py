@@ -1,4 +1,4 @@
-"""A pipeline that is closed leaves no memory in use."""
+"""A closed pipeline leaves no memory in use."""
 
 from __future__ import annotations
 

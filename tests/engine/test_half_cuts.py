@@ -1,4 +1,4 @@
-"""float16 at the cuts: half the bytes, and the result of torch that rounds there both ways."""
+"""float16 at the cuts: half the bytes, and the same result as torch with rounding at the cuts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MICROBATCHES = 4
 
 
 class Rounded(torch.autograd.Function):
-    """float16 and back, for a tensor and for its gradient."""
+    """Rounds a tensor and its gradient to float16 and back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Chain(nn.Module):
-    """Linear layers; the inputs of those in `cuts` are rounded as a cut before them would."""
+    """Linear layers; each layer in `cuts` rounds its input as a cut before it would."""
 
     def __init__(self, cuts: Sequence[int] = ()) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Chain(nn.Module):
 
 
 class Skip(nn.Module):
-    """Its first result, and a mask, go past the second layer to the third."""
+    """A model whose first result and a mask skip the second layer and enter the third."""
 
     def __init__(self, rounds: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Skip(nn.Module):
         mask = first > 0
         first = round_(first)
         second = round_(torch.tanh(self.second(first)))
-        later = round_(first)  # its gradient is rounded, added to the second layer's, and again
+        later = round_(first)  # its gradient is rounded, added to the other, and rounded again
         return self.third(second) + torch.where(mask, later, 2 * later)[:, :5]
 
 
@@ -85,7 +85,7 @@ def halved(
     crew: Crew, model: nn.Module, schedule: str, members: str, microbatches: int = MICROBATCHES,
     precision: Precision = HALF, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """A pipeline with float16 at its cuts."""
+    """Open a pipeline with float16 at its cuts."""
     task = model, F.cross_entropy, batches(1)[0]
     return pipeline(
         crew, *task, members, schedule, microbatches, precision=precision, optimizer=SGD, **options
@@ -99,7 +99,7 @@ def trained(model: nn.Module) -> Trained:
 
 
 def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """One rounding more or less changes a weight by lr * 2^-11 of a gradient below 0.1, or so."""
+    """Compare with a tolerance of lr * 2^-11 of a gradient: one different rounding."""
     for name, value in wanted.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-5)
 
@@ -115,11 +115,14 @@ def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor])
         ("interleaved", "0202", "none"),
     ],
 )
-def test_equals_torch_that_rounds_at_the_cuts(
+def test_equals_torch_with_rounding_at_the_cuts(
     crew: Crew, schedule: str, members: str, recompute: str
 ) -> None:
-    """Up to float32's own last digits, which now and then turn one rounding to float16 round: that
-    of one number among hundreds, all of which differ from plain torch's by up to 2^-11."""
+    """The results agree up to float32's last digits.
+
+    Those digits now and then change one rounding to float16: one number among hundreds, all of
+    which differ from plain torch's by up to 2^-11.
+    """
     torch.manual_seed(0)
     model = Chain()
     with halved(crew, model, schedule, members, recompute=recompute) as pipe:
@@ -140,7 +143,7 @@ def test_equals_torch_that_rounds_at_the_cuts(
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pocl", "intel-cpu"])
 def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
-    """In the middle of a pipeline: both passes take float16 and give float16."""
+    """The device runs the middle stage, so both its passes take and return float16."""
     device = f"opencl:{runtime}:0"
     if device not in [info.id for info in hp.discover_devices()[0]]:
         pytest.skip(f"no {device}")
@@ -161,7 +164,7 @@ def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
-    """Its gradients are summed in float32 where it passes; its mask stays what it is."""
+    """Its gradients are summed in float32 where they meet; its mask keeps its dtype."""
     torch.manual_seed(0)
     model = Skip()
     with halved(crew, model, "1f1b", "012") as pipe:
@@ -185,8 +188,8 @@ def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_with_asynchronous_updates_and_in_evaluation(crew: Crew) -> None:
-    """With stale weights there is no plain torch to compare with: float32 cuts are near."""
+def test_asynchronous_updates_and_evaluation_round_too(crew: Crew) -> None:
+    """Stale weights have no plain torch equivalent, so the test compares with float32 cuts."""
     torch.manual_seed(0)
     model = Chain()
     found = []
@@ -215,7 +218,7 @@ def stages(model: nn.Module, cuts: Sequence[int], precision: Precision) -> list[
 
 
 def test_half_the_bytes_are_planned_and_sent() -> None:
-    """Forwards and backwards; the saved input of a stage takes half as well."""
+    """Both directions send half the bytes, and a stage's saved input takes half the memory."""
     sent, planned, saved = [], [], []
     for precision in (HALF, Precision()):
         model = Chain()
@@ -250,7 +253,7 @@ def faint(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_without_a_loss_scale_small_gradients_are_lost(crew: Crew) -> None:
-    """A loss of 1e-7 has gradients below what float16 holds: the first stage then gets none."""
+    """A loss of 1e-7 has gradients too small for float16, so the first stage gets none."""
     torch.manual_seed(0)
     model, (x, y) = Chain(), batches(1)[0]
     _, expected = gradients_of(model, faint, x, y)
@@ -264,13 +267,13 @@ def test_without_a_loss_scale_small_gradients_are_lost(crew: Crew) -> None:
         largest.append(float(gradients["layers.0.weight"].abs().max()))
         if scale is not None:
             for name, gradient in expected.items():
-                # Each product has a factor that was rounded, by at most 2^-11 of itself.
+                # Each product has a factor that was rounded by at most 2^-11 of its value.
                 bound = 2**-9 * float(gradient.abs().max())
                 torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound)
     assert largest[0] == 0 < largest[1]
 
 
-def test_what_cannot_cross_is_refused(crew: Crew) -> None:
+def test_invalid_cut_dtypes_are_refused(crew: Crew) -> None:
     with pytest.raises(CaptureError, match=r"cut_dtype='bfloat16'.*numpy has no bfloat16"):
         Precision(cut="bfloat16")
     with pytest.raises(CaptureError, match="cut_dtype='int8' is not known"):

@@ -1,4 +1,4 @@
-"""An interrupt leaves each mini-batch out or trains it completely, and the pipeline goes on."""
+"""An interrupt skips or completes each mini-batch, and the pipeline stays usable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LR = 0.125
 
 
 def shift() -> nn.Linear:
-    """Adds a vector, whose gradient is the same in every step: its value counts the updates."""
+    """Return a layer that adds a vector; its gradient is constant, so its value counts updates."""
     layer = nn.Linear(4, 4)
     nn.init.eye_(layer.weight.requires_grad_(False))
     nn.init.zeros_(layer.bias)
@@ -47,7 +47,7 @@ def opened(crew: Crew, model: nn.Module | None = None, **options: Any) -> hp.Pip
 
 
 def updates(pipe: hp.Pipeline) -> list[float]:
-    """The number of mini-batches in each parameter's value."""
+    """Return the number of mini-batches in each parameter's value."""
     biases = [value for name, value in pipe.state_dict().items() if name.endswith("bias")]
     return (-torch.cat(biases) / LR).tolist()
 
@@ -59,14 +59,14 @@ def train(pipe: hp.Pipeline, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """The handlers of a program of its own, which must be the same in the end."""
+    """Install a fresh program's signal handler, and check that it is still installed at the end."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 class Interruption:
-    """Sends SIGINT to this process at a message to or a wait for workers, counted from 0."""
+    """Sends SIGINT to this process at the `at`-th send to or wait for workers, counted from 0."""
 
     def __init__(self, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
         self._at, self._times = -1, 1
@@ -141,7 +141,7 @@ def test_an_interrupt_anywhere(
 def test_an_interrupt_while_layers_move_or_costs_are_probed(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, speeds: Speeds, schedule: str, call: str
 ) -> None:
-    """A move is made completely, and training goes on where the layers are."""
+    """A move completes, and training continues with the moved layers."""
     interruption, at, came = Interruption(crew, monkeypatch), 0, True
     model = shifts(4)
     captured = Captured(model, sum_of_row, (X, Y), samples=3)
@@ -152,7 +152,7 @@ def test_an_interrupt_while_layers_move_or_costs_are_probed(
         speeds.clear()
         with opened(crew, model, **options) as pipe:
             before = pipe.plan
-            if call != "corrected":  # that asks probes as long as there are no passes
+            if call != "corrected":  # `corrected` probes only while there are no passes
                 train(pipe, WINDOW)
             speeds["m0"] = 3.0
             if call == "auto":
@@ -184,7 +184,7 @@ def test_an_interrupt_while_layers_move_or_costs_are_probed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_second_interrupt_closes(
+def test_a_second_interrupt_closes_the_pipeline(
     monkeypatch: pytest.MonkeyPatch, saved: bool, tmp_path: Path
 ) -> None:
     cluster = Cluster.local(devices=DEVICES)
@@ -208,7 +208,7 @@ def test_a_second_interrupt_closes(
 def test_a_handler_of_the_user_is_called_at_the_end(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler that raises nothing loses no result."""
+    """If the handler raises nothing, no result is lost."""
     steps: list[int] = []
     with opened(crew) as pipe:
         signal.signal(signal.SIGINT, lambda number, frame: steps.append(pipe.steps))
@@ -230,7 +230,7 @@ def test_an_interrupt_in_the_body_of_a_loop(crew: Crew, schedule: str) -> None:
             interrupted()
         before = pipe.steps
         indices = [result.index for result in pipe.run([(X, Y)] * 3)]
-        assert indices == list(range(2, before + 3))  # those under way come first
+        assert indices == list(range(2, before + 3))  # the mini-batches under way come first
         assert updates(pipe) == [before + 3] * 8
 
 

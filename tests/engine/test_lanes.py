@@ -1,4 +1,4 @@
-"""Forwards and backwards at once: what is kept, how lanes share a device, who may run them."""
+"""Forwards and backwards at the same time: live micro-batches, shared devices, refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STAGES, MICROBATCHES = 3, 8
 
 @pytest.fixture
 def sleepers(crews: Crews) -> Crew:
-    """With stages that compute nothing, and take their time."""
+    """A crew with stages that compute nothing but take time."""
     crew = crews([f"slept:2,4:{n}" for n in range(STAGES)])
     weights = {f"w{n}": np.zeros((), np.float32) for n in range(STAGES)}
     crew.load([empty_stage(n, STAGES) for n in range(STAGES)], list(crew.infos), weights)
@@ -63,7 +63,7 @@ def request(microbatches: int, in_flight: list[int] | None = None) -> StepReques
 def test_microbatches_in_flight(
     sleepers: Crew, microbatches: int, in_flight: list[int] | None
 ) -> None:
-    """Table 1 of BaPipe: min(2(N-n), M) at stage n from 0, or the bound that is given."""
+    """Stage n holds min(2(N-n), M) micro-batches, as in table 1 of BaPipe, or the given bound."""
     bounds = in_flight or [2 * (STAGES - n) for n in range(STAGES)]
     asked = request(microbatches, in_flight)
     found = np.max([sleepers.step(asked).most_in_flight for _ in range(4)], axis=0)
@@ -83,8 +83,8 @@ def test_a_timeline_has_a_row_per_lane_and_passes_overlap(sleepers: Crew) -> Non
     assert sum(overlap > 1e-3 for overlap in overlaps) >= MICROBATCHES // 2
 
 
-def test_a_sleeping_device_is_shared_and_never_idle() -> None:
-    """Two passes of 30 and 60 s at once: the first has half the device until it ends at 60."""
+def test_simultaneous_passes_share_a_sleeping_device() -> None:
+    """Two simultaneous passes of 30 s and 60 s: the first ends at 60 s, the second at 90 s."""
     now_s = [0.0]
     speed = SharedSpeed(lambda: now_s[0])
     first, second = speed.begin(30.0), speed.begin(60.0)
@@ -95,8 +95,11 @@ def test_a_sleeping_device_is_shared_and_never_idle() -> None:
     assert speed.reached(second, 0.0)
 
 
-def test_what_begins_late_has_its_share_from_then() -> None:
-    """Noticed late, a pass has still ended at its time: the other went faster from there on."""
+def test_a_late_pass_shares_the_device_from_its_start() -> None:
+    """The share of a pass is right even if the other pass's end is noticed late.
+
+    The other pass ran at full speed from the moment of that end.
+    """
     now_s = [0.0]
     speed = SharedSpeed(lambda: now_s[0])
     first = speed.begin(30.0)
@@ -130,7 +133,7 @@ def test_a_device_with_one_queue_is_refused() -> None:
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_failure_in_one_lane_ends_the_run(transport: str) -> None:
-    """The third pass on m1 raises, in either lane; the others wait for what it would send."""
+    """The third pass on m1 raises, in either lane, while the other workers wait for its result."""
     members = (Member("m0", "numpy:cpu:0"), Member("m1", "faulty:raise:0"))
     captured, plan, costs = planned()
     with hp.Pipeline(
@@ -145,7 +148,7 @@ def test_a_failure_in_one_lane_ends_the_run(transport: str) -> None:
 
 
 class Normalized(nn.Module):
-    """Forwards write the running statistics while backwards write gradients."""
+    """Batch norm: forwards write the running statistics while backwards write gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ def test_lanes_wake_each_other_and_the_first_error_counts() -> None:
 
     def waits() -> None:
         hand_over.take(message)
-        hand_over.take(message)  # never given
+        hand_over.take(message)  # `fails` never gives a second message
 
     def fails() -> None:
         hand_over.give(message)

@@ -1,4 +1,4 @@
-"""Execution models on the FPGA emulator: two passes at once, and results that leave meanwhile."""
+"""Execution models on the FPGA emulator: two passes at once, and results that leave early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 
 WIDTH, SAMPLES, MICROBATCHES = 512, 1024, 8
-LIMIT_S = 90.0  # on a busy host two passes that may overlap need not do so in each mini-batch
+LIMIT_S = 90.0  # on a busy host, two passes that may overlap do not do so in every mini-batch
 
 
 def sgd(parameters: Parameters) -> torch.optim.Optimizer:
@@ -25,7 +25,7 @@ def sgd(parameters: Parameters) -> torch.optim.Optimizer:
 
 
 def emulator() -> str:
-    """Return the FPGA emulator's id; skip the test where there is none."""
+    """Return the FPGA emulator's id; skip the test if there is none."""
     found, _ = hp.discover_devices(["opencl"])
     emulators = [i.id for i in found if i.kind == "fpga" and i.capabilities.emulated]
     if not emulators:
@@ -35,7 +35,7 @@ def emulator() -> str:
 
 @pytest.mark.slow
 def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the device's own timestamps of both queues, while training equals torch's."""
+    """The device's timestamps of both queues show the overlap, and training equals torch's."""
     device = emulator()
     import pyopencl as cl
 
@@ -65,7 +65,7 @@ def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyP
         while found <= 0 and time.monotonic() < end_s:
             commands.clear()
             pipe.step(*data[0])
-            pipe.state_dict()  # so that all has been computed
+            pipe.state_dict()  # wait until all has been computed
             found = overlap(commands)
         commands.clear()
     assert losses == pytest.approx(expected.losses, rel=1e-5)
@@ -74,7 +74,7 @@ def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyP
 
 
 def overlap(commands: list[tuple[Any, Any]]) -> int:
-    """The longest time, in ns, in which a kernel of one queue and one of the other both ran."""
+    """Return the longest time, in ns, during which a kernel of each queue ran."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for queue, event in commands:
         spans.setdefault(queue.int_ptr, []).append((event.profile.start, event.profile.end))
@@ -83,8 +83,8 @@ def overlap(commands: list[tuple[Any, Any]]) -> int:
 
 
 @pytest.mark.slow
-def test_results_leave_while_the_pass_runs() -> None:
-    """From the emulator; its neighbours send whole. Training equals torch's."""
+def test_results_are_sent_while_the_pass_runs() -> None:
+    """The emulator sends early, its neighbours send whole messages, and training equals torch's."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, 8)
@@ -117,7 +117,7 @@ def test_results_leave_while_the_pass_runs() -> None:
 
 
 def streamed(pipe: hp.Pipeline, microbatches: int) -> dict[str, bool]:
-    """Whether stage 1 sent of a forward, and of a backward, before the pass was complete."""
+    """Return, for forwards and backwards, whether stage 1 sent before a pass was complete."""
     spans = {str(span.action): span for span in pipe.timeline.spans}
     return {
         made: any(

@@ -1,4 +1,4 @@
-"""Gradients that come with the only backward of a mini-batch, and go with its update."""
+"""Gradients without accumulators, created by the only backward and released by the update."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hetpipe.worker.stage import Pass, Stage
 ROWS = 6
 BACKENDS = ("numpy", "opencl", "pytorch")
 DEVICES = list({info.backend: info.id for info in reversed(discover_devices(BACKENDS)[0])}.values())
-"""The first of each backend that computes."""
+"""The first computing device of each backend."""
 
 
 class Pooled(nn.Module):
-    """A convolution, a pooling that is read for its maxima alone, and a tied weight."""
+    """A convolution, a pooling whose input only the maximum needs, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def capture(
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_neither_accumulators_nor_zeros_are_left(halves: bool) -> None:
+def test_first_gradients_have_no_accumulators_and_no_zeros(halves: bool) -> None:
     _, graphs = capture(MLP(), 20, halves=halves)
     passes = graphs.passes[ROWS]
     assert passes.backward is not None
@@ -75,8 +75,8 @@ def test_neither_accumulators_nor_zeros_are_left(halves: bool) -> None:
     assert {slot.role for slot in update.inputs} == {slot.role for slot in graphs.update.inputs}
 
 
-def test_a_gradient_that_is_another_result_too_keeps_its_accumulator() -> None:
-    """Two biases that are added to the same tensor have one gradient."""
+def test_a_gradient_of_two_parameters_keeps_an_accumulator() -> None:
+    """Two biases added to the same tensor share one gradient."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -94,15 +94,15 @@ def test_a_gradient_that_is_another_result_too_keeps_its_accumulator() -> None:
     assert late_names([first]) == {"one"}
 
 
-def test_a_poolings_input_is_not_saved_for_its_shape() -> None:
+def test_a_poolings_input_is_not_saved() -> None:
     _, graphs = capture(Pooled(), 3, 8, 8)
     saved = [s for s in graphs.passes[ROWS].forward.outputs if s.role == SAVED]
-    # tanh's result is read by tanh's own derivative; with that of a rectifier only its mask is.
+    # The only one is tanh's result, for tanh's derivative. A rectifier would save only a mask.
     assert sum(slot.shape == (ROWS, 4, 6, 6) for slot in saved) == 1
 
 
 class Training:
-    """A model on a device, as one stage."""
+    """Training of a model on one device as one stage."""
 
     def __init__(self, device_id: str, late: bool, halves: bool = False) -> None:
         torch.manual_seed(0)
@@ -139,8 +139,8 @@ def same(one: Training, other: Training, role: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("device_id", DEVICES)
-def test_a_training_with_late_gradients_is_the_same(device_id: str, halves: bool) -> None:
-    """Steps of one micro-batch, then one of three, then a forward whose gradients are dropped."""
+def test_late_gradients_change_no_value(device_id: str, halves: bool) -> None:
+    """The steps have one micro-batch, then three, then a forward whose gradients are dropped."""
     late, kept = Training(device_id, True, halves), Training(device_id, False, halves)
     for step in range(3):
         for training in (late, kept):
@@ -164,5 +164,5 @@ def test_a_training_with_late_gradients_is_the_same(device_id: str, halves: bool
         training.backward()
         training.stage.undo()
         assert not any(value.any() for value in training.values(GRAD).values())
-        training.stage.update(0.1, 1.0)  # of no gradient: Adam's momentum moves on
+        training.stage.update(0.1, 1.0)  # no gradient, but Adam's momentum moves the weights
     same(kept, late, PARAM)

@@ -1,4 +1,4 @@
-"""The sockets of a crew listen on the loopback alone."""
+"""The sockets of a crew listen only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from crews import TRANSPORTS
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 
-LISTENS = "0A"  # a state in /proc/net/tcp
+LISTENS = "0A"  # the code of this state in /proc/net/tcp
 LOOPBACKS = ("0100007F", "00000000000000000000000001000000")
 
 
 def listening(process: int) -> Iterator[str]:
-    """The addresses on which a process listens, as hexadecimal numbers."""
+    """Yield the addresses on which a process listens, as hexadecimal numbers."""
     names = (_target(file) for file in Path(f"/proc/{process}/fd").iterdir())
     inodes = {name[len("socket:[") : -1] for name in names if name.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
@@ -36,7 +36,7 @@ def _target(file: Path) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_crew_listens_on_the_loopback_alone(transport: str) -> None:
+def test_a_crew_listens_only_on_the_loopback(transport: str) -> None:
     before = list(listening(os.getpid()))
     members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
     with Crew.start(Cluster(members, transport=transport)) as crew:
@@ -45,5 +45,5 @@ def test_a_crew_listens_on_the_loopback_alone(transport: str) -> None:
         for address in before:
             found.remove(address)
         assert set(found) <= {*LOOPBACKS}
-        assert len(found) == (3 if transport == "distributed" else 0)  # the store and two of gloo
+        assert len(found) == (3 if transport == "distributed" else 0)  # the store, and two of gloo
     assert list(listening(os.getpid())) == before

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a loss: trained, saved, resumed and returned as the model's are."""
+"""Parameters and buffers of a loss are trained, saved, resumed and returned like the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LR, NORM, STEPS = 0.2, 1.0, 4
 
 
 class Centered(nn.Module):
-    """Cross entropy with an uncertainty weight, and the distance to centres that are trained."""
+    """Cross entropy with a trained uncertainty weight, and the distance to trained centres."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ def optimizer() -> hp.optim.Optimizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("members", ["01", [("m0", "m1"), ("m2", "m3")]])
-def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> None:
-    """With a clip over all parameters, a checkpoint half way, and replicas."""
+def test_loss_parameters_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> None:
+    """Training includes clipping over all parameters, a checkpoint half-way, and replicas."""
     model, loss, data = task()
     expected = trained(model, loss, data, 2)
     options = {"clip_norm": NORM, "optimizer": optimizer()}
@@ -83,7 +83,7 @@ def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> Non
         state, loss_state = pipe.state_dict(), pipe.loss_state_dict()
     assert found == pytest.approx(expected.losses, rel=1e-5)
     assert abs(expected.loss_state["log_var"]) > 0.1
-    model.load_state_dict(state)  # strictly: the loss adds no name
+    model.load_state_dict(state)  # strict: the loss adds no name
     loss.load_state_dict(loss_state)
     if members == "01":
         assert loss_state["seen"] == 2 * STEPS
@@ -92,8 +92,8 @@ def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> Non
     check_close(loss_state, expected.loss_state)
 
 
-def test_they_train_under_an_asynchronous_schedule(crew: Crew) -> None:
-    """On one stage nothing is delayed, so the result is that of plain training."""
+def test_loss_parameters_train_under_an_asynchronous_schedule(crew: Crew) -> None:
+    """On one stage nothing is delayed, so the result equals plain training."""
     model, loss, data = task()
     expected = trained(model, loss, data, 1)
     options = {"clip_norm": NORM, "clip_each": True, "optimizer": optimizer()}
@@ -122,8 +122,8 @@ def test_equal_names_are_refused() -> None:
         Captured(model, loss, data[0])
 
 
-def test_a_second_start_has_the_present_values_of_the_losss_buffers(tmp_path: Path) -> None:
-    """Class weights are values, not code: an earlier capture of the same code has others."""
+def test_a_cached_capture_takes_the_current_loss_buffers(tmp_path: Path) -> None:
+    """Class weights are values, not code, so an earlier capture of this code has other values."""
     model, _, data = task()
     outputs = model(data[0][0]).shape[1]
     for factor in (1.0, 3.0):

@@ -1,4 +1,4 @@
-"""What stages hold while they train, counted as the papers count it."""
+"""The memory that stages hold in training, counted as the papers count it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def vectors(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def perceptron() -> CutModel:
-    """Four layers, a stage each."""
+    """A model of four layers, each a stage."""
     captured = Captured(MLP(), F.cross_entropy, vectors(SAMPLES))
     return CutModel(captured, hp.optim.adam(lr=1e-2), (1, 2, 3), DEVICE)
 
@@ -79,16 +79,16 @@ def test_microbatches_in_flight(
 
 @pytest.mark.parametrize("in_flight", [None, [7, 5, 3, 1]])
 def test_mini_batches_in_flight_without_a_flush(crew: Crew, in_flight: list[int] | None) -> None:
-    """PipeDream's NOAM: as many mini-batches as there are stages from here on."""
+    """In PipeDream's NOAM, a stage holds as many mini-batches as stages remain, itself included."""
     found = streamed(crew, perceptron(), vectors(SAMPLES), in_flight)
     assert list(found.in_flight) == (in_flight or [4, 3, 2, 1])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream"])
-def test_bytes_equal_a_walk_over_everything(
+def test_bytes_equal_a_count_of_all_buffers(
     crew: Crew, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage counts each frame once; here every buffer is looked at behind every pass."""
+    """The stage counts each frame once; the test visits every buffer after every pass."""
     walked = [0] * STAGES
 
     def walk(stage: Any, version: Any) -> None:
@@ -123,11 +123,14 @@ def test_bytes_equal_a_walk_over_everything(
 
 @pytest.mark.slow
 def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> None:
-    """DAPPLE, table 5; one micro-batch more costs GPipe what its forward saves."""
+    """Table 5 of DAPPLE: with each more micro-batch, GPipe holds what its forward saves.
+
+    DAPPLE holds no more.
+    """
     gpipe = [encoded(crew, "gpipe", count).peak_nbytes for count in (2, 8, 16)]
     dapple = [encoded(crew, "1f1b", count).peak_nbytes for count in (2, 8, 16)]
     saved = [stage.passes[2].saved_nbytes for stage in small_encoder().graphs(2)]
-    for stage, nbytes in enumerate((saved[0], saved[1] + 4)):  # the last one's loss
+    for stage, nbytes in enumerate((saved[0], saved[1] + 4)):  # the loss of the last stage
         assert gpipe[1][stage] - gpipe[0][stage] == 6 * nbytes
         assert gpipe[2][stage] - gpipe[1][stage] == 8 * nbytes
     assert dapple[0] == dapple[1] == dapple[2]
@@ -146,10 +149,10 @@ def test_recompute_holds_less(crew: Crew) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
 @pytest.mark.parametrize("model", ["perceptron", "encoder"])
-def test_prediction_is_the_count_and_buffers_of_the_cuts(
+def test_prediction_equals_the_count_plus_the_buffers_of_the_cuts(
     crew: Crew, model: str, schedule: str
 ) -> None:
-    """The planner adds a second buffer to each tensor that crosses; what it leaves out is small."""
+    """The planner counts a second buffer for each crossing tensor and omits little."""
     subject = perceptron() if model == "perceptron" else small_encoder()
     samples = SAMPLES if model == "perceptron" else 2
     make = vectors if model == "perceptron" else lambda n: tokens(n, LENGTH, VOCABULARY)
@@ -165,12 +168,12 @@ def test_prediction_is_the_count_and_buffers_of_the_cuts(
     predicted = predicted_nbytes(subject, samples, found)
     for stage, (counted, nbytes) in enumerate(zip(found.peak_nbytes, predicted, strict=True)):
         crossing = cuts[stage] + cuts[stage + 1]
-        inputs = 8 * samples * LENGTH * 2  # tokens, or less
+        inputs = 8 * samples * LENGTH * 2  # tokens, or smaller inputs
         assert crossing - inputs - 64 <= nbytes - counted <= crossing
 
 
 class Shared(nn.Module):
-    """Two layers with one weight."""
+    """Two layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()

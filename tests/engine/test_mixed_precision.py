@@ -28,13 +28,13 @@ DEVICES = ("pytorch:cpu:0", "pytorch:cpu:0", "numpy:cpu:0")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COUNT = 4
 LR = 1e-4
-"""Steps of a weight that bfloat16 could not add to one of 0.1."""
+"""Updates so small that bfloat16 could not add them to a weight of 0.1."""
 ADAMW = hp.optim.adamw(lr=LR)
 SGD = hp.optim.sgd(lr=0.1)
 
 
 class Net(nn.Module):
-    """What autocast computes in half precision, what it widens, and what follows its input."""
+    """A model with operators that autocast narrows, widens or leaves unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def mixed(
     crew: Crew, precision: str | None, schedule: str = "1f1b", members: str = "01",
     loss_fn: Callable[..., Any] = F.cross_entropy, cut_dtype: str | None = None, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """`net` with passes in that precision."""
+    """Open a pipeline of `net` with passes in the given precision."""
     count = 1 if schedule == "pipedream" else COUNT
     options = {"optimizer": ADAMW, **options}
     return pipeline(
@@ -71,7 +71,7 @@ def mixed(
 
 
 class Eager:
-    """Plain torch: autocast (or not), a gradient scaler, micro-batches."""
+    """Plain torch with micro-batches, autocast if `dtype` is given, and a gradient scaler."""
 
     def __init__(self, dtype: torch.dtype | None, **scaler: Any) -> None:
         self.model, self._dtype = net(), dtype
@@ -110,8 +110,10 @@ def change(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_equals_autocast(
     crew: Crew, precision: str, schedule: str, cut_dtype: str | None, recompute: str
 ) -> None:
-    """The same roundings, so what differs are sums in float32 whose order differs, and a rounding
-    that they turn now and then: little against what autocast changes."""
+    """The rounding is the same, so only the order of float32 sums differs.
+
+    That changes a rounding now and then, little compared with the effect of autocast.
+    """
     data = batches(3)
     with mixed(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
         _, gradients = pipe.gradients(*data[0])
@@ -123,7 +125,7 @@ def test_equals_autocast(
     wanted = [eager.step(*data[0])]
     plain.step(*data[0])
     effect = distance(eager.gradients, plain.gradients)
-    assert effect > 1e-4  # there is something to see
+    assert effect > 1e-4  # autocast has an effect
     assert distance(gradients, eager.gradients) < 0.1 * effect
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     wanted += [eager.step(x, y) for x, y in data[1:]]
@@ -134,9 +136,11 @@ def test_equals_autocast(
         assert evaluated == pytest.approx(float(F.cross_entropy(output, data[0][1])), rel=1e-3)
 
 
-def test_a_scale_that_adapts_is_that_of_torch(crew: Crew) -> None:
-    """From a scale that is far too high: updates are left out until gradients are finite, and what
-    was left out does not count as an update. Then it grows, overflows, and shrinks again."""
+def test_an_adapting_scale_equals_torchs(crew: Crew) -> None:
+    """From a scale that is far too high, updates are skipped until all gradients are finite.
+
+    Skipped updates do not count. Then the scale grows, overflows, and shrinks again.
+    """
     rule = hp.LossScale(start=2.0**22, interval=2)
     eager = Eager(torch.float16, init_scale=rule.start, growth_interval=rule.interval)
     scales, wanted = [], []
@@ -172,7 +176,7 @@ def test_a_power_of_two_changes_nothing_in_float32(
 ) -> None:
     found = []
     for scale in (None, *scales):
-        # What Adam does hardly depends on a wrong scale.
+        # Not Adam, because a wrong scale hardly changes its updates.
         options = {"loss_scale": scale, "clip_norm": clip_norm, "optimizer": SGD}
         with mixed(crew, None, schedule, loss_fn=loss_fn, **options) as pipe:
             losses = [result.loss for result in pipe.run(batches(3))]
@@ -217,7 +221,7 @@ def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
 def test_a_pipeline_is_profiled_and_planned_in_its_precision(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What autocast leaves narrow crosses as it is; a cluster is refused for any of its devices."""
+    """Half-precision tensors cross cuts unchanged; devices without the precision are refused."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
 
     def planned(precision: str) -> hp.Pipeline:
@@ -235,7 +239,7 @@ def test_a_pipeline_is_profiled_and_planned_in_its_precision(
         planned("bfloat16")
 
 
-def test_gradients_that_no_scale_makes_finite() -> None:
+def test_gradients_not_finite_at_any_scale_raise_an_error() -> None:
     scaling = Scaling(hp.LossScale(start=2.0), 2.0)
     scaling.record(skipped=True)
     assert scaling.scale == 1.0
@@ -255,7 +259,7 @@ def test_devices_without_the_dtype_are_refused_by_name(crew: Crew) -> None:
         check_dtypes(Precision("float16"), [casts])
 
 
-def test_what_cannot_be_is_refused(crew: Crew) -> None:
+def test_invalid_options_are_refused(crew: Crew) -> None:
     with pytest.raises(CaptureError, match="precision='int8' is not known"):
         Precision("int8")
     with pytest.raises(HetpipeError, match="loss_scale=0"):

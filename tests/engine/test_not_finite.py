@@ -1,4 +1,4 @@
-"""A loss that is not finite ends training, and on request the place is named."""
+"""A loss that is not finite ends training; with check_finite the error names the place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.errors import HetpipeError
 
 
 class Root(nn.Module):
-    """The root of what may be negative, in the second of three stages."""
+    """A model whose second of three stages takes the square root of values that may be negative."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""A loss that is not finite: under a flush nothing of its update is applied, and training goes on;
-without flushes the state is marked. No checkpoint is replaced by weights that are not finite."""
+"""A loss that is not finite: no part of its update is applied.
+
+With flushes, training continues. Without flushes, the state is marked as damaged. Weights that are
+not finite never replace a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Normed(nn.Module):
-    """A batch norm, whose statistics a bad batch would spoil too."""
+    """A batch norm, whose statistics a bad batch would spoil."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ def opened(crew: Crew, **options: Any) -> hp.Pipeline:
 
 
 def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[float], Any]:
-    """Losses and the state at the end, where a refused mini-batch leaves no loss."""
+    """Return the losses and the final state; a refused mini-batch adds no loss."""
     losses = []
     with opened(crew, **options) as pipe:
         for x, y in batches:
@@ -73,7 +76,9 @@ def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[floa
     ],
     ids=["1f1b", "clipped", "halves", "replicas"],
 )
-def test_training_goes_on_as_without_it(crew: Crew, options: dict[str, Any]) -> None:
+def test_training_continues_as_if_the_batch_were_absent(
+    crew: Crew, options: dict[str, Any]
+) -> None:
     good = [batch(seed) for seed in range(4)]
     expected, without = trained(crew, good, **options)
     losses, state = trained(crew, [*good[:2], BAD, *good[2:]], **options)
@@ -83,8 +88,8 @@ def test_training_goes_on_as_without_it(crew: Crew, options: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
-def test_of_an_accumulation_all_is_dropped(crew: Crew) -> None:
-    """Gradients of the mini-batch before it are in the same accumulators: they go with it."""
+def test_the_whole_accumulation_is_dropped(crew: Crew) -> None:
+    """The accumulators also hold the previous mini-batch's gradients, which are dropped too."""
     good = [batch(seed) for seed in range(5)]
     kept = [good[0], good[1], good[3], good[4]]
     expected, without = trained(crew, kept, accumulate=2)
@@ -93,7 +98,7 @@ def test_of_an_accumulation_all_is_dropped(crew: Crew) -> None:
     assert torch.equal(state["first.weight"], without["first.weight"])
 
 
-def test_without_a_flush_the_state_is_marked(crew: Crew, tmp_path: Path) -> None:
+def test_without_a_flush_the_state_cannot_be_saved(crew: Crew, tmp_path: Path) -> None:
     with opened(crew, schedule="pipedream", microbatches=1) as pipe:
         list(pipe.run([batch(0), batch(1)]))
         pipe.save(tmp_path)
@@ -113,7 +118,7 @@ def test_without_a_flush_the_state_is_marked(crew: Crew, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_weights_that_are_not_finite_replace_no_checkpoint(crew: Crew, tmp_path: Path) -> None:
-    """The loss is finite and the update is not: only the next loss would tell."""
+    """The loss is finite although the update is not; only the next loss would show it."""
 
     def steep(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return 1e4 * F.cross_entropy(output, y)

@@ -1,5 +1,8 @@
-"""A pipeline's workers hold one conversation: no result of a stream is lost by calls between two
-results, and what would mix two conversations is refused by name."""
+"""A pipeline allows one exchange with its workers at a time.
+
+Calls between two results of a stream lose no result, and calls that would mix two exchanges are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_calls_between_two_results_lose_none(crew: Crew, call: str, tmp_path: Pa
     assert indices == list(range(12))
 
 
-def test_a_run_that_was_left_early_is_over(crew: Crew) -> None:
+def test_leaving_a_run_early_ends_it(crew: Crew) -> None:
     data = batches(6)
     with opened(crew) as pipe:
         for result in pipe.run(data):
@@ -66,7 +69,7 @@ def test_two_runs_at_once_are_refused(crew: Crew) -> None:
 
 @pytest.mark.slow
 def test_two_threads_are_refused(crew: Crew) -> None:
-    """The second thread calls while the first one is in a call: its batches say when."""
+    """The second thread calls during a step of the first."""
     with opened(crew, schedule="1f1b") as pipe:
         errors: list[str] = []
 
@@ -122,14 +125,14 @@ def test_the_first_of_two_pipelines_on_a_crew_is_refused(crew: Crew) -> None:
     ],
 )
 def test_options_are_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
-    """No crew: if these started one, or captured the model, that would fail otherwise."""
+    """There is no crew, so starting one or capturing the model would raise another error."""
     with pytest.raises(HetpipeError, match=message):
         hp.Pipeline(
             None, None, None, cluster=None, optimizer=hp.optim.sgd(lr=0.1), **options  # type: ignore[arg-type]
         )  # fmt: skip
 
 
-def test_a_cut_that_is_no_layer_shows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_cut_lists_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(crew: Crew) -> Any:
         raise AssertionError("a worker was waited for")
 

@@ -1,4 +1,4 @@
-"""torch's own pipeline as a row of the benchmark: the same training, but for tied weights."""
+"""torch's pipeline as a row of the benchmark trains the same model, but with untied weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def task(cluster: Cluster) -> Task:
 
 @pytest.fixture
 def two() -> Cluster:
-    """A worker on each of two cores."""
+    """A cluster with one worker on each of two cores."""
     cores = available_cores()
     if len(cores) < 2:
         pytest.skip("a pipeline needs two cores")
@@ -59,7 +59,7 @@ def test_cuts_share_blocks_evenly(stages: int, cuts: list[str]) -> None:
     assert even_cuts(["a", "b", "c", "d"], stages) == cuts
 
 
-def test_untied_weights_are_equal_and_apart() -> None:
+def test_untied_weights_are_separate_equal_tensors() -> None:
     model = load_workload(MODEL).model
     untie(model)
     assert model.head.weight is not model.embedding.tokens.weight
@@ -67,7 +67,7 @@ def test_untied_weights_are_equal_and_apart() -> None:
 
 
 @pytest.mark.slow
-def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
+def test_the_row_trains_like_the_untied_model(two: Cluster) -> None:
     with closing(PeerRow(task(two), [5, 8])) as row:
         row.measure()
         assert row.microbatches == 8, "16 samples cannot be cut into 5 equal micro-batches"
@@ -76,7 +76,7 @@ def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
     workload = load_workload(MODEL)
     untie(workload.model)
     eager = Eager(workload.model, workload.loss_fn, optimizer_of(workload))
-    count = (1 + 1) + (3 + 2)  # the choice of M, then the turn
+    count = (1 + 1) + (3 + 2)  # first to choose M, then to measure
     losses = [eager.step(x, y, (2,) * 8) for x, y in islice(workload.batches(ROWS, 0), count)]
     assert found == pytest.approx(losses[-1], rel=1e-4)
     assert losses[-1] < losses[0] - 0.05, "learns, so that the comparison says something"
@@ -93,7 +93,7 @@ def test_a_dead_process_ends_the_row_at_once(two: Cluster) -> None:
     assert time.monotonic() - begin_s < 30
 
 
-def test_there_is_a_peer_on_processors_at_their_true_speed(two: Cluster) -> None:
+def test_a_peer_needs_processors_at_their_true_speed(two: Cluster) -> None:
     workload, (one, other) = load_workload(MODEL), two.members
     assert refusal(workload, two, ROWS, [8]) == ""
     slow = Cluster((one, replace(other, speed=0.5)))

@@ -1,4 +1,4 @@
-"""Messages that leave in pieces while the pass runs: they arrive whole, on every transport."""
+"""Messages sent in pieces while the pass runs arrive complete on every transport."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MIXED = ("numpy:cpu:0", "streamed:cpu:0", "streamed:backwards:1")
 def test_mixed_devices_equal_unpartitioned_training(
     crews: Crews, transport: str, schedule: str
 ) -> None:
-    """A stage that sends whole, one in pieces, and one whose pieces come last first, with gaps."""
+    """The three stages send whole messages, pieces in order, and pieces in reverse with gaps."""
     torch.manual_seed(0)
     model = MLP()
     data = [(torch.randn(SAMPLES, 20), torch.randint(0, 5, (SAMPLES,))) for _ in range(2)]
@@ -64,7 +64,7 @@ def test_mixed_devices_equal_unpartitioned_training(
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
 def test_a_send_begins_with_the_first_chunk(speed: float) -> None:
-    """While its pass runs; at an emulated speed behind it."""
+    """The send begins during the pass or, at an emulated speed, after it."""
     width, count = 16, 3
     members = (Member("m0", "slept:8,8,16:0", speed=speed), Member("m1", "slept:2,4:1"))
     link = Link(0.0, 4 * width / 4e-3)
@@ -78,8 +78,8 @@ def test_a_send_begins_with_the_first_chunk(speed: float) -> None:
         crew.load(stages, ["m0", "m1"], {f"w{n}": np.zeros((), np.float32) for n in range(2)})
         timeline = crew.step(request).timeline
     at = {str(span.action): span for span in timeline.spans}
-    # Three threads stamp these spans, each when it is awake: what must hold whenever they are is
-    # counted from the start of the pass, which takes 8 ms (twice that at half speed).
+    # Three threads stamp these spans, and each may wake late. The bounds therefore count from the
+    # start of the pass, which takes 8 ms (twice that at half speed).
     pass_s = 8e-3 / speed
     during = 0
     for m in range(count):
@@ -90,7 +90,7 @@ def test_a_send_begins_with_the_first_chunk(speed: float) -> None:
         assert sent.end_s >= made.start_s + pass_s
         assert sent.end_s - sent.start_s >= 4e-3
         assert came.end_s >= made.start_s + pass_s
-        back = at[f"1SB{m}"]  # of a device that sends whole
+        back = at[f"1SB{m}"]  # from a device that sends whole messages
         assert back.start_s >= at[f"1B{m}"].start_s + 4e-3
     if speed == 1.0:
         assert during >= 1
@@ -100,8 +100,8 @@ class Bare(Buffer):
     shape, dtype = (6,), "float32"
 
 
-def test_pieces_are_the_message_in_its_order() -> None:
-    """Two tensors, the second of which is output 0; chunks in any order, with a gap."""
+def test_pieces_follow_the_order_of_the_message() -> None:
+    """The second tensor of the message is output 0, and its chunks have any order and a gap."""
     one, two, end = DoneEvent(), DoneEvent(), DONE
     slots = [Slot(CUT, name, (6,), "float32") for name in ("b", "unsent", "a")]
     outputs = [Bare(), Bare(), Bare()]
@@ -131,7 +131,7 @@ def test_parts_between_hosts_cover_a_message_once(elements: int, parts: int) -> 
 
 
 def test_a_device_with_chunks_must_hand_out_parts() -> None:
-    """The default says what is missing."""
+    """The default method raises an error that names the missing one."""
     (info,) = get_backend("numpy").discover()
     device = get_backend("numpy").open(info)
     buffer, _ = device.upload(np.zeros(4, np.float32))

@@ -1,4 +1,4 @@
-"""Pipeline: what a user sees, on small models and devices that are always there."""
+"""The interface of Pipeline, on small models and devices that every machine has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def planned(
     crew: Crew, model: nn.Module, loss_fn: Any = F.cross_entropy, example: Any = None,
     **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """A pipeline as a user makes it: it captures and profiles the model, and plans."""
+    """Open a pipeline that captures and profiles the model and plans, as a user does."""
     options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), "microbatches": 4, **options}
     return user_pipeline(crew, model, loss_fn, example or batch(12), **options)
 
@@ -71,7 +71,7 @@ def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
 
 @pytest.mark.slow
 def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
-    """12 rows, then 7 (as 2, 2, 2, 1), then 3 (as 1, 1, 1), then 12 again."""
+    """The batches have 12 rows, then 7 (as 2, 2, 2, 1), then 3 (as 1, 1, 1), then 12 again."""
     model = mlp()
     batches = [batch(rows, seed) for seed, rows in enumerate((12, 7, 3, 12))]
     expected = train(model, F.cross_entropy, batches, 4, sgd)
@@ -81,8 +81,8 @@ def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
-    """Samples with label 0 do not count: micro-batches weigh unequally, the mean must not care."""
+def test_a_sum_and_count_loss_weighs_by_count(crew: Crew) -> None:
+    """Samples with label 0 do not count, so micro-batches have unequal weights in the mean."""
 
     def summed(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counted = (y != 0).float()
@@ -98,7 +98,7 @@ def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
 @pytest.mark.slow
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
     with planned(crew, mlp(), microbatches=None) as pipe:
-        counts = (2,) if max(pipe.plan.replicas) > 1 else (4, 6, 12)  # two replicas: a half each
+        counts = (2,) if max(pipe.plan.replicas) > 1 else (4, 6, 12)  # with two replicas, half each
         assert pipe.plan.microbatches in counts
         assert pipe.plan.step_s > 0
         assert pipe.predicted.total_s == pytest.approx(pipe.plan.step_s)
@@ -109,7 +109,7 @@ def test_planner_chooses_and_predicts(crew: Crew) -> None:
 
 
 class WithHypot(nn.Module):
-    """Its second layer has an operator that the numpy backend lacks."""
+    """The first layer has an operator that the numpy backend lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,21 +122,21 @@ class WithHypot(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", ["cuts", "plan"])
-def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(
+def test_the_error_names_the_operator_and_a_device_that_has_it(
     crew: Crew, crews: Crews, given: str
 ) -> None:
-    """With the layer; and the planner, left to itself, gives the layer to the other device."""
+    """The error also names the layer; a free planner gives that layer to the other device."""
     with planned(crew, WithHypot()) as pipe:
         assert pipe.plan.devices[0] == "m0"
         whole = pipe.plan
     options = {"cuts": [1]} if given == "cuts" else {"plan": whole, "microbatches": None}
-    other = crews(DEVICES[::-1])  # whose m0 is numpy
+    other = crews(DEVICES[::-1])  # the order of the devices is reversed, so m0 is numpy
     message = r"numpy:cpu:0 cannot run aten.hypot.default of layer first: .* \(m1 can\)"
     with pytest.raises(PlanError, match=message):
         planned(other, WithHypot(), priced=True, **options)
 
 
-def test_a_lacking_operator_of_a_plan_that_is_not_priced_is_named_when_it_is_loaded() -> None:
+def test_loading_names_an_operator_missing_in_an_unpriced_plan() -> None:
     members = tuple(Member(f"m{n}", device) for n, device in enumerate(DEVICES[::-1]))
     cluster = Cluster(members, transport="local")
     message = "numpy:cpu:0 cannot run aten.hypot.default of layer first: the reference has no"
@@ -171,18 +171,18 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
         planned(crew, model, **options, weights="stash")
 
 
-def test_more_stages_than_layers(crew: Crew) -> None:
+def test_more_stages_than_layers_are_refused(crew: Crew) -> None:
     with pytest.raises(PlanError, match="the model has one layer, model: it cannot be cut"):
         planned(crew, nn.Linear(20, 5), cuts=[1])
 
 
 @pytest.mark.slow
-def test_batch_of_other_structure(crew: Crew) -> None:
+def test_a_batch_of_another_structure_is_refused(crew: Crew) -> None:
     with planned(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
         pipe.step(torch.zeros(12, 21), torch.zeros(12, dtype=torch.int64))
 
 
-def test_model_that_cannot_be_exported_names_the_line(crew: Crew) -> None:
+def test_the_error_for_an_unexportable_model_names_the_line(crew: Crew) -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

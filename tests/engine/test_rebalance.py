@@ -1,4 +1,4 @@
-"""Layers move while a model trains: the same losses, and what does not move stays."""
+"""Layers move while a model trains: the losses stay the same, and other layers stay in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(crews: Crews) -> Crew:
 
 
 def count(plan: Plan, member: str) -> int:
-    """The number of layers on a member."""
+    """Return the number of layers on a member."""
     return sum(stage.hi - stage.lo for stage in plan.stages if stage.devices == (member,))
 
 
@@ -45,7 +45,7 @@ def close(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None:
-    """There and back, with an owner of tied weights whose fellow changes its stage."""
+    """Layers move there and back, and one of two tied layers changes its stage."""
     with planned(pair, mixed(), schedule=schedule) as pipe:
         wanted = losses(pipe, 0, 12)
         state = pipe.state_dict()
@@ -70,10 +70,10 @@ def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "pipeoptim"])
-def test_a_stream_flushes_and_goes_on(
+def test_a_stream_flushes_and_continues(
     pair: Crew, speeds: Speeds, tmp_path: Path, weights: str
 ) -> None:  # fmt: skip
-    """As a run that was flushed there, and went on under the new plan from a checkpoint."""
+    """The losses equal a run that flushed there and resumed with the new plan."""
     options: dict[str, Any] = {"schedule": "pipedream", "weights": weights, "microbatches": 1}
     with planned(pair, mixed(far=False), **options) as pipe:
         trained = losses(pipe, 0, 6)
@@ -100,8 +100,7 @@ def test_a_stream_flushes_and_goes_on(
 def test_auto_moves_between_steps(
     pair: Crew, speeds: Speeds, caplog: pytest.LogCaptureFixture, schedule: str
 ) -> None:  # fmt: skip
-    """After the second window that promises enough; in the middle of a run, without losing a
-    result."""
+    """Layers move after the second window that predicts enough gain, and no result is lost."""
     caplog.set_level(logging.INFO, "hetpipe")
     model = mixed(far=False)
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 3}
@@ -123,9 +122,11 @@ def test_auto_moves_between_steps(
     assert "promised to save" in said[1]
 
 
-def test_only_what_moves_travels(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of three stages is not loaded again, and the others keep the values of the layers
-    that they keep."""
+def test_only_moved_layers_are_sent(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of three stages is not reloaded;
+
+    the others keep the values of the layers they keep.
+    """
     crew = crews(TRIO)
     loads: list[Load] = []
     send = crew._fleet.send
@@ -155,10 +156,10 @@ def test_only_what_moves_travels(crews: Crews, monkeypatch: pytest.MonkeyPatch) 
     assert len(states) == 2 * len([role for role, _ in third.stages[0].held if role == PARAM])
 
 
-def test_a_worker_that_dies_in_a_move_ends_it(
+def test_a_worker_killed_during_a_move_is_named(
     pair: Crew, speeds: Speeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """With a clear error; the checkpoint is whole, and training goes on from it."""
+    """The error is clear, the checkpoint is complete, and training continues from it."""
     cluster = hp.Cluster(pair.cluster.members, transport="shared-memory")
     with Crew.start(cluster) as crew:
         pipe = planned(crew, mixed())
@@ -183,8 +184,8 @@ def test_a_worker_that_dies_in_a_move_ends_it(
         losses(pipe, 4, 5)
 
 
-def test_a_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_path: Path) -> None:
-    """It is where training goes on, and nobody has asked that it stays."""
+def test_the_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_path: Path) -> None:
+    """The plan is only the start of the resumed training, so it may change."""
     with planned(pair, mixed()) as pipe:
         losses(pipe, 0, 4)
         pipe.save(tmp_path)
@@ -200,7 +201,7 @@ def test_a_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_path:
         assert count(pipe.plan, "m0") < count(plan, "m0")
 
 
-def test_gradients_that_are_accumulated_do_not_move(pair: Crew, speeds: Speeds) -> None:
+def test_accumulated_gradients_forbid_a_move(pair: Crew, speeds: Speeds) -> None:
     with planned(pair, mixed(), accumulate=2) as pipe:
         losses(pipe, 0, 5)
         speeds["m0"] = 3.0
@@ -220,7 +221,7 @@ def test_gradients_that_are_accumulated_do_not_move(pair: Crew, speeds: Speeds) 
         ({"schedule": "asp", "microbatches": 1}, "under asp layers do not move"),
     ],
 )
-def test_what_forbids_a_move_is_named(
+def test_the_reason_against_a_move_is_named(
     pair: Crew, speeds: Speeds, monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any], why: str,
 ) -> None:  # fmt: skip
@@ -240,7 +241,7 @@ def test_what_forbids_a_move_is_named(
         planned(pair, mixed(far=False), rebalance="auto", **given)
 
 
-def test_an_unknown_way_is_refused(pair: Crew, speeds: Speeds) -> None:
+def test_invalid_arguments_are_refused(pair: Crew, speeds: Speeds) -> None:
     with pytest.raises(HetpipeError, match="rebalance='always': give 'auto'"):
         planned(pair, mixed(), rebalance="always")
     with planned(pair, mixed()) as pipe, pytest.raises(HetpipeError, match="steps=0: give a whole"):
@@ -251,7 +252,7 @@ def test_an_unknown_way_is_refused(pair: Crew, speeds: Speeds) -> None:
         one.rebalance()
 
 
-def test_a_move_that_does_not_pay_is_not_made(pair: Crew, speeds: Speeds) -> None:
+def test_an_unprofitable_move_is_not_made(pair: Crew, speeds: Speeds) -> None:
     with planned(pair, mixed()) as pipe:
         assert not pipe.rebalance().moved
         losses(pipe, 0, 4)
@@ -264,8 +265,8 @@ def test_a_move_that_does_not_pay_is_not_made(pair: Crew, speeds: Speeds) -> Non
 
 
 @pytest.mark.slow
-def test_an_emulated_speed_that_changes_is_learned(pair: Crew, priced: None) -> None:
-    """From the passes themselves. Costs are labelled emulated while it lasts."""
+def test_a_changed_emulated_speed_is_learned(pair: Crew, priced: None) -> None:
+    """The speed is learned from the passes, and costs are labelled emulated meanwhile."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(6)))
     with planned(pair, model) as pipe:

@@ -1,4 +1,4 @@
-"""A batch that is refused leaves a pipeline as it was."""
+"""A refused batch leaves a pipeline unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES = UNLIKE[:2]
 
 
 def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
-    """Four mini-batches; between the second and the third perhaps one with class 9 of 5."""
+    """Train four mini-batches; if `refused`, offer one with the invalid class 9 amid them."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     pipe = pipeline(
@@ -30,7 +30,7 @@ def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor
         wrong[7] = 9
         with pytest.raises(HetpipeError, match=r"y\[7\] is 9, but cross_entropy has 5 classes"):
             list(pipe.run([(x, wrong)]))
-        if schedule == "1f1b":  # under the other an evaluation flushes
+        if schedule == "1f1b":  # with the other schedule, an evaluation would flush
             with pytest.raises(HetpipeError, match=r"y\[7\] is 9"):
                 pipe.evaluate(x, wrong)
     steps += [result.index for result in pipe.run(data[2:])]
@@ -39,8 +39,8 @@ def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_training_goes_on(crew: Crew, schedule: str) -> None:
-    """numpy took -1 for the last class, and another device's error ended the run."""
+def test_training_continues(crew: Crew, schedule: str) -> None:
+    """Without a check, numpy would read a wrong class, or a device's error would end the run."""
     expected = _trained(crew, schedule, refused=False)
     for name, value in _trained(crew, schedule, refused=True).items():
         assert torch.equal(value, expected[name]), name

@@ -1,4 +1,4 @@
-"""A device that lacks an operator is named before anything is loaded, and the crew stays usable."""
+"""A device that lacks an operator is named before any loading, and the crew stays usable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = torch.linspace(-1, 1, 24).reshape(6, 4), torch.arange(6) % 4
 
 
 class Sine(nn.Linear):
-    """Takes a sine, in eval mode too or only there."""
+    """A linear layer followed by a sine, in every mode or only in eval mode."""
 
     def __init__(self, trains: bool) -> None:
         super().__init__(4, 4)
@@ -47,20 +47,20 @@ def opened(crew: Crew, *layers: nn.Module, **options: Any) -> hp.Pipeline:
 
 
 @pytest.mark.slow
-def test_given_cuts_that_a_device_cannot_run(started: Crew) -> None:
+def test_cuts_a_device_cannot_run_are_refused(started: Crew) -> None:
     with opened(started, nn.Linear(4, 4), nn.Linear(4, 4)) as first:
         first.step(*BATCH)
         text = r"stage 1 on partial: early:cpu:0 cannot run aten.sin.* of layer 1: no sines here"
         with pytest.raises(UnsupportedOperatorError, match=text):
             opened(started, nn.Linear(4, 4), Sine(trains=True))
-        first.step(*BATCH)  # nothing was loaded
+        first.step(*BATCH)  # no stage was loaded
     with opened(started, Sine(trains=True), nn.Linear(4, 4)) as second:
         second.step(*BATCH)
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_a_device_cannot_run(started: Crew) -> None:
-    """The evaluation's stages would replace those in training."""
+def test_an_evaluation_a_device_cannot_run_is_refused(started: Crew) -> None:
+    """The stages for evaluation would replace the stages in training."""
     losses: list[list[float]] = []
     for evaluates in (False, True):
         torch.manual_seed(0)

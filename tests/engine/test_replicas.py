@@ -1,4 +1,4 @@
-"""Replicas of a whole model, also unlike and unequal ones, equal unpartitioned training."""
+"""Replicas of a model, also on unequal devices and shares, equal unpartitioned training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def divided(
     crew: Crew, model: Any, loss_fn: Any, example: Any, microbatches: int,
     shares: tuple[float, ...], cuts: tuple[int, ...] = (), **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """All stages on every one of the first members, who divide micro-batches by `shares`."""
+    """Put all stages on each of the first members, which divide micro-batches by `shares`."""
     stages = len(cuts) + 1
     return pipeline(
         crew, model, loss_fn, example, [tuple(crew.infos)[: len(shares)]] * stages,
@@ -67,14 +67,14 @@ def test_equals_unpartitioned_training(
 
 
 def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum and what it is over, which differs from one row to the next."""
+    """Return a weighted sum and the sum of its weights, which differ between rows."""
     weight = (y + 1).float()
     return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=str)
-def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
+def test_a_counted_loss_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
     expected = train(
@@ -88,8 +88,8 @@ def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None
 
 
 @pytest.mark.slow
-def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
-    """Over a link on which a message takes as long as thousands of these passes."""
+def test_a_sum_continues_while_earlier_stages_compute() -> None:
+    """A message on the emulated link takes as long as thousands of these passes."""
     members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0"))
     slow = {frozenset(("m0", "m1")): Link(0.3, None)}
     data = batches(2)
@@ -100,7 +100,7 @@ def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
         for x, y in data:
             pipe.step(x, y)
         spans = sorted(pipe.timeline.spans, key=lambda span: span.end_s - span.start_s)
-        at = {(span.worker, str(span.action)): span for span in spans}  # a sum, not its messages
+        at = {(span.worker, str(span.action)): span for span in spans}  # sums, not messages
     for worker in range(2):
         behind, pass_ = at[worker, "1A"], at[worker, "0B1"]
         assert pass_.end_s < behind.end_s <= at[worker, "0U"].start_s
@@ -125,7 +125,7 @@ def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str
 
 @pytest.mark.slow
 def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
-    """Statistics are those of a replica's own rows; masks depend on the sample alone."""
+    """Statistics use only a replica's rows; dropout masks depend only on the sample."""
     torch.manual_seed(0)
     model, data = Normalized(), batches(2)
     norm = model.first[1]
@@ -142,8 +142,8 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
-def test_sums_of_accumulated_gradients_and_of_gradients_alone(crew: Crew) -> None:
-    """All stages' sums at once, without passes between them; and without updates behind them."""
+def test_accumulated_gradients_and_gradients_without_update(crew: Crew) -> None:
+    """All stages sum accumulated gradients at once; `gradients` sums but does not update."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     expected = train(model, F.cross_entropy, data, 1, adamw, accumulate=2)
@@ -182,7 +182,7 @@ def test_rows_are_divided_by_weight(samples: int, weights: Any, rows: Any) -> No
     assert divide(samples, weights) == rows
 
 
-def test_what_cannot_be_split_is_refused(crew: Crew) -> None:
+def test_too_few_samples_are_refused(crew: Crew) -> None:
     with pytest.raises(
         HetpipeError, match="cannot split a micro-batch of 4 samples: one would get"
     ):

@@ -1,4 +1,4 @@
-"""Replicas of stages amid others, of unlike numbers and shares, equal unpartitioned training."""
+"""Pipelines whose stages have different replica counts and shares equal unpartitioned training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def divided(
     crew: Crew, model: Any, loss_fn: Any, example: Any, shares: Sequence[Shares],
     microbatches: int = 2, schedule: str = "1f1b", **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """A stage for each of `shares`, on as many members of its own."""
+    """Open a pipeline with one stage per entry of `shares`, on one member per share."""
     return pipeline(
         crew, model, loss_fn, example, replicated(crew, [len(each) for each in shares]), schedule,
         microbatches, shares=shares, optimizer=ADAMW, **options,
@@ -57,10 +57,10 @@ def compare(
     [
         ("mlp", ((1, 1), (1,))),
         ("mlp", ((1,), (1, 1))),
-        ("mlp", ((1, 1), (1, 1))),  # nothing is divided between them
+        ("mlp", ((1, 1), (1, 1))),  # equal shares, so no rows move between replicas
         ("two_branch", ((2, 1), (1, 2))),
         ("two_branch", ((1,), (3, 2, 1), (1, 1))),
-        ("two_branch", ((1, 2, 1), (1, 1))),  # the middle one gives to both
+        ("two_branch", ((1, 2, 1), (1, 1))),  # the middle replica sends rows to both
     ],
     ids=str,
 )
@@ -78,7 +78,7 @@ def test_tied_weights(crew: Crew, shares: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"recompute": "inputs"}, {"schedule": "zb-h1"}, {"schedule": "fbp"}], ids=str
 )
-def test_with_recompute_with_halves_and_in_lanes(crew: Crew, options: dict[str, str]) -> None:
+def test_recompute_halved_backwards_and_lanes(crew: Crew, options: dict[str, str]) -> None:
     compare(crew, "two_branch", ((2, 1), (1, 1)), **options)
 
 
@@ -106,7 +106,7 @@ def test_sizes_that_differ_and_evaluation(crew: Crew) -> None:
 
 
 class Merged(nn.Module):
-    """The samples of what crosses the cut are rows of one matrix, a few for each."""
+    """A model whose cut tensor has several rows of one matrix for each sample."""
 
     def __init__(self) -> None:
         super().__init__()

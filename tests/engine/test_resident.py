@@ -1,4 +1,4 @@
-"""Inside a step on OpenCL nothing crosses to the host but cuts, the batch and the loss."""
+"""During a step on OpenCL, only cuts, the batch and the loss cross to or from the host."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COPIES = (
 
 @pytest.fixture
 def crossings(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
-    """Counts what crosses: (direction, shape), and whatever crosses behind the contract's back."""
+    """Count crossings by (direction, shape), and copies outside upload and download as "behind"."""
     pyopencl = pytest.importorskip("pyopencl")
     seen: Counter[Any] = Counter()
-    inside: list[str] = []  # upload or download, while one of them works; one worker, one thread
+    inside: list[str] = []  # "upload" or "download" while one runs; all in one thread
 
     def counted(name: str, at: int) -> None:
         true = getattr(opencl_device.OpenCLDevice, name)
@@ -97,7 +97,7 @@ def test_only_cuts_batch_and_loss_cross(device: str, stages: int, crossings: Cou
         plan=plan,
         costs=costs,
     ) as pipe:
-        for x, y in batches[:2]:  # scalars that stay are uploaded, and memory is found
+        for x, y in batches[:2]:  # the first steps upload constant scalars and allocate memory
             pipe.step(x, y)
         crossings.clear()
         for x, y in batches[2:]:
@@ -107,7 +107,7 @@ def test_only_cuts_batch_and_loss_cross(device: str, stages: int, crossings: Cou
     samples = case.mini_batch // MICROBATCHES
     x_shape, y_shape = ((samples, *leaf.shape[1:]) for leaf in batches[0])
     expected = Counter({("upload", tuple(x_shape)): each})
-    expected["download", ()] += STEPS  # the sum of the gradients, which says if all are finite
+    expected["download", ()] += STEPS  # the sum of the gradients, to see if all are finite
     if stages == 1:
         expected["upload", tuple(y_shape)] += each
         expected["download", ()] += each  # losses

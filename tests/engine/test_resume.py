@@ -1,4 +1,4 @@
-"""Interrupted and resumed training, under the same plan and under others."""
+"""Interrupted training resumes under the same plan and under other plans."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS = 12
 
 
 def straight(crew: Crew, stages: int, weights: str, **options: Any) -> hp.Pipeline:
-    """A stage on each of the first members; trained by Adam unless told otherwise."""
+    """Put one stage on each of the first members; the default optimizer is Adam."""
     schedule = "1f1b" if weights == "flush" else "pipedream"
     options = {"optimizer": ADAM[0], "weights": weights, **options}
     return pipeline(crew, *task(), "0123"[:stages], schedule, **options)
 
 
 def resumed(crew: Crew, folder: Path, stages: int, weights: str, **options: Any) -> hp.Pipeline:
-    """The same, from a checkpoint; the model that it is given has other values."""
+    """Open such a pipeline from a checkpoint, with a model of other initial values."""
     schedule = "1f1b" if weights == "flush" else "pipedream"
     options = {"optimizer": ADAM[0], "weights": weights, "checkpoint": folder, **options}
     return pipeline(crew, *task(1), "0123"[:stages], schedule, **options)
@@ -37,8 +37,8 @@ def run(pipe: hp.Pipeline, lo: int, hi: int) -> None:
 
 
 @pytest.mark.parametrize("weights", ["flush", "stash", "vertical-sync", "pipeoptim"])
-def test_the_same_plan_goes_on_bit_for_bit(crew: Crew, tmp_path: Path, weights: str) -> None:
-    """As a run that only flushed at that step."""
+def test_the_same_plan_continues_bit_for_bit(crew: Crew, tmp_path: Path, weights: str) -> None:
+    """The result equals a run that only flushed at that step."""
     stop = random.Random(weights).randrange(1, STEPS)
     with straight(crew, 3, weights) as pipe:
         run(pipe, 0, stop)
@@ -53,7 +53,7 @@ def test_the_same_plan_goes_on_bit_for_bit(crew: Crew, tmp_path: Path, weights: 
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_another_number_of_stages_goes_on_where_it_was(
+def test_another_number_of_stages_continues_from_the_checkpoint(
     crew: Crew, tmp_path: Path, stages: int
 ) -> None:
     with straight(crew, 3, "flush") as pipe:
@@ -68,7 +68,7 @@ def test_another_number_of_stages_goes_on_where_it_was(
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-9)
 
 
-def test_without_a_plan_it_has_the_checkpoints(crew: Crew, tmp_path: Path) -> None:
+def test_the_default_plan_is_the_checkpoints(crew: Crew, tmp_path: Path) -> None:
     with straight(crew, 3, "stash") as pipe:
         pipe.save(tmp_path)
         plan = pipe.plan
@@ -76,7 +76,7 @@ def test_without_a_plan_it_has_the_checkpoints(crew: Crew, tmp_path: Path) -> No
         assert pipe.plan == plan
 
 
-def test_what_does_not_fit_is_refused(crew: Crew, tmp_path: Path) -> None:
+def test_another_optimizer_and_damaged_files_are_refused(crew: Crew, tmp_path: Path) -> None:
     with straight(crew, 2, "flush") as pipe:
         pipe.save(tmp_path)
     with pytest.raises(

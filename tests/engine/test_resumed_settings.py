@@ -1,4 +1,4 @@
-"""A training goes on with the settings of its checkpoint, unless the user says what has changed."""
+"""Training resumes with its checkpoint's settings unless the user names the changed ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def options(crew: Crew, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a checkpoint; the first test writes it."""
+    """Return the folder of a checkpoint, which the first test writes."""
     return tmp_path_factory.mktemp("checkpoint")
 
 
@@ -64,7 +64,7 @@ def load(crew: Crew, saved: Path, **more: Any) -> hp.Pipeline:
         ({"accumulate": 2}, "accumulate=1", "accumulate=2"),
         ({"cut_dtype": "float16"}, "cut_dtype=None", "cut_dtype='float16'"),
         ({"loss_scale": 8.0}, "loss_scale=None", "loss_scale=8.0"),
-        ({"microbatches": 4}, "microbatches=2", "microbatches=4"),  # there is a batch norm
+        ({"microbatches": 4}, "microbatches=2", "microbatches=4"),  # batch norm depends on it
         (
             {"optimizer": hp.optim.adamw(lr=0.1, weight_decay=0.1)},
             "optimizer.weight_decay=0.01",
@@ -113,8 +113,8 @@ def test_a_command_may_change_a_setting(tmp_path: Path) -> None:
     assert progress_of(load_checkpoint(Path(saved))).steps == 2
 
 
-def test_a_setting_may_change_where_the_user_says_so(crew: Crew, saved: Path) -> None:
-    other = hp.optim.adamw(lr=0.5)  # its learning rate may always
+def test_a_setting_may_change_if_the_user_names_it(crew: Crew, saved: Path) -> None:
+    other = hp.optim.adamw(lr=0.5)  # the learning rate may always change
     with load(crew, saved, seed=1, changed=["seed"], optimizer=other) as pipe:
         assert pipe.steps == 1
         pipe.step(X, Y)

@@ -32,7 +32,7 @@ def in_turn(
     crew: Crew, replicas: Sequence[int], policy: str, optimizer: Any,
     depths: Sequence[int] | None = None, microbatches: int = 1, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """So many replicas of each stage."""
+    """Open a pipeline with `replicas[n]` replicas of stage n."""
     return pipeline(
         crew, *task(), replicated(crew, replicas), "pipedream", microbatches, weights=policy,
         in_flight=depths or noam(replicas), optimizer=optimizer, **options,
@@ -40,7 +40,7 @@ def in_turn(
 
 
 def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple[Choice, Choice]:
-    """By updates of the stage: a replica's own mini-batches are a straight pipeline's."""
+    """Return the delays in updates of the stage: each replica sees a straight pipeline's."""
 
     def seen(n: int, b: int) -> int:
         return max(0, b // replicas[n] - depths[n] + 1)
@@ -74,7 +74,7 @@ def test_equals_the_sequential_reference(
     assert distance(trained(pipe, MINI_BATCHES), wanted.last) < 1e-5
 
 
-def test_a_wrong_delay_is_told_apart(crew: Crew) -> None:
+def test_a_wrong_delay_is_detected(crew: Crew) -> None:
     forward, _ = delays("stash", (2, 1), noam((2, 1)))
 
     def late(n: int, b: int) -> tuple[int, float]:
@@ -85,8 +85,8 @@ def test_a_wrong_delay_is_told_apart(crew: Crew) -> None:
     assert distance(state, wrong.last) > 1e-3
 
 
-def test_a_round_that_is_not_full(crew: Crew) -> None:
-    """At a flush, what is left of a round is averaged over what there is."""
+def test_an_incomplete_round(crew: Crew) -> None:
+    """At a flush, the mean is over the mini-batches of the incomplete round."""
     rules = delays("stash", (2, 1), noam((2, 1)))
     for count in (1, 2, 5):
         wanted = delayed.train(2, ADAM[1], *rules, count, replicas=(2, 1))
@@ -103,7 +103,7 @@ def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str
 
 
 def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
-    """Also in the middle of a round, of which a flush makes an update of its own."""
+    """Saving and evaluating flush in the middle of a round, which makes an update of its part."""
     with in_turn(crew, (2, 1), "stash", ADAM[0]) as pipe:
         list(pipe.run(batch(b) for b in range(3)))
         pipe.save(tmp_path)
@@ -117,7 +117,7 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
 
 
 def test_clipped_by_stage(crew: Crew) -> None:
-    """A bound that nothing reaches changes nothing; one that all reach changes much."""
+    """A bound above all norms changes nothing, and a bound below all norms changes much."""
     found = [
         trained(in_turn(crew, (2, 1), "stash", SGD[0], **options), 12)
         for options in ({}, {"clip_norm": 1e6, "clip_each": True})
@@ -127,7 +127,7 @@ def test_clipped_by_stage(crew: Crew) -> None:
         before = pipe.state_dict()
         list(pipe.run([batch(0), batch(1)]))
         moved = [(value - before[name]).norm() for name, value in pipe.state_dict().items()]
-    rounds, lr = (1, 2), 0.03  # updates of each stage; the second of two with momentum 0.9
+    rounds, lr = (1, 2), 0.03  # updates of each stage; the second of two has momentum 0.9
     most = [lr * 1e-3 * (1 if count == 1 else 1 + 1.9) for count in rounds]
     for own, bound in zip((moved[:4], moved[4:]), most, strict=True):
         assert float(torch.stack(own).norm()) <= bound * 1.001
@@ -145,7 +145,7 @@ def test_spectrain_is_refused(crew: Crew) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
-def test_a_pipeline_with_the_replicas_that_were_asked_for(crew: Crew, schedule: str) -> None:
+def test_a_pipeline_has_the_requested_replicas(crew: Crew, schedule: str) -> None:
     with hp.Pipeline(
         *task(), cluster=crew.cluster, crew=crew, captured=capture(),
         optimizer=SGD[0], schedule=schedule, cuts=[2], replicas=[2, 1],
@@ -158,7 +158,7 @@ def test_a_pipeline_with_the_replicas_that_were_asked_for(crew: Crew, schedule: 
     assert losses[-1] < losses[0]
 
 
-def test_replicas_that_do_not_fit_are_refused(crew: Crew) -> None:
+def test_impossible_replicas_are_refused(crew: Crew) -> None:
     def make(cuts: Sequence[int], replicas: Sequence[int]) -> None:
         hp.Pipeline(
             *task(), cluster=crew.cluster, crew=crew, captured=capture(),

@@ -1,4 +1,4 @@
-"""Every synchronous schedule, run on workers, equals unpartitioned training."""
+"""Every synchronous schedule on workers equals unpartitioned training."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_recompute_changes_nothing(crew: Crew, schedule: str, members: str, mode
     compare(crew, schedule, members, recompute=mode)
 
 
-def test_recompute_of_one_stage_alone(crew: Crew) -> None:
+def test_recompute_in_one_of_two_stages(crew: Crew) -> None:
     compare(crew, "gpipe", "01", recompute=["inputs", "none"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1", "fbp"])
-def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
+def test_evaluation_equals_eval_mode(crew: Crew, schedule: str) -> None:
     torch.manual_seed(0)
     model, data = Normalized(), batches(3)
     with pipeline(crew, model, F.cross_entropy, data[0], "01", schedule, 2, optimizer=SGD) as pipe:
@@ -66,7 +66,7 @@ def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
 
 
 def compare(crew: Crew, schedule: str, members: str, **options: Any) -> None:
-    """Three steps against torch: losses, and all weights."""
+    """Compare the losses and all weights of three steps with torch."""
     torch.manual_seed(0)
     model = MLP()
     data = batches(3)

@@ -1,4 +1,4 @@
-"""A backend that stands in the script that is run trains in worker processes."""
+"""A backend defined in the user's script trains in worker processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["script.py"], ["-m", "script"]], ids=["file", "module"])
-def test_it_trains_in_processes(tmp_path: Path, arguments: list[str]) -> None:
+def test_the_script_trains_in_worker_processes(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "script.py").write_text(BACKEND + 'if __name__ == "__main__":\n    train()\n')
     done = run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def test_it_trains_in_processes(tmp_path: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+def test_a_missing_main_guard_is_reported(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BACKEND + "train()\n")
     done = run(tmp_path, "script.py")
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""Layers that two stages share: the losses, weights and checkpoints of unpartitioned training."""
+"""Layers divided between two stages train, clip, move and resume like whole layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hetpipe.plan.layer_split import Split
 DEVICES = ("pytorch:cpu:0",) * 2
 POCL = "opencl:pocl:0"
 SPLITS = {"mlp": {"layers.2": 10}, "residual_cnn": {"blocks.1.conv1": 5}}
-"""For each of `CASES`: a layer, and the output channels of its first part."""
+"""For some of `CASES`: the layer to split, and the number of output channels in its first part."""
 OPTIMIZERS: dict[str, tuple[hp.optim.Optimizer, Callable[..., torch.optim.Optimizer]]] = {
     "sgd": (
         hp.optim.sgd(lr=0.05, momentum=0.9),
@@ -38,16 +38,16 @@ MICROBATCHES = {"1f1b": 4, "pipedream": 1}
 
 
 def task(name: str, seed: int = 0) -> tuple[nn.Module, list[Any]]:
-    """The model of a case, with the values of a seed, and 6 mini-batches."""
+    """Return a case's model, initialized from a seed, and 6 mini-batches."""
     torch.manual_seed(seed)
     model, generator = CASES[name].model(), torch.Generator().manual_seed(1)
-    if name == "residual_cnn":  # a bias before batch norm: Adam would make steps of rounding errors
+    if name == "residual_cnn":  # before batch norm: Adam would amplify rounding errors
         model.get_parameter("stem.bias").requires_grad_(False)
     return model, [CASES[name].batch(generator) for _ in range(6)]
 
 
 def cut_inside(name: str) -> int:
-    """The number of the layer's second part."""
+    """Return the index of the layer's second part."""
     model, batches = task(name)
     names = Captured(model, CASES[name].loss_fn, batches[0], split=SPLITS[name]).layer_names
     ((layer, channels),) = SPLITS[name].items()
@@ -58,9 +58,9 @@ def pipeline(
     crew: Crew, name: str, schedule: str = "1f1b", optimizer: str = "adamw", *, seed: int = 0,
     rule: hp.optim.Optimizer | None = None, folder: Path | None = None, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """Two stages with the cut inside the layer that is split, unless the options say otherwise.
+    """Open a pipeline that resumes from `folder` if one is given.
 
-    It goes on from the checkpoint in `folder`, if one is given.
+    By default it has two stages with the cut inside the split layer.
     """
     model, batches = task(name, seed)
     options = {
@@ -86,7 +86,7 @@ def close(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", MICROBATCHES)
 @pytest.mark.parametrize("second", [DEVICES[1], POCL])
-def test_it_equals_unpartitioned_training(
+def test_a_split_layer_equals_unpartitioned_training(
     crews: Crews, name: str, optimizer: str, schedule: str, second: str
 ) -> None:
     if second not in [info.id for info in hp.discover_devices()[0]]:
@@ -106,7 +106,7 @@ def test_it_equals_unpartitioned_training(
 
 
 class ByHand(nn.Module):
-    """A network of three linear layers whose second is two modules and a concatenation."""
+    """A network of three linear layers, where the second is two modules and a concatenation."""
 
     def __init__(self, whole: nn.Sequential, channels: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class ByHand(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "vertical-sync", "pipeoptim"])
 def test_a_stream_gives_the_weights_of_a_network_split_by_hand(crew: Crew, weights: str) -> None:
-    """Its stages see versions of different ages, so plain training is no reference."""
+    """Stages use versions of different ages, so plain training is no reference."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
     by_hand = ByHand(whole, 4)
@@ -150,10 +150,10 @@ def test_a_stream_gives_the_weights_of_a_network_split_by_hand(crew: Crew, weigh
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("before", [True, False])
-def test_a_checkpoint_goes_on_with_a_split_or_without(
+def test_a_checkpoint_resumes_with_a_split_or_without(
     crew: Crew, tmp_path: Path, name: str, before: bool
 ) -> None:
-    """It is the same checkpoint: the model's own names, the optimizer's state as one tensor."""
+    """The checkpoint is the same: the model's names, and each optimizer state as one tensor."""
     whole: dict[str, Any] = {"split": None, "cuts": [2]}
     _, batches = task(name)
     with pipeline(crew, name, **({} if before else whole)) as pipe:
@@ -195,7 +195,7 @@ def test_a_checkpoints_plan_has_the_split(crew: Crew, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gradients_evaluation_and_smaller_mini_batches(crew: Crew) -> None:
-    """A size that is new loads the stages again, with the values so far."""
+    """A new size reloads the stages with the current values."""
     model, batches = task("residual_cnn")
     loss_fn = CASES["residual_cnn"].loss_fn
     (x, y), *more = batches
@@ -216,7 +216,7 @@ def test_gradients_evaluation_and_smaller_mini_batches(crew: Crew) -> None:
     assert evaluated == pytest.approx(float(loss_fn(model(x), y).detach()), rel=1e-4)
 
 
-def test_clipping_takes_the_norm_of_both_parts(crew: Crew) -> None:
+def test_clipping_uses_the_norm_over_both_parts(crew: Crew) -> None:
     model, batches = task("mlp")
     norms: list[float] = []
     expected = train(
@@ -232,7 +232,7 @@ def test_clipping_takes_the_norm_of_both_parts(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_both_parts_decay_as_the_parameter(crew: Crew) -> None:
+def test_both_parts_have_the_parameters_weight_decay(crew: Crew) -> None:
     model, batches = task("mlp")
 
     def optimizer(parameters: Parameters) -> torch.optim.Optimizer:
@@ -264,7 +264,7 @@ def test_replicas_divide_the_rows_of_a_part(crews: Crews) -> None:
 
 @pytest.mark.slow
 def test_layers_move_and_stay_split(crew: Crew) -> None:
-    """The parts come together on one member, and part again."""
+    """The parts move to the same member and are separated again."""
     _, batches = task("mlp")
     with pipeline(crew, "mlp") as pipe:
         expected = [pipe.step(x, y) for x, y in batches]
@@ -282,7 +282,7 @@ def test_layers_move_and_stay_split(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_has_two_layers_for_it(crew: Crew) -> None:
+def test_a_profile_has_two_layers_for_a_split_layer(crew: Crew) -> None:
     options: dict[str, Any] = {"cuts": None, "priced": True}
     with pipeline(crew, "mlp", **options) as pipe:
         assert pipe.costs is not None
@@ -293,7 +293,7 @@ def test_a_profile_has_two_layers_for_it(crew: Crew) -> None:
         assert pipe.plan.splits == (Split("layers.2", 10),)
 
 
-def test_what_does_not_go_together_is_refused(crew: Crew) -> None:
+def test_conflicting_options_are_refused(crew: Crew) -> None:
     with pytest.raises(
         HetpipeError, match=r"split: the update of lamb .* of layers\.2\.weight a separate"
     ):

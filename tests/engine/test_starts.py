@@ -1,4 +1,4 @@
-"""Workers, self-tests and the bench's processes import the real modules, wherever they start."""
+"""Workers, self-tests and the bench's processes import the real modules from any working folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def path(device):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, first on the path: files in it have the names of Python's and ours."""
+    """A working folder, first on the path, with files named like modules of Python and hetpipe."""
     for name in ("queue.py", "ctypes.py", "runpy.py", "hetpipe/__init__.py", "numpy/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(TRAP)
@@ -73,7 +73,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_crew_trains_where_files_have_the_names_of_modules(folder: Path, mine: str) -> None:
+def test_a_crew_trains_beside_files_named_like_modules(folder: Path, mine: str) -> None:
     members = (Member("m0", "mine:cpu:0"), Member("m1", "numpy:cpu:0"))
     with Crew.start(Cluster(members, transport="shared-memory")) as crew:
         crew.load(make_stages(2, [2]), ["m0", "m1"], make_values(2))
@@ -84,12 +84,12 @@ def test_a_crew_trains_where_files_have_the_names_of_modules(folder: Path, mine:
         assert crew.call(["m0"], f"{mine}:variable", "PYTHONPATH") == [str(folder)]
         assert crew.call(["m0"], f"{mine}:variable", "HETPIPE_PATH") == [None]
         (path,) = crew.call(["m0"], f"{mine}:path")
-        assert sorted(path) == sorted(sys.path)  # nothing is lost: only the order differs
+        assert sorted(path) == sorted(sys.path)  # no entry is lost; only the order differs
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_a_selftest_runs_there() -> None:
+def test_a_selftest_runs_beside_files_named_like_modules() -> None:
     ((device_id, result),) = run_selftests(devices_of("numpy"))
     assert device_id == "numpy:cpu:0"
     assert result["ok"], result["message"]
@@ -97,7 +97,7 @@ def test_a_selftest_runs_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_a_process_of_the_bench_runs_there() -> None:
+def test_a_bench_process_runs_beside_files_named_like_modules() -> None:
     plain = PlainTorch("mlp", 8, 0, [min(os.sched_getaffinity(0))])
     try:
         assert plain.step_s(1, 1, 0) > 0
@@ -116,7 +116,7 @@ def test_the_users_folders_come_after_pythons_and_packages() -> None:
 def test_a_users_module_with_the_name_of_a_library_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This process has imported the user's; a worker would import Python's, and not say so."""
+    """This process imported the user's module, but a worker would silently import Python's."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(registry, "_instances", dict(registry._instances))
     monkeypatch.delitem(sys.modules, "this", raising=False)
@@ -165,7 +165,7 @@ def test_a_worker_has_the_folder_and_the_variables_of_its_start(
 
 
 @pytest.mark.slow
-def test_variables_that_a_library_reads_when_it_is_loaded_have_a_server_of_their_own(
+def test_a_changed_library_variable_needs_another_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     servers = []
@@ -189,8 +189,8 @@ def test_a_server_that_was_killed_is_replaced() -> None:
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_measurement_are_made_without_the_compilers_of_torch() -> None:
-    """A start whose costs are known would import them for these alone."""
+def test_stages_of_a_measurement_import_no_torch_compilers() -> None:
+    """Only these stages would need the imports if the costs of a start are known."""
     code = """
 import sys
 from hetpipe.profile.links import small_stages
@@ -202,8 +202,8 @@ sys.exit(", ".join({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modul
     assert done.returncode == 0, done.stderr
 
 
-def test_workers_do_without_the_compilers_of_torch() -> None:
-    """They take seconds to import, and any shape function of torch imports them."""
+def test_workers_import_no_torch_compilers() -> None:
+    """The compilers take seconds to import, and torch's shape functions would import them."""
     cluster = Cluster((Member("m0", "pytorch:cpu:0"),), transport="shared-memory")
     with Crew.start(cluster) as crew:
         crew.call(["m0"], "hetpipe.profile.warm:warm_up", small_stages())

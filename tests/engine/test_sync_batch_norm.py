@@ -1,4 +1,4 @@
-"""Batch norm over the rows of all replicas: training equals that without replicas."""
+"""Batch norm over the rows of all replicas equals training without replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
 class Normalized(nn.Module):
-    """A norm of rows far from 0, and one that has neither weights nor running statistics."""
+    """A norm of rows far from 0, and a norm without weights and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def synced(
     crew: Crew, model: nn.Module, example: Any, shares: Shares, microbatches: int = 2,
     schedule: str = "1f1b", sync: bool = True, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    """A stage for each of `shares`, on as many members of its own."""
+    """Open a pipeline with one stage per entry of `shares`, on one member per share."""
     return pipeline(
         crew, model, F.cross_entropy, example, replicated(crew, [len(each) for each in shares]),
         schedule, microbatches, shares=shares, optimizer=SGD, sync_batch_norm=sync, **options,
@@ -63,8 +63,10 @@ def distance(
     crew: Crew, model: nn.Module, data: Sequence[Any], shares: Shares, microbatches: int = 2,
     **options: Any,
 ) -> float:  # fmt: skip
-    """How far from training without replicas: the worst of losses, parameters and statistics,
-    relative to the largest element of each."""
+    """Return the largest relative error against training without replicas.
+
+    It covers losses, parameters and statistics, each relative to its largest element.
+    """
     expected = train(
         model, F.cross_entropy, data, microbatches, lambda p: torch.optim.SGD(p, 0.1, 0.9)
     )
@@ -93,7 +95,7 @@ def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
 
 
 @pytest.mark.slow
-def test_local_statistics_do_not(crew: Crew) -> None:
+def test_local_statistics_differ_from_training_without_replicas(crew: Crew) -> None:
     torch.manual_seed(0)
     assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * CLOSE
 
@@ -110,7 +112,7 @@ def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_of_convolutions_over_shared_memory(crews: Crews) -> None:
+def test_a_convolutional_network_over_shared_memory(crews: Crews) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     case = CASES["residual_cnn"]
@@ -138,7 +140,7 @@ def test_opencl_beside_others(crews: Crews) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
-    """Its replicas have no gradients to sum, but sums to exchange."""
+    """The replicas of a frozen stage have no gradients to sum but do exchange statistics."""
     torch.manual_seed(0)
     model = Normalized()
     for parameter in (*model.first.parameters(), *model.norm.parameters()):
@@ -148,7 +150,7 @@ def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
 
 @pytest.mark.slow
 def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> None:
-    """The norm without running statistics needs those of all rows in evaluation too."""
+    """In evaluation, the norm without running statistics also needs the statistics of all rows."""
     torch.manual_seed(0)
     model, eager, shares = Normalized(), Normalized(), ((2, 1),)
     first, (x, y) = batches(2)
@@ -166,7 +168,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
 
 
 @pytest.mark.slow
-def test_refusals(crew: Crew) -> None:
+def test_invalid_options_are_refused(crew: Crew) -> None:
     example = batches(1)[0]
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
         synced(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream")
@@ -183,7 +185,7 @@ def test_refusals(crew: Crew) -> None:
 
 
 class Sized(nn.Module):
-    """Another structure for many rows."""
+    """A model whose structure depends on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +197,6 @@ class Sized(nn.Module):
 
 
 @pytest.mark.slow
-def test_replicas_that_would_wait_for_each_other_for_ever_are_refused(crew: Crew) -> None:
+def test_replicas_that_would_deadlock_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
         synced(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)

@@ -1,5 +1,7 @@
-"""An LSTM layer on torch keeps its library's workspace from the forward to the backward: a tensor
-whose size is the library's affair, whatever the graph declares for it."""
+"""An LSTM layer on torch keeps its library's workspace from the forward to the backward.
+
+The library decides the size of that tensor, whatever the graph declares.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Turned(nn.Module):
 @pytest.mark.parametrize(
     ("make", "members"), [(Recurrent, "0"), (Recurrent, "01"), (Turned, "0")]
 )  # fmt: skip
-def test_it_trains_as_torch_does(crew: Crew, make: type[nn.Module], members: str) -> None:
+def test_an_lstm_trains_as_in_torch(crew: Crew, make: type[nn.Module], members: str) -> None:
     torch.manual_seed(0)
     model = make()
     data = [(torch.randn(8, 6, 12), torch.randint(0, 5, (8,))) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Entries of a model's state that no stage holds: unread buffers, and modules' extra state."""
+"""Entries of a model's state that no stage holds: unread buffers and modules' extra state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.pipeline.model_state import ExtraStateWarning
 
 
 class Noted(nn.Linear):
-    """A layer with a note that is no tensor, and a buffer that its forward does not read."""
+    """A layer with a note that is not a tensor and a buffer that its forward does not read."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -29,7 +29,7 @@ class Noted(nn.Linear):
         self.note = state
 
 
-def test_all_of_a_models_state_comes_back(tmp_path: Path) -> None:
+def test_the_whole_state_of_a_model_is_returned(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Noted(4, 5), nn.ReLU(), nn.Linear(5, 3))
     x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])

@@ -1,4 +1,4 @@
-"""numpy's device with one fault each, `wrong:tanh:0`, for tests that find it."""
+"""numpy devices with one fault each, such as `wrong:tanh:0`, for tests that look for the fault."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WrongDevice(NumpyDevice):
         placeholders, calls, outputs = program
         buffers = dict(zip(placeholders, inputs, strict=True))
         values: dict[fx.Node, Any] = {node: b.array for node, b in buffers.items()}  # type: ignore[attr-defined]
-        if self.kind == "lr":  # numbers stay those of a program's first run
+        if self.kind == "lr":  # scalars keep a program's first values
             first = {node: array.copy() for node, array in values.items() if not array.ndim}
             values |= self.pairs.setdefault(id(program), (program, first))[1]
         names = {operator_name(node) for node, _, _ in calls}
@@ -63,7 +63,7 @@ class WrongDevice(NumpyDevice):
                 result = OPERATORS[operator_name(node)](*args, **kwargs)
             result = np.asarray(result, dtype) if dtype else result
             values[node] = self._spoiled(operator_name(node), result, names, program)
-        if self.kind == "between" and not self.downloaded:  # it uses memory again too early
+        if self.kind == "between" and not self.downloaded:  # reuses memory too early
             values[outputs[0]] = values[outputs[0]] * np.float32(0.5)
         self.downloaded = False
         for node in outputs:
@@ -83,7 +83,7 @@ class WrongDevice(NumpyDevice):
         return super()._to_device(src)
 
     def _spoiled(self, name: str, result: Any, names: set[str], program: Any) -> Any:
-        """The result of an operator, with the fault of this kind of device."""
+        """Return the result of an operator, with the fault of this kind of device."""
         sigmoid = name == "aten.sigmoid.default"
         if self.kind == "tanh" and name == "aten.tanh.default":
             return result * np.float32(1.01)
