@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from found_devices import trace
+from hetpipe.backends.opencl.lower.launch import with_helpers
 from hetpipe.backends.opencl.lower.lowering import lower
-from hetpipe.backends.opencl.lower.sources import with_helpers
 from opencl_devices import IDS, Array, opencl_device, results
 
 from hetpipe.sdk.host.registry import get_backend

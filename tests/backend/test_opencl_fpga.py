@@ -9,7 +9,7 @@ import pytest
 import torch
 from as_fpga import as_fpga
 from fpga_cases import CASES, Case, normal
-from hetpipe.backends.opencl.fpga.array import ROW_COLS
+from hetpipe.backends.opencl.fpga.dataflow import ROW_COLS
 from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, results
 from opencl_products import OPENCL

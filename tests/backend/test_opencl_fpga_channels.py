@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from as_fpga import as_fpga
 from fpga_cases import CASES, CHANNELLED, EMULATOR
-from hetpipe.backends.opencl.fpga.array import ARRAY
+from hetpipe.backends.opencl.fpga.dataflow import ARRAY
 from hetpipe.backends.opencl.fpga.sheet import normalising_channels, stage_sheet
 from opencl_devices import IDS, Array, compiled
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hetpipe.backends.opencl.lower import sources
+from hetpipe.backends.opencl.lower import launch as launches
 from hetpipe.backends.opencl.lower.launch import Kernel
 from hetpipe.backends.opencl.run import groups
 from hetpipe.backends.opencl.run.programs import Programs
@@ -90,9 +90,9 @@ def test_kernels_of_another_version_join_no_program(
 
 
 def test_the_identity_of_helpers_is_that_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sources.helpers_identity.__wrapped__()
-    assert before == sources.helpers_identity.__wrapped__()
-    monkeypatch.setattr(sources, "kernel_source", lambda file: f"another {file}")
-    changed = sources.helpers_identity.__wrapped__()
-    monkeypatch.setattr(sources, "HELPERS", {})
-    assert len({before, changed, sources.helpers_identity.__wrapped__()}) == 3
+    before = launches.helpers_identity.__wrapped__()
+    assert before == launches.helpers_identity.__wrapped__()
+    monkeypatch.setattr(launches, "kernel_source", lambda file: f"another {file}")
+    changed = launches.helpers_identity.__wrapped__()
+    monkeypatch.setattr(launches, "HELPERS", {})
+    assert len({before, changed, launches.helpers_identity.__wrapped__()}) == 3

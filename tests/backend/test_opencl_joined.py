@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hetpipe.backends.opencl.bundle.merged_source import defined, joined
-from hetpipe.backends.opencl.lower.launch import Kernel
-from hetpipe.backends.opencl.lower.sources import with_helpers
+from hetpipe.backends.opencl.lower.launch import Kernel, with_helpers
 from hetpipe.backends.opencl.platform.driver import driver, quiet
 from hetpipe.backends.opencl.run.specialise import build
 from opencl_devices import IDS, opencl_device

@@ -9,7 +9,7 @@ import pytest
 import torch
 from found_devices import trace
 from hetpipe.backends.opencl.lower.lowering import lower
-from hetpipe.backends.opencl.lower.rows import PAST_CACHES
+from hetpipe.backends.opencl.lower.target import PAST_CACHES
 from opencl_devices import close_to_torch, opencl_device, results
 from opencl_products import OPENCL
 
@@ -55,7 +55,7 @@ def test_results_that_pass_the_caches(device_id: str, name: str, length: int) ->
         (launch,) = lower(trace(FUNCTIONS[name], (x,), {}), device.target).launches
         processor = large.kind == large.family == "cpu"
         kept = name == "log_softmax" or (name == "softmax" and length > 4096)
-        assert (PAST_CACHES in launch.kernel.options) == (processor and not kept)
+        assert (f"-D{PAST_CACHES}" in launch.kernel.options) == (processor and not kept)
         close_to_torch(device, FUNCTIONS[name], x)
     finally:
         device.target = large

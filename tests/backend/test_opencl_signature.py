@@ -11,10 +11,9 @@ import pytest
 import torch
 from found_devices import infos, opened, trace
 from hetpipe.backends.opencl.lower.expr import Value
-from hetpipe.backends.opencl.lower.launch import Kernel
+from hetpipe.backends.opencl.lower.launch import Kernel, kernel_source
 from hetpipe.backends.opencl.lower.lowering import lower
 from hetpipe.backends.opencl.lower.signature import bind, parameters
-from hetpipe.backends.opencl.lower.sources import kernel_source
 
 from hetpipe.conformance.cases import CASES
 from hetpipe.errors import BackendError

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from found_devices import trace
-from hetpipe.backends.opencl.lower.geometry import Geometry
 from hetpipe.backends.opencl.lower.lowering import lower
+from hetpipe.backends.opencl.lower.product import Geometry
 from hetpipe.backends.opencl.ops import _winograd
 from hetpipe.backends.opencl.ops._winograd import FEW, Sizes, suits
 from oclgrind import ORACLE, log_of

@@ -16,9 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..lower.launch import Kernel
+from ..lower.launch import Kernel, with_helpers
 from ..lower.signature import inside, replaced, split
-from ..lower.sources import with_helpers
 
 MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([^)]*)\))?(.*)$", re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

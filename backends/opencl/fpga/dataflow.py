@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from ..lower.builder import Builder
 from ..lower.expr import Rows, Value
-from ..lower.launch import Kernel, Launch, Store, Tile
+from ..lower.launch import Kernel, Launch, Store, Tile, kernel_source
+from ..lower.product import Patches, Product
 from ..lower.signature import Argument, bind
-from ..lower.sources import kernel_source
 from ..lower.store_macros import macros, overwritable, result_alone
 from ..lower.target import Target
-from .array import ARRAY, ROW_COLS
 
 ONE = (1,)
 """A single work-item."""
@@ -87,6 +86,31 @@ class Dataflow:
         return {**kernels, "normalise": {**self.problem, **further}} if further else kernels
 
 
+OPERATIONS = {
+    "forward": "convolution", "input_gradient": "convolution_input",
+    "weight_gradient": "convolution_weight",
+}  # fmt: skip
+"""Names of the operations of `kernels/fpga/`, by kind of `Patches`."""
+
+
+def systolic_product(builder: Builder, p: Product) -> Value:
+    """Compute C of a product, row-major, of shape (batch, rows, cols)."""
+    problem = {"batches": p.batch, "rows": p.rows, "cols": p.cols, "depth": p.depth}
+    shape = (p.batch, p.rows, p.cols)
+    return launch(builder, "matmul", ["fpga/matmul.cl"], shape, p.operands, problem, p.scaling)
+
+
+def systolic_patches(builder: Builder, p: Patches) -> Value:
+    """Compute a convolution or one of its gradients."""
+    name, sizes, (rows, cols, depth) = OPERATIONS[p.kind], p.geometry.arguments, p.size
+    return launch(
+        builder, name, ("patches.cl", "fpga/places.cl", f"fpga/{name}.cl"), p.shape,
+        {**p.operands, **sizes},
+        {"batches": p.geometry.groups, "rows": rows, "cols": cols, "depth": depth},
+        {**p.shift, **sizes}, by_channel=p.kind != "weight_gradient",
+    )  # fmt: skip
+
+
 def launch(
     builder: Builder, name: str, files: Sequence[str], shape: tuple[int, ...],
     loads: Mapping[str, Argument], problem: Mapping[str, Argument],
@@ -118,3 +142,49 @@ def _row_cols(target: Target) -> int:
     rows, cols = ARRAY.tile
     nbytes = (ARRAY.block * (rows + cols) + rows * ROW_COLS) * 4
     return ROW_COLS if nbytes <= target.local_memory_nbytes else 0
+
+
+@dataclass(frozen=True)
+class Array:
+    """A chain of processing elements and its on-chip buffers, with sizes in floats."""
+
+    rows: int = 8
+    """Processing elements; each computes one row of C at a time."""
+    cols: int = 16
+    """Multiply-adds of a processing element in each cycle."""
+    interleave_rows: int = 8
+    interleave_cols: int = 8
+    """A processing element keeps interleave_rows * interleave_cols vectors of sums, and adds to
+    them in turn."""
+    block: int = 32
+    """Steps of k in block RAM."""
+    capacity: int = 2048
+    """Vectors that a channel holds."""
+    load_width: int = 16
+    """Floats read from memory in each cycle."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of C that the array computes at once."""
+        return self.rows * self.interleave_rows, self.cols * self.interleave_cols
+
+    @property
+    def turns(self) -> int:
+        """Cycles per step of k, and between two additions to the same sum."""
+        return self.interleave_rows * self.interleave_cols
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Compiler options of the kernels' source."""
+        return (
+            f"-DARRAY_ROWS={self.rows}", f"-DARRAY_COLS={self.cols}",
+            f"-DINTERLEAVE_ROWS={self.interleave_rows}",
+            f"-DINTERLEAVE_COLS={self.interleave_cols}", f"-DBLOCK={self.block}",
+            f"-DCAPACITY={self.capacity}", f"-DLOAD_WIDTH={self.load_width}",
+        )  # fmt: skip
+
+
+ARRAY = Array()
+"""The array of all kernels in the family `fpga`."""
+ROW_COLS = 256
+"""The most columns of rows that a kernel over rows keeps on the chip."""

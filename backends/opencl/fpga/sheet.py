@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..lower.launch import Kernel, Launch
-from .array import ARRAY, ROW_COLS, Array
+from .dataflow import ARRAY, ROW_COLS, Array
 
 FLOAT = 4
 PLACE = 16

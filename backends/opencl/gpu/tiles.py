@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.launch import Kernel, Tile
+from ..lower.product import Patches, Product
 from ..lower.reduce import SUM, reduce
 from ..lower.signature import Argument
 from ..lower.store_macros import OwnLaunch
@@ -43,9 +44,9 @@ class Tiles:
         return -(-self.depth // self.parts)
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """Compiler options of the kernels' source."""
-        return (f"-DGROUP={self.group}", f"-DITEM={self.item}", f"-DDEPTH={DEPTH}")
+    def macros(self) -> tuple[str, ...]:
+        """Macros of the kernels' source."""
+        return (f"GROUP={self.group}", f"ITEM={self.item}", f"DEPTH={DEPTH}")
 
     @property
     def global_size(self) -> tuple[int, int, int]:
@@ -72,9 +73,30 @@ def in_parts(tiles: Tiles, target: Target) -> Tiles:
     across, down, _ = tiles.global_size
     groups = across * down * tiles.batches // tiles.group**2
     parts = min(GROUPS_PER_UNIT * target.compute_units // groups, tiles.depth // SHORTEST_PART)
-    return Tiles(
-        tiles.rows, tiles.cols, tiles.batches, tiles.depth, tiles.group, tiles.item, max(1, parts)
-    )
+    return replace(tiles, parts=max(1, parts))
+
+
+def tiled_product(builder: Builder, p: Product) -> Value:
+    """Compute C of a product, row-major, of shape (batch, rows, cols)."""
+    target = builder.device
+    tiles = in_parts(tiles_of(target, p.rows, p.cols, p.depth, p.batch), target)
+    return launch(
+        builder, ["gpu/matmul.cl"], "matmul", tiles, (p.batch, p.rows, p.cols),
+        {
+            **p.operands, "batches": p.batch, "rows": p.rows, "cols": p.cols, "depth": p.depth,
+            "each": tiles.each, **p.scaling,
+        },
+    )  # fmt: skip
+
+
+def tiled_patches(builder: Builder, p: Patches) -> Value:
+    """Compute a convolution or one of its gradients."""
+    tiles = tiles_of(builder.device, *p.size, p.geometry.groups)
+    args = {**p.operands, **p.shift, **p.geometry.arguments}
+    if p.kind == "weight_gradient":
+        tiles = in_parts(tiles, builder.device)
+        args["each"] = tiles.each
+    return launch(builder, ("patches.cl", "gpu/convolution.cl"), p.kind, tiles, p.shape, args)
 
 
 def launch(
@@ -85,8 +107,7 @@ def launch(
 
     The result can take an epilogue if its sums are in one part.
     """
-    text = "".join(map(builder.source, ("gpu/tile.cl", *files)))
-    kernel = Kernel(text, function, tiles.options)
+    kernel = Kernel.of_files(function, ("gpu/tile.cl", *files), *tiles.macros)
     own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
     if tiles.parts == 1:
         out = builder.new(shape, "float32")

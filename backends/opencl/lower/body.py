@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .c_types import C_TYPES, MASKS, literal, vector
-from .expr import DEAR, Apply, Const, Coord, Expr, Layout, Load, Value, children
+from .expr import DEAR, Apply, Const, Coord, Expr, Layout, Load, Shape, Value, children
 from .launch import Store
-from .nest import Nest
+from .signature import C_TYPES, MASKS, literal, vector
 
 
 class Body:
@@ -37,11 +37,6 @@ class Body:
         self._uses: Counter[Expr] = Counter()
         self._computes = False
 
-    @property
-    def tensors(self) -> dict[str, Value]:
-        """Kernel parameters by name, in order."""
-        return self.named
-
     def tensor(self, value: Value) -> str:
         """Return the parameter that points to `value`."""
         key = (value.id, value.dtype)
@@ -50,18 +45,17 @@ class Body:
             self.named[self._names[key]] = value
         return self._names[key]
 
-    def coordinates(self, row: str) -> list[str]:
-        """Return statements that split the number `row` into coordinates c0, c1, ..."""
+    def row_lines(self, row: str = "") -> list[str]:
+        """Return the statements at the start of a row. Call it after all other methods.
+
+        They split the number `row` into coordinates c0, c1, ..., if the kernel has several rows.
+        """
         lines, rest = [], self.nest.rows
-        for d, size in enumerate(self.nest.shape[:-1]):
+        for d, size in enumerate(self.nest.shape[:-1] if row else ()):
             rest //= size
             whole = row if rest == 1 else f"{row} / {rest}"
             lines.append(f"const int c{d} = {whole}{f' % {size}' if d else ''};")
-        return lines
-
-    def row_lines(self, coordinates: list[str]) -> list[str]:
-        """Return the statements at the start of a row. Call it after all other methods."""
-        return coordinates + self._row
+        return lines + self._row
 
     def stores(self, group: Sequence[Store], width: int, returned: Expr | None = None) -> list[str]:
         """Return statements that compute and store `width` elements from element `i` of the row on.
@@ -245,3 +239,59 @@ def type_names(dtype: str, width: int) -> dict[str, str]:
     """
     ctype = C_TYPES[dtype]
     return {"T": vector(ctype, width), "M": vector(MASKS.get(ctype, ctype), width)}
+
+
+class Nest:
+    """A shape with adjacent dimensions merged wherever every layout allows it.
+
+    `inner` is the size of the last dimension, `rows` the product of all other sizes.
+    """
+
+    def __init__(
+        self, shape: Shape, layouts: Sequence[Layout], borders: Sequence[int] = ()
+    ) -> None:
+        """Merge dimensions, but never a dimension in `borders` with the dimension before it."""
+        self.layouts = list(dict.fromkeys(layouts))
+        sizes: list[int] = []
+        strides: list[tuple[int, ...]] = []
+        barrier = 0
+        for d, size in enumerate(shape):
+            if d in borders:
+                barrier = len(sizes)
+            if size == 1:
+                continue
+            step = tuple(layout.strides[d] for layout in self.layouts)
+            merges = len(sizes) > barrier and all(
+                outer == inner * size for outer, inner in zip(strides[-1], step, strict=True)
+            )
+            if merges:
+                sizes[-1] *= size
+                strides[-1] = step
+            else:
+                sizes.append(size)
+                strides.append(step)
+        self.shape = tuple(sizes)
+        self._strides = (
+            dict(zip(self.layouts, zip(*strides, strict=True), strict=True))
+            if (strides)
+            else dict.fromkeys(self.layouts, ())
+        )
+
+    @property
+    def inner(self) -> int:
+        """Number of elements in the innermost dimension."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        """Number of passes through the innermost dimension."""
+        return math.prod(self.shape[:-1])
+
+    def strides(self, layout: Layout) -> tuple[int, ...]:
+        """Return the strides of a layout in the merged dimensions."""
+        return self._strides[layout]
+
+    def step(self, layout: Layout) -> int:
+        """Return the stride of a layout in the innermost dimension."""
+        strides = self._strides[layout]
+        return strides[-1] if strides else 0

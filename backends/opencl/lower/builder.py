@@ -23,13 +23,11 @@ from .expr import (
     Shape,
     Value,
     View,
-    loads,
     walk,
     work,
 )
 from .launch import Kernel, Launch, Store, Tile
 from .signature import Argument, bind
-from .sources import kernel_source
 from .target import Target
 
 CHEAP = 2
@@ -93,20 +91,22 @@ class Builder:
         self,
         kernel: Kernel,
         global_size: Sequence[int],
-        local_size: Sequence[int] | None,
         args: Mapping[str, Argument],
+        local_size: Sequence[int] | None = (),
         steady: bool = False,
         inplace: Iterable[Value] = (),
     ) -> None:
         """Run `kernel`. It gets int arguments as int32 and float arguments as float32.
 
-        `args` maps the parameter names of the source to arguments; see `signature.bind`.
+        `args` maps the parameter names of the source to arguments; see `signature.bind`. By default
+        every work-item is a group; with None as the local size, the runtime chooses the groups.
         `steady`: the kernel reads only tensors that are `steady`, and no other launch writes its
         results. A result may take the memory of one of `inplace`, see `Launch`.
         """
-        local = None if local_size is None else tuple(local_size)
+        size = tuple(global_size)
+        local = None if local_size is None else tuple(local_size) or (1,) * len(size)
         ids = frozenset(value.id for value in inplace)
-        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), ids, steady=steady))
+        self.add(Launch(kernel, size, local, bind(kernel, args), ids, steady=steady))
 
     def add(self, launch: Launch) -> None:
         """Run a launch after the launches that it depends on."""
@@ -139,10 +139,6 @@ class Builder:
             self._lowered[node] = tuple(loaded)
         else:
             self._lowered[node] = self.pool.load(value)
-
-    def source(self, path: str) -> str:
-        """Return the text of a kernel file, such as `cpu/matmul.cl`."""
-        return kernel_source(path)
 
     # -- for elementwise, view and reduction lowerings
 
@@ -284,14 +280,7 @@ class Builder:
     def _launches(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
         if epilogue.is_product(group):
             return epilogue.launches(group, kept, self.device)
-        code = generate(group, self.device, kept)
-        kernel = Kernel(code.text, code.name, generated=True)
-        read = [load for store in group for load in loads(store.expr)]
-        straight = {load.value.id for load in read if load.plain}
-        if not all(store.plain for store in group):
-            straight = set()
-        inplace = frozenset(straight - {load.value.id for load in read if not load.plain})
-        return [Launch(kernel, code.global_size, code.local_size, code.args, inplace)]
+        return [generate(group, self.device, kept)]
 
 
 def node_dtype(node: fx.Node) -> str:

@@ -8,14 +8,13 @@ number of rows is an argument, so micro-batches of all sizes share one text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from .body import Body
-from .c_types import pointed
-from .expr import Coord, Load, Value, walk
-from .launch import Store
-from .nest import Nest
+from .body import Body, Nest
+from .expr import Coord, Load, Value, loads, walk
+from .launch import Kernel, Launch, Store
+from .signature import pointed
 from .target import Target
 
 BLOCK = 4096
@@ -25,19 +24,8 @@ TILE = 256
 LANES = 16
 
 
-@dataclass(frozen=True)
-class Code:
-    """A generated kernel and how to launch it."""
-
-    text: str
-    name: str
-    global_size: tuple[int, ...]
-    local_size: tuple[int, ...] | None
-    args: tuple[Value | int | float, ...]
-
-
-def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:
-    """Return one kernel for a group of stores of one shape; only stores in `kept` write memory."""
+def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Launch:
+    """Return the launch for a group of stores of one shape; only stores in `kept` write memory."""
     exprs = list(walk(*(store.expr for store in group)))
     layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
     layouts += [store.layout for store in group]
@@ -56,27 +44,29 @@ def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> C
         padded = straight and all(store.plain for store in group) and not target.checks_memory
         lines, count = _by_row(body, kept, padded)
         size, local = (count,), (1,)
-    args: list[Value | int | float] = list(body.tensors.values())
-    parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
-    parameters.append(f"const int {'n' if nest.rows == 1 else 'rows'}")
-    args.append(nest.inner if nest.rows == 1 else nest.rows)
-    return finish(lines, parameters, size, local, tuple(args))
+    number = {"n": nest.inner} if nest.rows == 1 else {"rows": nest.rows}
+    launch = finish(lines, size, local, body.named, number)
+    read = [load for store in group for load in loads(store.expr)]
+    crooked = {load.value.id for load in read if not load.plain}
+    if all(store.plain for store in group):
+        return replace(launch, inplace=frozenset({load.value.id for load in read} - crooked))
+    return launch
 
 
 def finish(
-    lines: Sequence[str],
-    parameters: Sequence[str],
-    global_size: tuple[int, ...],
-    local_size: tuple[int, ...] | None,
-    args: tuple[Value | int | float, ...],
-) -> Code:
-    """Return a kernel with these statements, named by the hash of its text."""
+    lines: Sequence[str], global_size: tuple[int, ...], local_size: tuple[int, ...],
+    tensors: Mapping[str, Value], numbers: Mapping[str, int],
+) -> Launch:  # fmt: skip
+    """Return the launch of a kernel with these statements, named by the hash of its text."""
+    parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in tensors.items()]
+    parameters += [f"const int {name}" for name in numbers]
     inside = "\n".join(f"    {line}" for line in lines)
     signature = ",\n    ".join(parameters)
     digest = hashlib.sha256((signature + inside).encode()).hexdigest()[:16]
     name = f"fused_{digest}"
     text = f"__kernel void {name}(\n    {signature})\n{{\n{inside}\n}}\n"
-    return Code(text, name, global_size, local_size, args)
+    args: tuple[Value | int | float, ...] = (*tensors.values(), *numbers.values())
+    return Launch(Kernel(text, name, generated=True), global_size, local_size, args)
 
 
 def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str], int]:
@@ -87,7 +77,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
             f"const int end = min(begin + {BLOCK}, n);",
         ]
         loops = _loops(body, group, ("begin", "end"), not padded)
-        return head + body.row_lines([]) + loops, -(-nest.inner // BLOCK)
+        return head + body.row_lines() + loops, -(-nest.inner // BLOCK)
     # Neighbouring rows share the cache lines that a step other than 1 touches: walk in tiles.
     crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
     span = min(nest.inner, TILE if crooked else BLOCK)
@@ -99,7 +89,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
         f"const int begin = get_global_id(0) % {blocks} * {span};",
         f"const int end = min(begin + {span}, {nest.inner});",
         *indent(
-            body.row_lines(body.coordinates("row")) + loops,
+            body.row_lines("row") + loops,
             f"for (int row = first; row < min(first + {each}, rows); ++row) {{",
             "}",
         ),
@@ -132,10 +122,10 @@ def _by_element(body: Body, group: Sequence[Store]) -> tuple[list[str], int]:
     stores = body.stores(group, 1)
     if nest.rows == 1:
         head = ["const int i = get_global_id(0);", "if (i >= n) return;"]
-        return head + body.row_lines([]) + stores, count
+        return head + body.row_lines() + stores, count
     head = [
         "const int element = get_global_id(0);",
         f"if (element >= rows * {nest.inner}) return;",
         f"const int row = element / {nest.inner}, i = element % {nest.inner};",
     ]
-    return head + body.row_lines(body.coordinates("row")) + stores, count
+    return head + body.row_lines("row") + stores, count

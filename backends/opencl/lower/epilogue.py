@@ -11,15 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from . import layouts
-from .body import Body
-from .c_types import pointed
+from .body import Body, Nest
 from .codegen import LANES, indent
 from .expr import Coord, Layout, Load, Pool, Rows, Shape, loads, walk
-from .launch import MOST_TENSORS, Kernel, Launch, Panels, Store, Tile
-from .nest import Nest
-from .signature import parameters
-from .sources import kernel_source
+from .launch import MOST_TENSORS, Kernel, Launch, Panels, Store, Tile, kernel_source
+from .signature import parameters, pointed
 from .target import Target
 
 
@@ -42,11 +38,11 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     mine = [load for load in loads(store.expr) if load.value.id in written]
     if not mine or not store.plain or not all(written[load.value.id] for load in mine):
         return None
-    order = layouts.order_of(mine[0].layout)
+    order = mine[0].layout.order()
     shape = group[1].expr.shape if len(group) > 1 else tuple(store.expr.shape[d] for d in order)
 
     def view(layout: Layout) -> Layout | None:
-        return layouts.reshape(layouts.permute(layout, order), shape)
+        return layout.permute(order).reshape(shape)
 
     expr, layout = pool.view(store.expr, view), view(store.layout)
     if expr is None or layout is None or expr.numel != tile.numel:
@@ -130,7 +126,7 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     signature = ["PRODUCT(const float* c)"]
     signature += [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
     assert tile.panels is not None
-    row = body.row_lines(body.coordinates("row"))
+    row = body.row_lines("row")
     lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
     # Sums of earlier blocks of the depth are in memory; for the first block, none is read.

@@ -11,7 +11,7 @@ and computed once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Layout:
     """The place of each element of a tensor of `shape`: `offset + sum(coordinate * stride)`.
 
     Offset and strides count elements. The stride of a dimension of size 1 is 0, so that equal
-    layouts compare equal.
+    layouts compare equal. Views follow torch's rules, and copy no memory.
     """
 
     shape: Shape
@@ -58,6 +58,70 @@ class Layout:
             strides.append(step)
             step *= size
         return Layout(shape, tuple(reversed(strides)))
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        """Return the layout whose dimension `i` is dimension `order[i]` of this one."""
+        shape = tuple(self.shape[d] for d in order)
+        return Layout(shape, tuple(self.strides[d] for d in order), self.offset)
+
+    def order(self) -> list[int]:
+        """Return the dimensions by decreasing stride.
+
+        Permuting by this order makes a permuted row-major tensor row-major again.
+        """
+        strides = list(self.strides)
+        for d in reversed(range(len(strides) - 1)):
+            if self.shape[d] == 1:  # it has no stride, so it keeps its place
+                strides[d] = strides[d + 1]
+        return sorted(range(len(strides)), key=lambda d: -strides[d])
+
+    def narrow(self, dim: int, start: int, length: int, step: int = 1) -> Layout:
+        """Return `length` elements of `dim` from `start` on, every `step`th; -1 walks backwards."""
+        shape, strides = list(self.shape), list(self.strides)
+        offset = self.offset + start * strides[dim]
+        shape[dim], strides[dim] = length, strides[dim] * step
+        return Layout(tuple(shape), tuple(strides), offset)
+
+    def select(self, dim: int, index: int) -> Layout:
+        """Return the layout at one index of a dimension, without that dimension."""
+        kept = [d for d in range(len(self.shape)) if d != dim]
+        return self.narrow(dim, index, 1).permute(kept)
+
+    def unsqueeze(self, dim: int) -> Layout:
+        """Insert a dimension of size 1 before `dim`."""
+        shape = (*self.shape[:dim], 1, *self.shape[dim:])
+        return Layout(shape, (*self.strides[:dim], 0, *self.strides[dim:]), self.offset)
+
+    def reshape(self, shape: Shape) -> Layout | None:
+        """Return the same elements in the same order as `shape`; None if no strides express it."""
+        if math.prod(shape) == 0:
+            return Layout(shape, (0,) * len(shape), self.offset)
+        strides = [0] * len(shape)
+        d = len(shape) - 1
+        for run_size, run_stride in reversed(self.runs()):
+            size, stride = run_size, run_stride
+            while size > 1:
+                while shape[d] == 1:
+                    d -= 1
+                if size % shape[d]:
+                    return None
+                strides[d] = stride
+                stride *= shape[d]
+                size //= shape[d]
+                d -= 1
+        return Layout(shape, tuple(strides), self.offset)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return (size, innermost stride) of the fewest dimensions with the same elements."""
+        runs: list[tuple[int, int]] = []
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == size * stride:
+                runs[-1] = (runs[-1][0] * size, stride)
+            else:
+                runs.append((size, stride))
+        return runs
 
 
 View = Callable[[Layout], "Layout | None"]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
+from itertools import pairwise
+from typing import NamedTuple
+
+from hetpipe.entries import key_of
+from hetpipe.errors import BackendError
 
 from .expr import Expr, Layout, Value, loads
 
@@ -13,6 +19,19 @@ Panels = tuple[str, str]
 """How a product finds its left and its right operand; see `kernels/cpu/matmul.cl`."""
 MOST_TENSORS = 24
 """Most tensors of a generated kernel."""
+BLOCKS = 16
+"""Blocks per launch; a launch with fewer steps stays whole."""
+
+Block = tuple[tuple[int, ...] | None, tuple[int, ...]]
+"""Offset (None: none) and size of a part of a launch's range."""
+HELPERS = {
+    "exact_erf(": "erf.cl", "exp_minus_square(": "erf.cl", "erf_plus_one(": "erf.cl",
+    "exact_sin(": "exact.cl", "exact_cos(": "exact.cl", "exact_tan(": "exact.cl",
+    "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl", "gelu(": "gelu.cl",
+    "vstore16_at_once(": "store.cl",
+}  # fmt: skip
+"""The file that defines each function that generated code may call; callers come before the
+functions that they call."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,35 @@ class Kernel:
     options: tuple[str, ...] = ()
     generated: bool = False
     """Whether the name is unique to this text, so that many kernels can share a program."""
+
+    @classmethod
+    def of_files(cls, name: str, files: Iterable[str], *macros: str) -> Kernel:
+        """Return a kernel of files of `hetpipe.kernels`; each macro becomes a `-D` option."""
+        source = "".join(map(kernel_source, files))
+        return cls(source, name, tuple(f"-D{macro}" for macro in macros))
+
+
+@cache
+def kernel_source(path: str) -> str:
+    """Return the text of a file of `hetpipe.kernels`. Raises `BackendError` if it is missing."""
+    try:
+        return files("hetpipe.kernels").joinpath(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise BackendError(f"there is no kernel source {path!r} in hetpipe.kernels") from error
+
+
+def with_helpers(text: str) -> str:
+    """Return generated code, preceded by the functions of HELPERS that it calls and lacks."""
+    for call, file in HELPERS.items():
+        if call in text and kernel_source(file) not in text:
+            text = f"{kernel_source(file)}\n{text}"
+    return text
+
+
+@cache
+def helpers_identity() -> str:
+    """Return a hash of all functions that generated code may call."""
+    return key_of({call: kernel_source(file) for call, file in HELPERS.items()})
 
 
 @dataclass(frozen=True)
@@ -123,3 +171,51 @@ class Store:
 
 WithStores = Callable[[Sequence[Store], Sequence[Store]], Sequence[Launch]]
 """Makes the launches of a product from its group of stores and the stores to keep."""
+
+
+class Part(NamedTuple):
+    """Elements lo..hi of an output are complete when this block of a launch has ended."""
+
+    output: int
+    lo: int
+    hi: int
+    launch: int
+    block: int
+
+
+def blocks_of(launch: Launch) -> list[Block]:
+    """Return the blocks of a launch along its first dimension; empty if it stays whole."""
+    steps, rest = launch.global_size[0], launch.global_size[1:]
+    if not launch.step or launch.steady or steps < BLOCKS:
+        return []
+    bounds = [steps * part // BLOCKS for part in range(BLOCKS + 1)]
+    zeros = (0,) * len(rest)
+    return [((lo, *zeros), (hi - lo, *rest)) for lo, hi in pairwise(bounds)]
+
+
+def finished_parts(outputs: Sequence[Value | None], launches: Sequence[Launch]) -> list[Part]:
+    """Return the parts of outputs that blocks of launches complete, in order.
+
+    The first launch with steps that touches a tensor counts as its writer. If that launch only
+    reads the tensor, an earlier launch has completed the tensor, since the queue is in order.
+    """
+    makers: dict[int, int] = {}
+    for number, launch in enumerate(launches):
+        if launch.step:
+            makers = dict.fromkeys(launch.touches, number) | makers
+    parts = []
+    for index, value in enumerate(outputs):
+        if value is None or value.id not in makers:
+            continue
+        number = makers[value.id]
+        launch, reached = launches[number], 0
+        for block, (_, size) in enumerate(blocks_of(launch) if _fits(value, launch) else ()):
+            lo, reached = reached, min(reached + size[0] * launch.step, math.prod(value.shape))
+            parts.append(Part(index, lo, reached, number, block))
+    return parts
+
+
+def _fits(value: Value, launch: Launch) -> bool:
+    """Return whether the launch's steps together cover exactly the elements of the tensor."""
+    count = math.prod(value.shape)
+    return (launch.global_size[0] - 1) * launch.step < count <= launch.global_size[0] * launch.step

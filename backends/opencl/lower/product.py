@@ -1,11 +1,56 @@
-"""Matrix products that lowerings request, independent of the kernels that compute them."""
+"""Products and convolutions that lowerings request, independent of the kernels for them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .expr import Value
 from .signature import Argument
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A plain convolution: x [N][in_channels][size] -> y [N][out_channels][out_size]."""
+
+    images: int
+    groups: int
+    in_channels: int
+    out_channels: int
+    size: tuple[int, int]
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Arguments for the parameters `SHAPE` of `kernels/patches.cl`."""
+        return {
+            "images": self.images, "groups": self.groups, "in_channels": self.in_channels,
+            "out_channels": self.out_channels, "height": self.size[0], "width": self.size[1],
+            "out_height": self.out_size[0], "out_width": self.out_size[1],
+            "kernel_h": self.kernel[0], "kernel_w": self.kernel[1], "stride_h": self.stride[0],
+            "stride_w": self.stride[1], "pad_h": self.padding[0], "pad_w": self.padding[1],
+            "dilation_h": self.dilation[0], "dilation_w": self.dilation[1],
+        }  # fmt: skip
+
+    @property
+    def window(self) -> dict[str, int]:
+        """Arguments kernel, stride, padding and dilation of kernels for processors, in h and w."""
+        names = ("kernel", "stride", "padding", "dilation")
+        return {
+            f"{name}_{letter}": getattr(self, name)[dim]
+            for name in names
+            for dim, letter in enumerate("hw")
+        }
+
+    def channels(self, flipped: bool = False) -> tuple[int, int]:
+        """Return (output channels, input channels) of a group; exchanged if `flipped`."""
+        lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
+        return (depth, lanes) if flipped else (lanes, depth)
 
 
 @dataclass(frozen=True)
@@ -47,6 +92,15 @@ class Product:
     inner: int = 0
 
     @property
+    def operands(self) -> dict[str, Argument]:
+        """Kernel arguments a, b and their strides."""
+        a, b = self.left, self.right
+        return {
+            "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
+            "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,
+        }  # fmt: skip
+
+    @property
     def scaling(self) -> dict[str, Argument]:
         """Kernel arguments alpha, beta, bias and its strides; `left` replaces a missing bias."""
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
@@ -56,3 +110,47 @@ class Product:
             "bias_offset": bias.offset, "bias_batch": bias.batch, "bias_row": bias.row,
             "bias_col": bias.col,
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A convolution, or a gradient of it, as a product that reads its operands from the images.
+
+    `kind` is "forward", "input_gradient" or "weight_gradient". `operands` names the two tensors as
+    the kernels do. The product has a batch for each group.
+    """
+
+    kind: str
+    geometry: Geometry
+    operands: Mapping[str, Value]
+    bias: Value | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        g = self.geometry
+        if self.kind == "weight_gradient":
+            return (g.out_channels, g.in_channels // g.groups, *g.kernel)
+        is_forward = self.kind == "forward"
+        return (g.images, g.out_channels, *g.out_size) if is_forward else (
+            g.images, g.in_channels, *g.size)  # fmt: skip
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the product."""
+        g = self.geometry
+        (lanes, depth), taps = g.channels(), math.prod(g.kernel)
+        pixels = g.images * math.prod(g.out_size)
+        if self.kind == "weight_gradient":
+            return lanes, depth * taps, pixels
+        if self.kind == "forward":
+            return lanes, pixels, depth * taps
+        return depth, g.images * math.prod(g.size), lanes * taps
+
+    @property
+    def shift(self) -> dict[str, Argument]:
+        """Kernel arguments of the bias; an operand replaces a missing bias."""
+        if self.kind == "weight_gradient":
+            return {}
+        stand_in = next(iter(self.operands.values()))
+        return {"bias": self.bias or stand_in, "has_bias": int(self.bias is not None)}

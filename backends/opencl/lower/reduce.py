@@ -12,15 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import layouts
-from .body import Body, type_names
+from .body import Body, Nest, type_names
 from .builder import Builder
-from .c_types import C_TYPES, pointed
 from .codegen import LANES, finish, indent
 from .expr import Const, Coord, Expr, Load, Value, loads, walk
-from .launch import Kernel
-from .nest import Nest
-from .signature import Argument
+from .signature import C_TYPES
 
 CHAIN = 2048
 """Longest chain of additions; longer sums are cut into segments."""
@@ -59,7 +55,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     if 1 in expr.shape:  # a dimension of size 1 needs no loop
         loops = [d for d in range(rank) if expr.shape[d] != 1]
         sizes = tuple(expr.shape[d] for d in loops)
-        narrow = builder.view(expr, lambda layout: layouts.reshape(layout, sizes))
+        narrow = builder.view(expr, lambda layout: layout.reshape(sizes))
         inner = [at for at, d in enumerate(loops) if d in dims]
         return builder.reshape(reduce(builder, narrow, inner, how), shape)
     if expr.numel == 0 or not reduced:
@@ -69,7 +65,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     else:
         order, borders = kept[:-1] + reduced + kept[-1:], [len(kept) - 1, rank - 1]
         make = _by_columns
-    moved = builder.view(expr, lambda layout: layouts.permute(layout, order))
+    moved = builder.view(expr, lambda layout: layout.permute(order))
     leaves = [item.layout for item in walk(moved) if isinstance(item, (Load, Coord))]
     nest = Nest(moved.shape, leaves, borders)
     count = math.prod(expr.shape[d] for d in reduced)
@@ -140,7 +136,7 @@ def _by_rows(
         *indent(
             [
                 "const int row = output * rows + part;",
-                *body.row_lines(body.coordinates("row")),
+                *body.row_lines("row"),
                 *loop,
             ],
             f"for (int part = {first}; part < {last}; ++part) {{",
@@ -222,7 +218,7 @@ def _column_loop(
     lines += indent(
         [
             "const int row = output * rows + part;",
-            *body.row_lines(body.coordinates("row")),
+            *body.row_lines("row"),
             *inside,
         ],
         "for (int part = first; part < last; ++part) {",
@@ -262,15 +258,9 @@ def _launch(
     `numbers` are the kernel's int arguments: all items, rows per result and rows per segment.
     """
     out = builder.new(parts.whole, dtype)
-    parameters = [f"__global {pointed(v.dtype)} *{name}" for name, v in body.named.items()]
-    parameters.append(f"__global {C_TYPES[dtype]} *result")
-    parameters += [f"const int {name}" for name in numbers]
     local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
     size = (-(-numbers["items"] // local) * local,)
-    args: dict[str, Argument] = {**body.named, "result": out, **numbers}
-    code = finish(lines, parameters, size, (local,), tuple(args.values()))
-    kernel = Kernel(code.text, code.name, generated=True)
-    builder.launch(kernel, code.global_size, code.local_size, args)
+    builder.add(finish(lines, size, (local,), {**body.named, "result": out}, numbers))
     if parts.segments == 1:
         return out
     dim = len(parts.shape) if parts.segment_last else 0

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .body import Body
-from .c_types import C_TYPES, pointed
+from .body import Body, Nest
 from .codegen import indent
 from .expr import Coord, Layout, Load, Value, loads, walk
-from .launch import Kernel, Launch, Store, Tile
-from .nest import Nest
-from .signature import Argument, bind
-from .sources import with_helpers
+from .launch import Kernel, Launch, Store, Tile, with_helpers
+from .signature import C_TYPES, Argument, bind, pointed
 
 STORES_NOTHING = "#define RESULTS __global float *unused\n#define STORE(element, value)\n#line 1\n"
 """Macros for the packing kernels of such a source."""
@@ -84,7 +81,7 @@ def macros(
     lines = [f"const int row = element / {inner}, i = element % {inner};"]
     if nest.rows == 1:  # without the length, results of all sizes share one text
         lines = ["const int row = 0, i = element;"]
-    lines += [*body.row_lines(body.coordinates("row")), *stores]
+    lines += [*body.row_lines("row"), *stores]
     pointers = {name: f"__global {pointed(value.dtype)} *" for name, value in body.named.items()}
     declared = [f"{pointer}{name}" for name, pointer in pointers.items()]
     declared += ["const int element", f"const {C_TYPES[result.dtype]} stored"]

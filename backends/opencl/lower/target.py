@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hetpipe.sdk.info import DeviceInfo
 
 from ..platform.tuning import Tuning
+from .expr import Value
+
+MOST_EACH = 16
+"""Most rows per work-item of a kernel over rows."""
+BALANCE = 4
+"""Least number of work-items per compute unit before a work-item takes several rows."""
+LINE = 16
+"""Floats per cache line."""
+PAST_CACHES = "PAST_CACHES"
 
 
 @dataclass(frozen=True)
@@ -44,3 +54,23 @@ class Target:
     def checks_memory(self) -> bool:
         """Whether the device is an interpreter that reports accesses outside an allocation."""
         return self.info.capabilities.reference
+
+    def rows_each(self, rows: int) -> int:
+        """Return the rows per work-item of a kernel over rows.
+
+        The kernel reads the next row while it computes one. On a GPU, a work-item has one row: many
+        work-items hide memory latency.
+        """
+        if self.kind == "gpu":
+            return 1
+        return max(1, min(MOST_EACH, rows // (BALANCE * self.compute_units)))
+
+    def past_caches(self, result: Value, length: int) -> tuple[str, ...]:
+        """Return the macro to write rows of `length` past the caches, or none.
+
+        It suits a result that fills the last cache together with an operand of the same size: the
+        cache need not read a line before it is overwritten, and it keeps the rows to be read next.
+        """
+        large = 4 * math.prod(result.shape) >= self.last_cache_nbytes // 2
+        processor = self.kind == self.family == "cpu" and not self.checks_memory
+        return (PAST_CACHES,) if processor and large and length % LINE == 0 else ()

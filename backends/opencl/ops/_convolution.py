@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ..lower.geometry import Geometry
+from ..lower.product import Geometry
 from ._common import arguments, why_not_all_float32
 
 MOST_PIXELS = 14

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_shape
 from ..lower.expr import Expr, Layout, Load
 from ..lower.product import Operand, Product
@@ -79,7 +78,7 @@ def _runs(source: Load, size: int, stride: int) -> list[Run]:
     for first in range(last, -1, -1):
         dims = slice(first, last + 1)
         if math.prod(layout.shape[dims]) == size:
-            return layouts.runs_of(Layout(layout.shape[dims], layout.strides[dims]))
+            return Layout(layout.shape[dims], layout.strides[dims]).runs()
     return []
 
 

@@ -6,10 +6,8 @@ import math
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
-from ..lower.product import Operand
-from ..lower.signature import Argument
+from ..lower.product import Geometry, Operand
 from .matmul import COLS, ROWS, pack_rows
 
 MOST_CHANNELS = 8
@@ -41,8 +39,8 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     )  # fmt: skip
     cols = math.ceil(cols / g.stride[1])
     padded = builder.new((g.images, g.in_channels, rows, g.stride[1], cols), "float32")
-    _launch(
-        builder, "pad_rows", (rows, g.images * g.in_channels),
+    builder.launch(
+        _kernel(builder, "pad_rows"), (rows, g.images * g.in_channels),
         {
             "x": x, "padded": padded, "height": g.size[0], "width": g.size[1],
             "top": g.padding[0], "left": g.padding[1], "stride_w": g.stride[1], "cols": cols,
@@ -51,8 +49,8 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     taps = depth * math.prod(g.kernel)
     weights = Operand(weight, 0, lanes * taps, taps, 1)
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
-    _launch(
-        builder, "convolve_rows",
+    builder.launch(
+        _kernel(builder, "convolve_rows"),
         (math.ceil(lanes / ROWS), math.ceil(g.out_size[0] / BAND), g.images * g.groups),
         {
             "padded": padded,
@@ -68,7 +66,6 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     return y
 
 
-def _launch(builder: Builder, name: str, size: tuple[int, ...], args: dict[str, Argument]) -> None:
-    source = builder.source("cpu/common.cl") + builder.source("cpu/few_channels.cl")
-    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
-    builder.launch(kernel, size, (1,) * len(size), args)
+def _kernel(builder: Builder, name: str) -> Kernel:
+    files = ("cpu/common.cl", "cpu/few_channels.cl")
+    return Kernel.of_files(name, files, *builder.device.defines)

@@ -10,11 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 from ..lower.builder import Builder
-from ..lower.expr import Expr, Value
-from ..lower.geometry import Geometry
+from ..lower.expr import Expr, Layout, Value
 from ..lower.launch import Kernel
-from ..lower.layouts import narrow
-from ..lower.product import Operand
+from ..lower.product import Geometry, Operand
 from .matmul import COLS, pack_rows
 
 ROOM_PANELS = 4
@@ -45,7 +43,8 @@ def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
         return g, x
     seen: Expr = builder.pool.load(x)
     for dim in (0, 1):
-        every = partial(narrow, dim=2 + dim, start=0, length=g.out_size[dim], step=g.stride[dim])
+        length, step = g.out_size[dim], g.stride[dim]
+        every = partial(Layout.narrow, dim=2 + dim, start=0, length=length, step=step)
         seen = builder.view(seen, every)
     return _plain(g), builder.store(seen)
 
@@ -72,18 +71,12 @@ def folded_gradient(
         return dx
     taps = builder.new((g.images, g.groups * rows, *g.out_size), "float32")
     _product(builder, _plain(g), left, dy, None, taps)
-    sizes = {
-        f"{name}_{letter}": pair[dim]
-        for name in ("kernel", "stride", "padding", "dilation")
-        for pair in [getattr(g, name)]
-        for dim, letter in enumerate("hw")
-    }
     (rows, cols), (height, width) = g.out_size, g.size
     builder.launch(
-        _kernel(builder, "fold"), (g.images, g.in_channels), (1, 1),
+        _kernel(builder, "fold"), (g.images, g.in_channels),
         {
             "x": taps, "bias": bias or taps, "has_bias": int(bias is not None), "y": dx,
-            "rows": rows, "cols": cols, "height": height, "width": width, **sizes,
+            "rows": rows, "cols": cols, "height": height, "width": width, **g.window,
         },
     )  # fmt: skip
     return dx
@@ -103,7 +96,7 @@ def _product(
     items = min(units, g.groups * blocks)
     left = pack_rows(builder, a, rows, depth, g.groups)
     builder.launch(
-        _kernel(builder, "pointwise"), (items,), (1,),
+        _kernel(builder, "pointwise"), (items,),
         {
             "left": left, "x": x, "bias": bias or x, "has_bias": int(bias is not None), "y": y,
             "room": builder.new((items, panels, depth, COLS), "float32"), "images": g.images,
@@ -120,6 +113,5 @@ def _plain(g: Geometry) -> Geometry:
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
-    options = tuple(f"-D{each}" for each in ("EPILOGUE", *builder.device.defines))
-    source = "".join(builder.source(f"cpu/{file}.cl") for file in ("common", "matmul", "pointwise"))
-    return Kernel(source, name, options)
+    files = (f"cpu/{file}.cl" for file in ("common", "matmul", "pointwise"))
+    return Kernel.of_files(name, files, "EPILOGUE", *builder.device.defines)

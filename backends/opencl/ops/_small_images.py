@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Value
-from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
-from ..lower.layouts import narrow, permute, reshape
+from ..lower.product import Geometry
 from ..lower.signature import Argument
 
 COLS, FEW, LANES = 32, 4, 16
@@ -39,9 +37,10 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     )  # fmt: skip
     y = builder.new((g.out_channels, panels * COLS), "float32")
     _multiply(builder, weight, patches, y, taps, COLS, taps)
-    seen = builder.view(builder.pool.load(y), partial(narrow, dim=1, start=0, length=pixels))
-    seen = builder.view(seen, partial(reshape, shape=(g.out_channels, g.images, *g.out_size)))
-    return _stored(builder, builder.view(seen, partial(permute, order=(1, 0, 2, 3))), bias)
+    shape = (g.out_channels, g.images, *g.out_size)
+    seen = builder.view(builder.pool.load(y), lambda layout: layout.narrow(1, 0, pixels))
+    seen = builder.view(seen, lambda layout: layout.reshape(shape))
+    return _stored(builder, builder.view(seen, lambda layout: layout.permute((1, 0, 2, 3))), bias)
 
 
 def input_gradient(
@@ -71,14 +70,15 @@ def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value
 
 
 def _permuted(builder: Builder, value: Value, order: tuple[int, ...]) -> Value:
-    return builder.store(builder.view(builder.pool.load(value), partial(permute, order=order)))
+    loaded = builder.pool.load(value)
+    return builder.store(builder.view(loaded, lambda layout: layout.permute(order)))
 
 
 def _stored(builder: Builder, y: Expr, bias: Value | None) -> Value:
     if bias is not None:
-        channels = partial(reshape, shape=(y.shape[1], 1, 1))
-        shift = builder.expand(builder.view(builder.pool.load(bias), channels), y.shape)
-        y = builder.apply("{0} + {1}", "float32", y, shift)
+        channels = (y.shape[1], 1, 1)
+        shift = builder.view(builder.pool.load(bias), lambda layout: layout.reshape(channels))
+        y = builder.apply("{0} + {1}", "float32", y, builder.expand(shift, y.shape))
     return builder.store(y)
 
 
@@ -98,15 +98,13 @@ def _multiply(
 
 
 def _window(g: Geometry) -> dict[str, Argument]:
-    sizes: dict[str, Argument] = {"depth": g.in_channels, "height": g.size[0], "width": g.size[1]}
-    sizes |= {"out_height": g.out_size[0], "out_width": g.out_size[1]}
-    for name in ("kernel", "stride", "padding", "dilation"):
-        sizes |= {f"{name}_{letter}": getattr(g, name)[dim] for dim, letter in enumerate("hw")}
-    return sizes
+    return {
+        "depth": g.in_channels, "height": g.size[0], "width": g.size[1],
+        "out_height": g.out_size[0], "out_width": g.out_size[1], **g.window,
+    }  # fmt: skip
 
 
 def _launch(builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]) -> None:
-    files = ("common", "unpacked", "small_images")
-    source = "".join(builder.source(f"cpu/{file}.cl") for file in files)
-    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
-    builder.launch(kernel, size, (1, 1), args)
+    files = (f"cpu/{file}.cl" for file in ("common", "unpacked", "small_images"))
+    kernel = Kernel.of_files(name, files, *builder.device.defines)
+    builder.launch(kernel, size, args)

@@ -8,8 +8,8 @@ from functools import cache
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
+from ..lower.product import Geometry
 from ._convolution import filled
 
 COLS, LANES = 32, 16
@@ -26,11 +26,6 @@ class Tiling:
 
     depth: int
     sums: int
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Options for building the kernels."""
-        return f"-DDEPTH_TILE={self.depth}", f"-DSUMS={self.sums}"
 
 
 @cache
@@ -87,7 +82,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
         "kernel_w": g.kernel[1], "parts": b.parts,
     }  # fmt: skip
     builder.launch(
-        _kernel(builder, "weight_sums", tiling), (b.items,), (1,),
+        _kernel(builder, "weight_sums", tiling), (b.items,),
         {
             "x": x, "dy": dy, "sums": sums, "room": builder.new((b.items, b.room), "float32"),
             "room_size": b.room, "images": g.images, "rows": g.out_size[0], "cols": g.out_size[1],
@@ -101,7 +96,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     weights = depth * math.prod(g.kernel)
     builder.launch(
         _kernel(builder, "weight_result", tiling),
-        (math.ceil(weights / LANES), math.ceil(lanes / LANES), g.groups), (1, 1, 1),
+        (math.ceil(weights / LANES), math.ceil(lanes / LANES), g.groups),
         {"sums": sums, "dw": dw, **sizes},
     )  # fmt: skip
     return dw
@@ -148,7 +143,5 @@ def _chunk(count: int, most: int) -> int:
 
 
 def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:
-    source = builder.source("cpu/common.cl") + builder.source("cpu/weight_gradient.cl")
-    return Kernel(
-        source, name, (*tiling.options, *(f"-D{each}" for each in builder.device.defines))
-    )
+    macros = (f"DEPTH_TILE={tiling.depth}", f"SUMS={tiling.sums}", *builder.device.defines)
+    return Kernel.of_files(name, ("cpu/common.cl", "cpu/weight_gradient.cl"), *macros)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
+from ..lower.product import Geometry
 from ..lower.signature import Argument
 from ._convolution import forward_axis, gradient_axes
 
@@ -209,7 +209,6 @@ def _launch(
     builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
     steady: bool = False,
 ) -> None:  # fmt: skip
-    files = ("common", "unpacked", "winograd")
-    source = "".join(builder.source(f"cpu/{file}.cl") for file in files)
-    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
-    builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)
+    files = (f"cpu/{file}.cl" for file in ("common", "unpacked", "winograd"))
+    kernel = Kernel.of_files(name, files, *builder.device.defines)
+    builder.launch(kernel, (*size, 1), args, steady=steady)

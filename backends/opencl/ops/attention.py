@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_shape
 from ..lower.expr import Expr, Value
 from ..lower.launch import Kernel
@@ -38,16 +36,11 @@ class Heads:
         return self.outer * self.inner
 
 
-Kernels = Callable[[str], Kernel]
-
-
-def _kernels(builder: Builder, cols: int) -> Kernels:
-    """Return a function from names to kernels, for matrices of up to `cols` columns."""
-    source = "".join(builder.source(file) for file in ("cpu/common.cl", "cpu/attention.cl"))
+def _kernel(builder: Builder, name: str, cols: int) -> Kernel:
+    """Return a kernel for matrices of up to `cols` columns."""
     span = LANES << (math.ceil(cols / LANES) - 1).bit_length()
-    options = [f"-DSPAN={span}", f"-DBLOCK={BLOCK}"]
-    options += [f"-D{each}" for each in builder.device.defines]
-    return lambda name: Kernel(source, name, tuple(options))
+    macros = (f"SPAN={span}", f"BLOCK={BLOCK}", *builder.device.defines)
+    return Kernel.of_files(name, ("cpu/common.cl", "cpu/attention.cl"), *macros)
 
 
 def _heads(builder: Builder, node: fx.Node) -> Heads:
@@ -84,7 +77,7 @@ def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
     if len(shape) == 3:
         return builder.pool.load(builder.reshape(value, shape))
     loaded = builder.pool.load(value)
-    return builder.view(loaded, lambda layout: layouts.permute(layout, (0, 2, 1, 3)))
+    return builder.view(loaded, lambda layout: layout.permute((0, 2, 1, 3)))
 
 
 @lowers("hetpipe.attention.default", supports=why_not_all_float32, kept=True)
@@ -92,12 +85,12 @@ def attention(builder: Builder, node: fx.Node) -> None:
     """Results: (out, logsumexp)."""
     query_node, key_node, value_node, causal, scale = arguments(node)
     query, key, value = (_heads(builder, n) for n in (query_node, key_node, value_node))
-    kernels = _kernels(builder, max(query.cols, value.cols))
+    kernel = _kernel(builder, "attention", max(query.cols, value.cols))
     out = _rows_first(builder, query, value.cols)
     logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
     matrices = _matrix("query", query) | _matrix("key", key) | _matrix("value", value)
     builder.launch(
-        kernels("attention"), (math.ceil(query.rows / BLOCK), query.count), (1, 1),
+        kernel, (math.ceil(query.rows / BLOCK), query.count),
         {
             **matrices, **_sizes(query, key, value), "causal": int(causal), "scale": float(scale),
             "out": out, "lse": logsumexp,
@@ -115,13 +108,13 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
     grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
     logsumexp = builder.value(tensors[5])
     gradients = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
-    kernels = _kernels(builder, max(query.cols, value.cols))
+    kernel = _kernel(builder, "attention_backward", max(query.cols, value.cols))
     rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
     matrices: dict[str, Value | int] = {}
     for name, x in rows.items():
         matrices |= _matrix(name, x)
     builder.launch(
-        kernels("attention_backward"), (query.count,), (1,),
+        kernel, (query.count,),
         {
             **matrices, "lse": logsumexp, **_sizes(query, key, value), "causal": int(causal),
             "scale": float(scale),

@@ -13,18 +13,18 @@ from itertools import product
 
 from torch import fx
 
-from .. import fpga, gpu
+from ..fpga.dataflow import systolic_patches
+from ..gpu.tiles import tiled_patches
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.geometry import Geometry
 from ..lower.launch import Kernel
+from ..lower.product import Geometry, Patches
 from ..lower.reduce import SUM, reduce
 from ..lower.registry import lowers
-from . import _few_channels, _small_images, _winograd
+from . import _few_channels, _small_images, _weight_gradient, _winograd
 from ._common import arguments
 from ._convolution import Axis, choose_tile, forward_axis, geometry_of, gradient_axes, why_not
 from ._pointwise import folded_gradient, folds, is_pointwise, pointwise, sampled
-from ._weight_gradient import weight_gradient
 
 COLS = 32
 """Output channels of a register tile, as in the kernels."""
@@ -33,8 +33,7 @@ BAND_PIXELS = 1024
 """Approximate number of pixels that a work-item of the layout kernel copies."""
 TURN_NBYTES = 4 << 20
 """Memory for copied images, which should stay in the last cache."""
-ONE = (1, 1, 1)
-BY_PATCHES = {"gpu": gpu, "fpga": fpga}
+BY_PATCHES = {"gpu": tiled_patches, "fpga": systolic_patches}
 """Families whose products read patches directly from the images, see `kernels/patches.cl`."""
 
 
@@ -78,8 +77,8 @@ def channels_last(
     band = min(rows, max(1, BAND_PIXELS // cols))
     copy = builder.new((images, rows, cols, channels), "float32")
     builder.launch(
-        _kernel(builder, "layout", "pad_channels_last"),
-        (math.ceil(channels / LANES), math.ceil(rows / band), images), ONE,
+        _kernel("layout", "pad_channels_last"),
+        (math.ceil(channels / LANES), math.ceil(rows / band), images),
         {
             "x": value, "padded": copy, "channels": channels, "height": size[0], "width": size[1],
             "rows": rows, "cols": cols, "top": top, "left": left, "band": band,
@@ -101,6 +100,8 @@ def _bordered(size: Sequence[int], axes: list[tuple[Axis, Axis]]) -> tuple[int, 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
     """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
+    if (family := BY_PATCHES.get(builder.device.family)) is not None:
+        return family(builder, Patches("forward", g, {"x": x, "w": weight}, bias))
     if is_pointwise(g):
         return pointwise(builder, g, x, weight, bias)
     if _winograd.suits(g, flipped=False):
@@ -117,6 +118,8 @@ def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
     """Return dx [N][Ci][H][W]: a convolution of dy per residue of the pixel modulo the stride."""
+    if (family := BY_PATCHES.get(builder.device.family)) is not None:
+        return family(builder, Patches("input_gradient", g, {"dy": dy, "w": weight}, bias))
     if folds(g):
         return folded_gradient(builder, g, dy, weight, bias)
     if _winograd.suits(g, flipped=True):
@@ -125,6 +128,17 @@ def input_gradient(
         return _small_images.input_gradient(builder, g, dy, weight, bias)
     axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
     return _direct(builder, g, dy, weight, bias, axes, flipped=True)
+
+
+def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value:
+    """Return dw [Co][Ci / groups][kh][kw] for x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
+    if (family := BY_PATCHES.get(builder.device.family)) is not None:
+        return family(builder, Patches("weight_gradient", g, {"dy": dy, "x": x}))
+    if is_pointwise(g):
+        g, x = sampled(builder, g, x)
+    elif _small_images.suits(g):
+        return _small_images.weight_gradient(builder, g, x, dy)
+    return _weight_gradient.weight_gradient(builder, g, x, dy)
 
 
 def _direct(
@@ -168,13 +182,11 @@ def _convolve(
     tile = choose_tile(images, h.outputs, w.outputs)
     channels, out_h, out_w = y.shape[1:]
     row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
-    options = [
-        f"-DTILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile, strict=True)
-    ]
+    macros = [f"TILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile, strict=True)]
     size = (row_tiles * col_tiles, math.ceil(images / tile[0]), g.groups * blocks)
     size = (size[2], *size[:2]) if blocks_first else size
     builder.launch(
-        _kernel(builder, "convolution", "convolve", *options), size, ONE,
+        _kernel("convolution", "convolve", *macros), size,
         {
             "packed": packed, "bias": bias or copy.value, "has_bias": int(bias is not None), "y": y,
             "images": images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
@@ -210,8 +222,8 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
     blocks = math.ceil(lanes / COLS)
     packed = builder.new((g.groups * blocks, taps, depth, COLS), "float32")
     builder.launch(
-        _kernel(builder, "layout", "pack_weights"),
-        (g.groups * blocks, math.ceil(depth / LANES)), (1, 1),
+        _kernel("layout", "pack_weights"),
+        (g.groups * blocks, math.ceil(depth / LANES)),
         {
             "w": weight, "packed": packed, "size": math.prod(weight.shape),
             "group_stride": math.prod(weight.shape) // g.groups, "lane_stride": lane_stride,
@@ -225,18 +237,19 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
 
 def bias_gradient(builder: Builder, dy: Value) -> Value:
     """Return db [C] for dy [N][C][H][W]."""
+    if builder.device.family in BY_PATCHES:
+        return reduce(builder, builder.pool.load(dy), [0, 2, 3], SUM)
     images, channels, height, width = dy.shape
     db = builder.new((channels,), "float32")
     builder.launch(
-        _kernel(builder, "bias_gradient", "bias_gradient"), (channels,), (1,),
+        _kernel("bias_gradient", "bias_gradient"), (channels,),
         {"dy": dy, "db": db, "images": images, "channels": channels, "pixels": height * width},
     )  # fmt: skip
     return db
 
 
-def _kernel(builder: Builder, file: str, name: str, *options: str) -> Kernel:
-    source = builder.source("cpu/common.cl") + builder.source(f"cpu/{file}.cl")
-    return Kernel(source, name, options)
+def _kernel(file: str, name: str, *macros: str) -> Kernel:
+    return Kernel.of_files(name, ("cpu/common.cl", f"cpu/{file}.cl"), *macros)
 
 
 def _images(builder: Builder, node: fx.Node) -> Value:
@@ -254,14 +267,8 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     g, transposed = geometry_of(node)
     x, weight = _images(builder, x_node), _images(builder, weight_node)
     bias = None if bias_node is None else builder.value(bias_node)
-    family = BY_PATCHES.get(builder.device.family)
-    if family is not None:
-        compute = family.input_gradient if transposed else family.forward
-        y = compute(builder, g, x, weight, bias)
-    elif transposed:
-        y = input_gradient(builder, g, x, weight, bias)
-    else:
-        y = forward(builder, g, x, weight, bias)
+    compute = input_gradient if transposed else forward
+    y = compute(builder, g, x, weight, bias)
     builder.result(node, builder.reshape(y, node.meta["val"].shape))
 
 
@@ -274,26 +281,12 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
     wide, narrow = (dy, x) if transposed else (x, dy)  # operand and result of the plain convolution
     dx = dw = None
-    family = BY_PATCHES.get(builder.device.family)
-    if family is not None:
-        if want_x:
-            compute = family.forward if transposed else family.input_gradient
-            dx = compute(builder, g, dy, weight, None)
-        dw = family.weight_gradient(builder, g, wide, narrow) if want_weight else None
-        db = reduce(builder, builder.pool.load(dy), [0, 2, 3], SUM) if want_bias else None
-    else:
-        if want_x:
-            backward = forward if transposed else input_gradient
-            dx = backward(builder, g, dy, weight, None)
-        if want_weight and is_pointwise(g):
-            dw = weight_gradient(builder, *sampled(builder, g, wide), narrow)
-        elif want_weight and _small_images.suits(g):
-            dw = _small_images.weight_gradient(builder, g, wide, narrow)
-        elif want_weight:
-            dw = weight_gradient(builder, g, wide, narrow)
-        db = bias_gradient(builder, dy) if want_bias else None
-    if dx is not None:
+    if want_x:
+        backward = forward if transposed else input_gradient
+        dx = backward(builder, g, dy, weight, None)
         dx = builder.reshape(dx, x_node.meta["val"].shape)
-    if dw is not None:
+    if want_weight:
+        dw = weight_gradient(builder, g, wide, narrow)
         dw = builder.reshape(dw, weight_node.meta["val"].shape)
+    db = bias_gradient(builder, dy) if want_bias else None
     builder.result(node, (dx, dw, db))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import fx
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Const, Coord, Layout
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
 from ..lower.signature import Argument
-from ._common import FLOATS, cast
+from ._common import FLOATS, arguments, cast
 
 CHUNK = 1024
 """Blocks of four numbers per work-item."""
@@ -69,23 +67,19 @@ def arange(builder: Builder, node: fx.Node) -> None:
 
 @lowers("hetpipe.keep_mask.default")
 def keep_mask(builder: Builder, node: fx.Node) -> None:
-    rng, site, _, keep, batch_dim, samples = _arguments(node)
-    _draw(builder, node, rng, site, batch_dim, samples, float(keep), "-DMASK")
+    rng, site, _, keep, batch_dim, samples = arguments(node)
+    _draw(builder, node, rng, site, batch_dim, samples, float(keep), "MASK")
 
 
 @lowers("hetpipe.uniform.default")
 def uniform(builder: Builder, node: fx.Node) -> None:
-    rng, site, _, batch_dim, samples = _arguments(node)
+    rng, site, _, batch_dim, samples = arguments(node)
     _draw(builder, node, rng, site, batch_dim, samples, 0.0)
-
-
-def _arguments(node: fx.Node) -> Any:
-    return node.args
 
 
 def _draw(
     builder: Builder, node: fx.Node, rng: fx.Node, site: int, batch_dim: int, samples: int,
-    keep: float, *options: str,
+    keep: float, *macros: str,
 ) -> None:  # fmt: skip
     """Draw numbers with the batch dimension first, then move that dimension to its place."""
     shape = node_shape(node)
@@ -94,8 +88,8 @@ def _draw(
     out = builder.new(moved, node_dtype(node))
     elements = math.prod(shape) // max(1, samples)
     lanes, chunk = (1, 1) if builder.device.kind == "gpu" else (16, CHUNK)
-    options = (*options, f"-DLANES={lanes}", f"-DCHUNK={chunk}")
-    kernel = Kernel(builder.source("random.cl"), "draw", options)
+    macros = (*macros, f"LANES={lanes}", f"CHUNK={chunk}")
+    kernel = Kernel.of_files("draw", ("random.cl",), *macros)
     blocks = -(-elements // 4)
     items = samples * -(-blocks // chunk)
     signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
@@ -103,7 +97,7 @@ def _draw(
         "rng": builder.value(rng), "out": out, "site": signed, "elements": elements,
         "samples": samples, "keep": keep,
     }  # fmt: skip
-    builder.launch(kernel, (items,), (1,) if lanes > 1 else None, args)
+    builder.launch(kernel, (items,), args, (1,) if lanes > 1 else None)
     order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape))]
-    drawn = builder.view(builder.pool.load(out), lambda layout: layouts.permute(layout, order))
+    drawn = builder.view(builder.pool.load(out), lambda layout: layout.permute(order))
     builder.define(node, drawn)

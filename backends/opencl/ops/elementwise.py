@@ -14,7 +14,6 @@ from torch import fx
 
 from hetpipe.sdk.graph import dtype_name, operator_name, why_not_fill
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import DEAR, Apply, Const, Expr
 from ..lower.registry import lowers
@@ -308,5 +307,5 @@ def overwrite(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.fill.Tensor", supports=why_not_fill)
 def fill(builder: Builder, node: fx.Node) -> None:
-    value = builder.view(builder.expr(node.args[1]), lambda layout: layouts.reshape(layout, ()))
+    value = builder.view(builder.expr(node.args[1]), lambda layout: layout.reshape(()))
     builder.define(node, builder.expand(cast(builder, value, node_dtype(node)), node_shape(node)))

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Expr, Layout, Load, Value
 from ..lower.registry import lowers
@@ -28,7 +27,7 @@ def _index(builder: Builder, arg: object, shape: tuple[int, ...], at: int) -> Ex
     """Return an index tensor expanded to `shape`; its first dimension is dimension `at` there."""
     expr = builder.expr(arg)
     padded = expr.shape + (1,) * (len(shape) - at - len(expr.shape))
-    expr = builder.view(expr, lambda layout: layouts.reshape(layout, padded))
+    expr = builder.view(expr, lambda layout: layout.reshape(padded))
     return builder.expand(expr, shape)
 
 

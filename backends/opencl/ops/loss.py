@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from .. import fpga
+from ..fpga import rows as fpga
 from ..lower.builder import Builder, node_shape
 from ..lower.expr import Value
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
-from ..lower.rows import past_caches, rows_each
 from ..lower.signature import Argument
 from ._common import arguments, optional, why_not_float32
 
@@ -23,9 +22,7 @@ NONE, SUM = 0, 2
 """torch's numbers for reductions."""
 
 
-def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
-    files = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
-    return Kernel("".join(map(builder.source, files)), name, options)
+FILES = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
 
 
 def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
@@ -48,40 +45,34 @@ def _over_classes(
     outer, classes, inner = _split(tensors["y"].shape, dim)
     args: dict[str, Argument] = {**tensors, "classes": classes, "logarithm": int(logarithm)}
     if inner == 1:
-        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args, inplace=inplace)
+        builder.launch(Kernel.of_files(f"{name}_rows", FILES), (outer,), args, inplace=inplace)
     else:
-        kernel, size = _kernel(builder, f"{name}_columns"), (math.ceil(inner / LANES), outer)
-        builder.launch(kernel, size, (1, 1), {**args, "inner": inner}, inplace=inplace)
+        kernel, size = Kernel.of_files(f"{name}_columns", FILES), (math.ceil(inner / LANES), outer)
+        builder.launch(kernel, size, {**args, "inner": inner}, inplace=inplace)
 
 
 @lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32, kept=True)
 def softmax(builder: Builder, node: fx.Node) -> None:
     """Result: the softmax over one dimension, or its logarithm."""
     x_node, dim, _ = arguments(node)
-    if builder.device.family == "fpga" and _split(node_shape(node), dim)[2] == 1:
-        joined = fpga.softmax(builder, builder.expr(x_node), "log" in str(node.target))
+    logarithm = "log" in str(node.target)
+    outer, classes, inner = _split(node_shape(node), dim)
+    if builder.device.family == "fpga" and inner == 1:
+        joined = fpga.softmax(builder, builder.expr(x_node), logarithm)
         if joined is not None:
             builder.result(node, joined)
             return
     x = builder.value(x_node)
     y = builder.new(x.shape, "float32")
-    logarithm = "log" in str(node.target)
-    outer, classes, inner = _split(y.shape, dim)
-    if inner == 1:
-        _rows_in_turn(builder, x, y, outer, classes, logarithm)
-    else:
-        _over_classes(builder, "softmax", {"x": x, "y": y}, dim, logarithm)
     builder.result(node, y)
-
-
-def _rows_in_turn(
-    builder: Builder, x: Value, y: Value, outer: int, classes: int, logarithm: bool
-) -> None:
-    each, options = rows_each(builder.device, outer), past_caches(builder.device, y, classes)
+    if inner > 1:
+        _over_classes(builder, "softmax", {"x": x, "y": y}, dim, logarithm)
+        return
+    each, macros = builder.device.rows_each(outer), builder.device.past_caches(y, classes)
     if logarithm or classes > MOST_CLASSES:
-        options = ()
+        macros = ()
     builder.launch(
-        _kernel(builder, "softmax_rows", *options), (math.ceil(outer / each),), (1,),
+        Kernel.of_files("softmax_rows", FILES, *macros), (math.ceil(outer / each),),
         {
             "x": x, "y": y, "outer": outer, "each": each, "classes": classes,
             "logarithm": int(logarithm),
@@ -97,11 +88,8 @@ def _rows_in_turn(
 )
 def softmax_backward(builder: Builder, node: fx.Node) -> None:
     """Result: dx, from dy and the forward's result."""
-    dy, y, dim = (
-        builder.value(arguments(node)[0]),
-        builder.value(arguments(node)[1]),
-        arguments(node)[2],
-    )
+    dy_node, y_node, dim, _ = arguments(node)
+    dy, y = builder.value(dy_node), builder.value(y_node)
     dx = builder.new(y.shape, "float32")
     tensors, logarithm = {"dy": dy, "y": y, "dx": dx}, "log" in str(node.target)
     _over_classes(builder, "softmax_backward", tensors, dim, logarithm, (dy, y))
@@ -128,7 +116,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
     if len(x.shape) == 1 and reduction == NONE:
         reduction = SUM  # torch then also returns the weight of the only sample
     builder.launch(
-        _kernel(builder, "nll_forward"), (1,), (1,),
+        Kernel.of_files("nll_forward", FILES), (1,),
         {
             "x": x, "target": builder.value(target), **optional(builder, "weight", weight, x),
             "loss": loss, "total_weight": total, "outer": outer, "classes": classes,
@@ -151,7 +139,7 @@ def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     dx = builder.new(shape, "float32")
     outer, classes, inner = _samples(shape)
     builder.launch(
-        _kernel(builder, "nll_backward"), (outer,), (1,),
+        Kernel.of_files("nll_backward", FILES), (outer,),
         {
             "dloss": builder.value(dloss), "target": builder.value(target),
             **optional(builder, "weight", weight, dx), "total_weight": builder.value(total),

@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from ..fpga import systolic_product
-from ..gpu import tiled_product
-from ..lower import layouts
-from ..lower.blocks import COUNT as STREAMED
+from ..fpga.dataflow import systolic_product
+from ..gpu.tiles import tiled_product
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Value
-from ..lower.launch import Kernel, Launch, Panels, Tile
+from ..lower.launch import BLOCKS, Kernel, Launch, Panels, Tile
 from ..lower.product import Operand, Product
 from ..lower.registry import lowers
 from ..lower.signature import Argument, bind
@@ -89,7 +87,7 @@ def parts_of(device: Target, p: Product) -> Parts:
         counts[side] *= 2
     rows = math.ceil(panels[0] / counts[0]) * ROWS
     if device.info.capabilities.chunks:
-        rows = min(rows, max(1, panels[0] // STREAMED) * ROWS)
+        rows = min(rows, max(1, panels[0] // BLOCKS) * ROWS)
     cols = math.ceil(panels[1] / counts[1]) * COLS
     return Parts(rows, cols, (math.ceil(p.rows / rows), math.ceil(p.cols / cols)))
 
@@ -245,23 +243,19 @@ def _thin(builder: Builder, p: Product) -> Value:
         p = replace(p, rows=p.cols, cols=p.rows, left=p.right.transposed,
                     right=p.left.transposed, bias=bias)  # fmt: skip
         c_row, c_col = 1, p.rows
-    a, b = p.left, p.right
     builder.launch(
-        _kernel(builder, "matmul_thin"), (math.ceil(p.cols / 16), p.rows, p.batch), (1, 1, 1),
+        _kernel(builder, "matmul_thin"), (math.ceil(p.cols / 16), p.rows, p.batch),
         {
-            "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
-            "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,
-            "c": out, "c_batch": p.rows * p.cols, "c_row": c_row, "c_col": c_col, "cols": p.cols,
-            "depth": p.depth, **p.scaling,
+            **p.operands, "c": out, "c_batch": p.rows * p.cols, "c_row": c_row, "c_col": c_col,
+            "cols": p.cols, "depth": p.depth, **p.scaling,
         },
     )  # fmt: skip
     return out
 
 
-def _kernel(builder: Builder, name: str, *defines: str) -> Kernel:
-    source = builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl")
-    options = (*builder.device.defines, *defines)
-    return Kernel(source, name, tuple(f"-D{each}" for each in options))
+def _kernel(builder: Builder, name: str, *macros: str) -> Kernel:
+    files = ("cpu/common.cl", "cpu/matmul.cl")
+    return Kernel.of_files(name, files, *builder.device.defines, *macros)
 
 
 def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:
@@ -306,7 +300,7 @@ def _lower(
                           left=product.right.transposed, right=product.left.transposed)  # fmt: skip
     expr: Expr = builder.pool.load(lower_product(builder, product))
     if turned:
-        expr = builder.view(expr, lambda layout: layouts.permute(layout, (0, 2, 1)))
+        expr = builder.view(expr, lambda layout: layout.permute((0, 2, 1)))
     builder.define(node, expr)
     copy_at_once(builder, expr, node)
 

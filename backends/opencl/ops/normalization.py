@@ -7,21 +7,19 @@ from typing import Any
 
 from torch import fx
 
-from .. import fpga
+from ..fpga import rows as fpga
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Value
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
-from ..lower.rows import past_caches, rows_each
 from ._common import arguments, optional, why_not_float32
 
 LANES = 16
 GRADIENTS = ("dx", "dweight", "dbias")
 
 
-def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
-    source = builder.source("cpu/common.cl") + builder.source("cpu/normalization.cl")
-    return Kernel(source, name, options)
+def _kernel(name: str, *macros: str) -> Kernel:
+    return Kernel.of_files(name, ("cpu/common.cl", "cpu/normalization.cl"), *macros)
 
 
 def _channels(x: Value) -> tuple[int, int, int]:
@@ -48,7 +46,7 @@ def _train(
     if running is not None:
         new = [builder.new((channels,), "float32") for _ in running]
     builder.launch(
-        _kernel(builder, "batch_norm_train"), (channels,), (1,),
+        _kernel("batch_norm_train"), (channels,),
         {
             "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
             "running_mean": old[0] or x, "running_var": old[1] or x,
@@ -67,7 +65,7 @@ def _infer(
     images, channels, pixels = _channels(x)
     y = builder.new(x.shape, "float32")
     builder.launch(
-        _kernel(builder, "batch_norm_infer"), (channels, images), (1, 1),
+        _kernel("batch_norm_infer"), (channels, images),
         {
             "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
             "mean": mean, "var": var, "y": y, "channels": channels, "pixels": pixels,
@@ -116,19 +114,17 @@ def _no_statistics(builder: Builder) -> tuple[Value, Value]:
 @lowers("aten.native_batch_norm_backward.default", supports=why_not_float32, kept=True)
 def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     """Results: (dx, dweight, dbias), each only if `output_mask` requests it."""
-    dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = arguments(
-        node
-    )
+    dy_node, x_node, weight, *running, mean, rstd, train, eps, mask = arguments(node)
     dy, x = builder.value(dy_node), builder.value(x_node)
     images, channels, pixels = _channels(x)
-    center, spread = (mean, rstd) if train else (running_mean, running_var)
+    center, spread = (mean, rstd) if train else running
     shapes = (x.shape, (channels,), (channels,))
     shapes_and_masks = zip(shapes, mask, strict=True)
     out = [builder.new(shape, "float32") if want else None for shape, want in shapes_and_masks]
     some = next((each for each in out if each is not None), None)
     if some is not None:
         builder.launch(
-            _kernel(builder, "batch_norm_backward"), (channels,), (1,),
+            _kernel("batch_norm_backward"), (channels,),
             {
                 "dy": dy, "x": x, **optional(builder, "weight", weight, x),
                 "center": builder.value(center), "spread": builder.value(spread),
@@ -155,9 +151,9 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
     length = math.prod(normalized)
     rows = math.prod(x.shape) // length
     y, mean, rstd = (builder.new(val.shape, "float32") for val in node.meta["val"])
-    each, options = rows_each(builder.device, rows), past_caches(builder.device, y, length)
+    each, macros = builder.device.rows_each(rows), builder.device.past_caches(y, length)
     builder.launch(
-        _kernel(builder, "layer_norm", *options), (math.ceil(rows / each),), (1,),
+        _kernel("layer_norm", *macros), (math.ceil(rows / each),),
         {
             "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
             "y": y, "save_mean": mean, "save_rstd": rstd, "rows": rows, "each": each,
@@ -180,7 +176,7 @@ def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
     )
     if dx is not None:
         builder.launch(
-            _kernel(builder, "layer_norm_dx"), (rows,), (1,),
+            _kernel("layer_norm_dx"), (rows,),
             {
                 "dy": dy, "x": x, "mean": mean, "rstd": rstd,
                 **optional(builder, "weight", weight, x), "dx": dx, "length": length,
@@ -189,7 +185,7 @@ def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
     params = dweight or dbias
     if params is not None:
         builder.launch(
-            _kernel(builder, "layer_norm_dparams"), (math.ceil(length / LANES),), (1,),
+            _kernel("layer_norm_dparams"), (math.ceil(length / LANES),),
             {
                 "dy": dy, "x": x, "mean": mean, "rstd": rstd, "dweight": dweight or params,
                 "dbias": dbias or params, "want_dweight": int(mask[1]),

@@ -35,10 +35,9 @@ def _launch(
     panel = builder.new(
         (items, 2, groups, gates, math.ceil(hidden / LANES), rows, LANES), "float32"
     )
-    options = (f"-DROWS={rows}", *(f"-D{each}" for each in builder.device.defines))
-    source = "".join(map(builder.source, ("cpu/common.cl", "exp.cl", "cpu/lstm.cl")))
+    files = ("cpu/common.cl", "exp.cl", "cpu/lstm.cl")
     builder.launch(
-        Kernel(source, name, options), (items,), (1,),
+        Kernel.of_files(name, files, f"ROWS={rows}", *builder.device.defines), (items,),
         {
             **args, "weight": weight, "panel": panel, "batch": batch, "hidden": hidden,
             "groups": groups,

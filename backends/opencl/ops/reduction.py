@@ -10,7 +10,6 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Const, Coord, Expr, Layout
 from ..lower.reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
@@ -33,7 +32,7 @@ def _reduced(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) 
 
 
 def _shaped(builder: Builder, expr: Expr, shape: tuple[int, ...]) -> Expr:
-    return builder.view(expr, lambda layout: layouts.reshape(layout, shape))
+    return builder.view(expr, lambda layout: layout.reshape(shape))
 
 
 def _scaled(builder: Builder, expr: Expr, divisor: float) -> Expr:

@@ -11,12 +11,11 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
-from ..lower.c_types import C_TYPES
 from ..lower.expr import Const, Coord, Expr, Layout
 from ..lower.launch import Kernel
 from ..lower.registry import lowers
+from ..lower.signature import C_TYPES
 from ..lower.target import Target
 from ._common import FLOATS, argument, cast
 
@@ -51,8 +50,8 @@ def embedding_backward(builder: Builder, node: fx.Node) -> None:
 
 def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> None:
     lanes = 1 if builder.device.kind == "gpu" else _columns(args["width"], builder.device)
-    kernel = _kernel(builder, "put_rows", dtype, how, lanes)
-    builder.launch(kernel, (-(-args["width"] // lanes),), None, args)
+    kernel = _kernel("put_rows", dtype, how, lanes)
+    builder.launch(kernel, (-(-args["width"] // lanes),), args, None)
 
 
 def _columns(width: int, device: Target) -> int:
@@ -61,11 +60,11 @@ def _columns(width: int, device: Target) -> int:
     return next(fitting, COLUMNS[-1])
 
 
-def _kernel(builder: Builder, name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:
+def _kernel(name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:
     if dtype == "bool" and how == "ADD":
         how = "LARGER"
-    options = (f"-DTYPE={C_TYPES[dtype]}", f"-DJOIN={how}", f"-DLANES={lanes}")
-    return Kernel(builder.source("scatter.cl"), name, options)
+    macros = (f"TYPE={C_TYPES[dtype]}", f"JOIN={how}", f"LANES={lanes}")
+    return Kernel.of_files(name, ("scatter.cl",), *macros)
 
 
 def _no_masks(node: fx.Node) -> str | None:
@@ -92,11 +91,11 @@ def index_put(builder: Builder, node: fx.Node) -> None:
     first, rank = len(before), len(spread)
     order = [*range(first, first + rank), *range(first), *range(first + rank, len(sizes))]
     values = cast(builder, builder.expr(node.args[2], sizes), dtype)
-    moved = builder.view(values, lambda layout: layouts.permute(layout, order))
+    moved = builder.view(values, lambda layout: layout.permute(order))
 
     places = [*indexed, *whole]
     source = builder.expr(node.args[0])
-    copy = builder.view(source, lambda layout: layouts.permute(layout, places))
+    copy = builder.view(source, lambda layout: layout.permute(places))
     out = builder.store_copy(copy)
     if moved.numel:
         args = {
@@ -107,7 +106,7 @@ def index_put(builder: Builder, node: fx.Node) -> None:
         _put_rows(builder, dtype, "ADD" if argument(node, 3, "accumulate", False) else "SET", args)
     back = [places.index(d) for d in range(len(shape))]
     stored = builder.pool.load(out)
-    builder.define(node, builder.view(stored, lambda layout: layouts.permute(layout, back)))
+    builder.define(node, builder.view(stored, lambda layout: layout.permute(back)))
 
 
 def _row(builder: Builder, node: fx.Node, spread: tuple[int, ...]) -> Expr:
@@ -173,9 +172,9 @@ def scatter(builder: Builder, node: fx.Node) -> None:
             "count": index.shape[-1], "step": strides[dim], "size": shape[dim],
         }  # fmt: skip
         for how, joined in joins:
-            kernel = _kernel(builder, "put_lines", dtype, how)
+            kernel = _kernel("put_lines", dtype, how)
             args["lines"] = builder.store(joined)
-            builder.launch(kernel, (math.prod(begins.shape),), None, args)
+            builder.launch(kernel, (math.prod(begins.shape),), args, None)
     builder.result(node, builder.reshape(out, node_shape(node)))
 
 
@@ -187,7 +186,7 @@ def _with_a_dimension(builder: Builder, expr: Expr) -> Expr:
     """Return a 0-d tensor as a 1-d tensor."""
     if expr.shape:
         return expr
-    return builder.view(expr, lambda layout: layouts.unsqueeze(layout, 0))
+    return builder.view(expr, lambda layout: layout.unsqueeze(0))
 
 
 def _as_lines(
@@ -197,11 +196,11 @@ def _as_lines(
     expr = _with_a_dimension(builder, cast(builder, builder.expr(node), dtype))
     for d, size in enumerate(sizes or ()):
         if size != expr.shape[d]:
-            first = functools.partial(layouts.narrow, dim=d, start=0, length=size)
+            first = functools.partial(Layout.narrow, dim=d, start=0, length=size)
             expr = builder.view(expr, first)
     rank = len(expr.shape)
     order = [d for d in range(rank) if d != dim % rank] + [dim % rank]
-    return builder.view(expr, lambda layout: layouts.permute(layout, order))
+    return builder.view(expr, lambda layout: layout.permute(order))
 
 
 def _start(how: str, dtype: str) -> float | int:

@@ -9,7 +9,6 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name, strided_offset, why_not_strided
 
-from ..lower import layouts
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Const, Expr, Layout, Load, View
 from ..lower.registry import lowers
@@ -38,10 +37,10 @@ def view_of(node: fx.Node) -> View | None:
     name = operator_name(node)
     if name in RESHAPES:
         shape = node_shape(node)
-        return lambda layout: layouts.reshape(layout, shape)
+        return lambda layout: layout.reshape(shape)
     if name in PERMUTATIONS:
         order = _order(node)
-        return lambda layout: layouts.permute(layout, order)
+        return lambda layout: layout.permute(order)
     return None
 
 
@@ -80,7 +79,7 @@ def expand(builder: Builder, node: fx.Node) -> None:
 def slice_(builder: Builder, node: fx.Node) -> None:
     dim, start, step = _slice(node, 1)
     length = node_shape(node)[dim]
-    _define_view(builder, node, lambda x: layouts.narrow(x, dim, start, length, step))
+    _define_view(builder, node, lambda x: x.narrow(dim, start, length, step))
 
 
 def _slice(node: fx.Node, first: int) -> tuple[int, int, int]:
@@ -101,7 +100,7 @@ def _dim(dim: Any, rank: int) -> int:
 def select(builder: Builder, node: fx.Node) -> None:
     tensor, dim, index = _selected(node, 1)
     dim = _dim(dim, len(tensor))
-    _define_view(builder, node, lambda x: layouts.select(x, dim, index % tensor[dim]))
+    _define_view(builder, node, lambda x: x.select(dim, index % tensor[dim]))
 
 
 def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
@@ -143,7 +142,7 @@ def flip(builder: Builder, node: fx.Node) -> None:
     dims: Any = node.args[1]
     expr = builder.expr(node.args[0])
     for d in (dim % len(shape) for dim in dims):
-        expr = builder.view(expr, lambda x, d=d: layouts.narrow(x, d, shape[d] - 1, shape[d], -1))  # type: ignore[misc] # mypy: lambda default
+        expr = builder.view(expr, lambda x, d=d: x.narrow(d, shape[d] - 1, shape[d], -1))  # type: ignore[misc] # mypy: lambda default
     builder.define(node, expr)
 
 
@@ -165,8 +164,8 @@ def split(builder: Builder, node: fx.Node) -> None:
 
 def _cutter(dim: int, begin: int, size: int, drop: bool) -> View:
     if drop:
-        return lambda layout: layouts.select(layout, dim, begin)
-    return lambda layout: layouts.narrow(layout, dim, begin, size)
+        return lambda layout: layout.select(dim, begin)
+    return lambda layout: layout.narrow(dim, begin, size)
 
 
 @lowers("getitem")
@@ -186,7 +185,7 @@ def repeat(builder: Builder, node: fx.Node) -> None:
     sizes = (1,) * (len(shape) - len(expr.shape)) + expr.shape
     spread = tuple(n for pair in zip(repeats, sizes, strict=True) for n in pair)
     paired = tuple(n for size in sizes for n in (1, size))
-    expr = builder.view(expr, lambda layout: layouts.reshape(layout, paired))
+    expr = builder.view(expr, lambda layout: layout.reshape(paired))
     value = builder.store(builder.expand(expr, spread))
     builder.define(node, builder.pool.load(builder.reshape(value, shape)))
 
@@ -198,12 +197,12 @@ def cat(builder: Builder, node: fx.Node) -> None:
     dim = _dim(argument(node, 1, "dim", 0), len(shape))
     exprs = [cast(builder, builder.expr(part), dtype) for part in parts]
     if operator_name(node) == "aten.stack.default":
-        exprs = [builder.view(expr, lambda x: layouts.unsqueeze(x, dim)) for expr in exprs]
+        exprs = [builder.view(expr, lambda x: x.unsqueeze(dim)) for expr in exprs]
     out, whole, begin = builder.new(shape, dtype), Layout.row_major(shape), 0
     for expr in exprs:
         # torch ignores empty vectors among tensors of any rank.
         if len(expr.shape) == len(shape) and expr.shape[dim] > 0:
-            part = layouts.narrow(whole, dim, begin, expr.shape[dim])
+            part = whole.narrow(dim, begin, expr.shape[dim])
             builder.store_into(expr, out, part)
             begin += expr.shape[dim]
     builder.define(node, builder.pool.load(out))
@@ -221,7 +220,7 @@ def constant_pad(builder: Builder, node: fx.Node) -> None:
         # A negative pad cuts: it reads fewer elements.
         skip, room = max(0, -before), expr.shape[dim] + min(0, before) + min(0, after)
         expr = builder.view(expr, _cutter(dim, skip, room, False))
-        target = layouts.narrow(target, dim, max(0, before), room)
+        target = target.narrow(dim, max(0, before), room)
     fill = cast(builder, builder.pool.make(Const, shape, "float32", float(number)), dtype)
     _define_over(builder, node, fill, expr, target)
 
@@ -232,10 +231,10 @@ def scatter_view(builder: Builder, node: fx.Node) -> None:
     part = builder.expr(node.args[1])
     if operator_name(node) == "aten.select_scatter.default":
         shape, dim, index = _selected(node, 2)
-        target = layouts.select(whole, dim, index % shape[dim])
+        target = whole.select(dim, index % shape[dim])
     else:
         dim, start, step = _slice(node, 2)
-        target = layouts.narrow(whole, dim, start, part.shape[dim], step)
+        target = whole.narrow(dim, start, part.shape[dim], step)
     _define_over(builder, node, builder.expr(node.args[0]), part, target)
 
 

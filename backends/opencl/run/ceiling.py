@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..lower.launch import Kernel
-from ..lower.sources import kernel_source
+from ..lower.launch import Kernel, kernel_source
 from ..platform.driver import driver
 from .opened import OpenedDevice
 

@@ -15,7 +15,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Event
 from hetpipe.sdk.indices import Bound
 
-from ..lower.index_checks import NONE
+from ..lower.lowering import NONE
 from ..platform.driver import driver, errors
 from .memory import Bytes, Memory
 from .opened import OpenedDevice

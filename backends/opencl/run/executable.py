@@ -15,9 +15,8 @@ from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.inputs import check_inputs
 
 from ..lower.arena import lives, nbytes
-from ..lower.blocks import Block, blocks_of, finished_parts
 from ..lower.expr import Value
-from ..lower.launch import Launch
+from ..lower.launch import Block, Launch, blocks_of, finished_parts
 from ..lower.lowering import Lowered
 from ..platform.driver import driver, errors
 from .arguments import Arguments
@@ -68,7 +67,8 @@ class OpenCLExecutable(Executable):
         a mini-batch is one micro-batch, there is no such run."""
         self._arguments = Arguments()
         streams = device.info.capabilities.chunks
-        self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
+        values = [output.value for output in lowered.outputs]
+        self._parts = finished_parts(values, lowered.launches) if streams else []
         """The parts of outputs that are complete when one block of a launch ends."""
         in_blocks = {each.launch for each in self._parts}
         self._place_of = {output: place for place, output in enumerate(lowered.results)}

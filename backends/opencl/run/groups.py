@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hetpipe.entries import Entries, key_of
 
-from ..lower.launch import Kernel
-from ..lower.sources import helpers_identity
+from ..lower.launch import Kernel, helpers_identity
 
 MOST = 24
 """The most new kernels in a program: two compilers share the work by programs, not by kernels."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..lower.arena import nbytes
 from ..lower.expr import Value
-from ..lower.launch import Kernel, Launch
-from ..lower.sources import with_helpers
+from ..lower.launch import Kernel, Launch, with_helpers
 from ..platform.driver import driver, errors, quiet
 from .binaries import Binaries
 from .groups import groups_of

@@ -148,11 +148,12 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
             steady = builder.steady(call.inputs[pack.input])
             text = STORES_NOTHING + kernel.source if kernel.epilogue else kernel.source
             packing = Kernel(text, pack.function, kernel.options)
-            builder.launch(packing, *_range(pack, call), pack.arguments(call), steady=steady)
+            global_size, local_size = _range(pack, call)
+            builder.launch(packing, global_size, pack.arguments(call), local_size, steady)
         own = Kernel(kernel.source, kernel.function, kernel.options)
         launch = OwnLaunch(own, kernel.arguments(call), *_range(kernel, call))
         if not kernel.epilogue:
-            builder.launch(own, launch.global_size, launch.local_size, launch.arguments)
+            builder.launch(own, launch.global_size, launch.arguments, launch.local_size)
         elif len(call.outputs) == 1:
             (out,) = call.outputs
             launches = tuple(launch.plain(out))

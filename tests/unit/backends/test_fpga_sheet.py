@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hetpipe.backends.opencl.fpga.array import ARRAY
+from hetpipe.backends.opencl.fpga.dataflow import ARRAY
 from hetpipe.backends.opencl.fpga.sheet import (
     KernelSheet,
     design,
