@@ -1,4 +1,4 @@
-"""Every OpenCL device of this machine, with the kernels of FPGAs.
+"""Every OpenCL device of this machine, with the kernels for FPGAs.
 
 hetpipe conform tests/backend/as_fpga.py --device as-fpga:pocl:0
 """
@@ -16,7 +16,7 @@ from hetpipe.sdk import register_backend
 
 @register_backend
 class AsFpga(OpenCLBackend):
-    """Devices with the kernels of FPGAs."""
+    """Devices with the kernels for FPGAs."""
 
     name = "as-fpga"
 
@@ -27,7 +27,7 @@ class AsFpga(OpenCLBackend):
 
 @cache
 def as_fpga(device_id: str, channels: bool = True) -> OpenCLDevice:
-    """The device of an id such as `opencl:pocl:0`, with the kernels of FPGAs; one per process."""
+    """Return the device of an id such as `opencl:pocl:0` with FPGA kernels; cached per process."""
     backend = AsFpga()
     backend.configure({"families": {"as-fpga:*": "fpga"}, "channels": channels}, Path())
     wanted = device_id.replace("opencl", "as-fpga", 1)

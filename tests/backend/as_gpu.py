@@ -1,4 +1,4 @@
-"""Every OpenCL device of this machine, taken for a GPU: its kernels can be tested without one.
+"""Every OpenCL device of this machine, treated as a GPU: its kernels can be tested without one.
 
 hetpipe conform tests/backend/as_gpu.py --device as-gpu:pocl:0
 """
@@ -14,7 +14,7 @@ from hetpipe.sdk import DeviceInfo, register_backend
 
 @register_backend
 class AsGpu(OpenCLBackend):
-    """Devices with the kernels of GPUs."""
+    """Devices with the kernels for GPUs."""
 
     name = "as-gpu"
 

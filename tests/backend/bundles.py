@@ -29,12 +29,12 @@ VALUES = np.linspace(-2, 2, 35, dtype=np.float32).reshape(5, 7)
 
 
 def graph_of(factor: float) -> fx.GraphModule:
-    """A graph of one kernel, whose text has the factor in it."""
+    """Return a graph with one kernel, whose source contains the factor."""
     return canonical(make_fx(lambda x: (torch.tanh(x) * factor,))(torch.zeros(5, 7)))
 
 
 def write(folder: Path, device: Device, graph: fx.GraphModule) -> Manifest:
-    """A bundle of one program, without a binary."""
+    """Write a bundle of one program, without a binary."""
     exported = device.export({"forward of 5 samples": graph})
     sources = tuple(
         SourceEntry(s.file, sha256_of(s.text.encode()), s.options, s.kernels, (), None)
@@ -48,7 +48,7 @@ def write(folder: Path, device: Device, graph: fx.GraphModule) -> Manifest:
 
 
 def build(folder: Path, device: Device, manifest: Manifest) -> Manifest:
-    """The bundle with a binary."""
+    """Compile the bundle's source and add the binary."""
     (source,) = manifest.sources
     text = (folder / source.file).read_text()
     content = device.build(source, text, manifest.programs)
@@ -62,7 +62,7 @@ def result(device: Device, graph: fx.GraphModule) -> Array:
 
 
 def changed(folder: Path, change: Any) -> None:
-    """Change a manifest's data, as whoever writes one would."""
+    """Change the data of a manifest and update its checksum."""
     path = folder / MANIFEST
     data = json.loads(path.read_text())
     data.pop("checksum")
@@ -72,7 +72,7 @@ def changed(folder: Path, change: Any) -> None:
 
 
 def count_sources(monkeypatch: Any) -> list[str]:
-    """The texts of all OpenCL programs that are made of sources from now on, in this process."""
+    """Return a list that collects the texts of all OpenCL programs made from source from now on."""
     cl = driver()
     texts: list[str] = []
     usual = cl.Program.__init__

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/backend/fpga_cases.py FILE.npz channels
 
-A separate process can be ended when kernels wait for each other for ever.
+A separate process can be ended if kernels wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
 
 def normal(*shape: int) -> torch.Tensor:
-    """Random numbers, the same every time."""
+    """Return random numbers that are the same in every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(11))
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """A product with an epilogue: bias, activation, residual."""
+    """Compute a product with an epilogue: bias, activation, residual."""
     return functional.gelu(torch.addmm(b, x, w.t())) + r
 
 
 def normed(
     x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, s: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """A residual, which is a result too, and its norm."""
+    """Compute a residual sum, which is also a result, and its norm."""
     residual = x @ w + r
     return residual, *torch.native_layer_norm(residual, [s.numel()], s, None, 1e-5)
 
 
 def convolution(weight: tuple[int, ...], **how: Any) -> Case:
-    """A convolution, a function of its result, and its gradients."""
+    """Return a case with a convolution, a function of its result, and its gradients."""
     x, w, b = normal(2, 4, 11, 13), normal(*weight), normal(weight[0])
     dy = normal(*functional.conv2d(x, w, b, **how).shape)
 
@@ -56,7 +56,7 @@ def convolution(weight: tuple[int, ...], **how: Any) -> Case:
 
 
 def transposed_convolution() -> Case:
-    """The same of a transposed one."""
+    """Return the same case for a transposed convolution."""
     x, w = normal(2, 6, 5, 4), normal(6, 4, 3, 3)
     how: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1}
     dy = normal(*functional.conv_transpose2d(x, w, **how).shape)
@@ -70,7 +70,7 @@ def transposed_convolution() -> Case:
 
 
 def batch_norm(running: bool, *shape: int, **how: Any) -> Case:
-    """Batch norm of a convolution in training, its statistics, and the gradients of all."""
+    """Return a case with training batch norm of a convolution, its statistics and gradients."""
     x, w, b = normal(*shape), normal(70, 3, 3, 3), normal(70)
     dy = normal(*functional.conv2d(x, w, b, **how).shape)
     state = (normal(70) * 0.1, normal(70).abs()) if running else ()
@@ -91,7 +91,7 @@ def batch_norm(running: bool, *shape: int, **how: Any) -> Case:
 
 
 def mm(rows: int, depth: int, cols: int) -> Case:
-    """A matrix product, and one of transposed matrices."""
+    """Return a case with a matrix product and a product of the transposed matrices."""
 
     def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return a @ b, b.t() @ a.t()
@@ -133,11 +133,11 @@ WITHOUT = (
     "mm 64 x 32 x 128", "one pixel", "depthwise", "gradient", "batch norm without statistics",
 )  # fmt: skip
 CHANNELLED = tuple(name for name in CASES if name not in WITHOUT)
-"""The cases that run with channels, too."""
+"""The cases that also run with channels."""
 
 
 def main(file: str, form: str) -> None:
-    """Write the results of `CHANNELLED` on the emulator, with channels or without."""
+    """Write the results of `CHANNELLED` on the emulator, with or without channels."""
     device = as_fpga(EMULATOR, form == "channels")
     kept: dict[str, Array] = {}
     for name in CHANNELLED:
@@ -145,7 +145,7 @@ def main(file: str, form: str) -> None:
         kept |= {f"{name} {n}": each for n, each in enumerate(results(device, fn, *inputs))}
         print(name, flush=True)
     np.savez(file, allow_pickle=False, **kept)
-    os._exit(0)  # whatever the emulator's threads do
+    os._exit(0)  # end the process, whatever the emulator's threads do
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def compiler() -> str:
 
 @functools.cache
 def built(*targets: str) -> Path:
-    """The folder with targets of the example's Makefile."""
+    """Build targets of the example's Makefile and return their folder."""
     command = ["make", "-C", str(EXAMPLE), f"OUT={folder()}", f"CC={compiler()}", *targets]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def open_library(path: Path) -> Device:
 
 @functools.cache
 def faulty(fault: str) -> Path:
-    """A library with one fault of `native_faults.c`."""
+    """Build a library with one fault of `native_faults.c`."""
     path = folder() / f"lib{fault.lower()}.so"
     compile_c(
         str(FAULTS), *operators(), f"-D{fault}", "-shared", "-o", str(path), "-lm", "-pthread"
@@ -67,7 +67,7 @@ def faulty(fault: str) -> Path:
 
 @functools.cache
 def operators() -> list[str]:
-    """Objects of all but the device, for all faulty libraries."""
+    """Compile everything but the device once, for all faulty libraries."""
     sources = [EXAMPLE / "operators.c", EXAMPLE / "elements.c", EXAMPLE / "layers.c"]
     objects = []
     for source in (*sources, INCLUDE / "hetpipe_graph.c"):

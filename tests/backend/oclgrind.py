@@ -30,7 +30,7 @@ def poison(device: OpenCLDevice) -> None:
 
 
 def log_of(code: str, folder: Path, *checks: str) -> str:
-    """Run `code` in a new process; return what Oclgrind writes."""
+    """Run `code` in a new process and return the log of Oclgrind."""
     log = folder / "log.txt"
     settings = {"OCLGRIND_LOG": str(log), **dict.fromkeys(checks, "1")}
     here = Path(__file__).parent

@@ -41,7 +41,7 @@ def compiled(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor
 
 
 def upload(device: OpenCLDevice, *inputs: torch.Tensor) -> tuple[list[Buffer], list[Event]]:
-    """Start to upload; return the buffers, and the events that end when they are filled."""
+    """Start uploads; return the buffers, and the events that end when the buffers are filled."""
     pairs = [device.upload(tensor.numpy()) for tensor in inputs]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 

@@ -1,4 +1,4 @@
-"""Devices for the tests of OpenCL's kernels, and the rounding that sums may have."""
+"""Devices for the tests of OpenCL's kernels, and limits for the rounding of sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERPRETERS = [i.id for i in infos() if i.backend == "opencl" and i.capabilitie
 
 
 def outputs(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that `fn` returns."""
+    """Return the tensors that `fn` returns."""
     result = fn(*inputs)
     found = result if isinstance(result, (tuple, list)) else (result,)
     return [item for item in found if item is not None]
@@ -25,21 +25,21 @@ def outputs(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torc
 def on_device(
     device_id: str, fn: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the outputs of `fn` on the device; `fn` returns tensors only."""
-    graph = trace(fn, inputs, {})  # operators whole: it is their own kernels that are tested
+    """Return the outputs of `fn` on the device; all outputs must be tensors."""
+    graph = trace(fn, inputs, {})  # no decompositions: test the operators' own kernels
     arrays = run(opened(device_id), graph, [t.contiguous().numpy() for t in inputs])
     return [torch.from_numpy(array) for array in arrays]
 
 
 def wide(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same in float64."""
+    """Return the inputs in float64."""
     return [t.double() if t.is_floating_point() else t for t in inputs]
 
 
 def check_sums(
     device_id: str, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], terms: int
 ) -> None:
-    """`fn` is linear in each input: errors stay under c sqrt(terms) eps fn(|inputs|)."""
+    """Check that errors stay under c sqrt(terms) eps fn(|inputs|); `fn` is linear in each input."""
     magnitudes = outputs(fn, [t.abs() for t in wide(inputs)])
     expected = outputs(fn, wide(inputs))
     found = on_device(device_id, fn, inputs)
@@ -53,7 +53,7 @@ def check_sums(
 def check_close(
     device_id: str, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], ulps: float
 ) -> None:
-    """Every output is within `ulps` eps of its largest magnitude (at least 1) of float64's."""
+    """Check every output within `ulps` eps of its largest magnitude (at least 1) in float64."""
     expected = outputs(fn, wide(inputs))
     found = on_device(device_id, fn, inputs)
     assert len(found) == len(expected)

@@ -1,4 +1,4 @@
-"""A companion runs what a device refuses, and nothing else; results are those without it."""
+"""A companion runs only the operators that a device refuses; the results stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Lacking(NumpyDevice):
-    """numpy without the operators in `lacks`."""
+    """A numpy device without the operators in `lacks`."""
 
     lacks: frozenset[str] = frozenset({"aten.tanh.default", "aten.sigmoid.default"})
 
@@ -87,7 +87,7 @@ def results(device: Device, graph: fx.GraphModule, donate: Sequence[int] = ()) -
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_operators_may_be_lent(seed: int) -> None:
+def test_any_operators_may_run_on_the_companion(seed: int) -> None:
     graph = trace(network, [X, W], TABLE)
     names = sorted({operator_name(node) for node in graph_calls(graph)} - {"getitem"})
     chosen = random.Random(seed)
@@ -101,7 +101,7 @@ def test_any_operators_may_be_lent(seed: int) -> None:
         np.testing.assert_array_equal(result, right)
 
 
-def test_results_are_buffers_of_the_device_and_placeholders_themselves() -> None:
+def test_results_are_buffers_of_the_device_or_the_placeholders() -> None:
     device = pair(Lacking.lacks)
     graph = trace(network, [X, W], TABLE)
     x, w = (device.upload(tensor.numpy())[0] for tensor in (X, W))
@@ -112,7 +112,7 @@ def test_results_are_buffers_of_the_device_and_placeholders_themselves() -> None
     assert all(buffer.device is device.device for buffer in outputs)
 
 
-def test_a_graph_without_lent_operators_is_the_devices_own() -> None:
+def test_a_graph_without_lent_operators_compiles_as_usual() -> None:
     device = pair(frozenset({"aten.tanh.default"}))
     whole = device.compile(trace(lambda x, w: x + w, [W, W], TABLE))
     assert type(whole) is type(device.device.compile(trace(lambda x, w: x + w, [W, W], TABLE)))
@@ -140,7 +140,7 @@ def test_an_opencl_device_may_borrow() -> None:
     np.testing.assert_allclose(results(device, graph)[0], expected, atol=1e-5)
 
 
-def test_what_neither_has_is_refused_with_both_reasons() -> None:
+def test_an_operator_neither_has_is_refused_with_both_reasons() -> None:
     device = pair(Lacking.lacks)
     graph = trace(torch.erfinv, [X], {})
     with pytest.raises(
@@ -195,8 +195,8 @@ def test_a_stage_trains_with_lent_operators_and_the_plan_names_them(transport: s
     assert note.startswith("numpy runs aten.tanh.default of layers.0 for a, 1 times in the forward")
 
 
-def test_it_is_never_silent() -> None:
-    """Without `lends` the operator is refused, as ever."""
+def test_a_backend_that_lends_nothing_refuses_the_operator() -> None:
+    """Without `lends`, the operator is refused."""
     registry.register_backend(Alone)
     device = registry.open_device("alone:unit:0")
     with pytest.raises(UnsupportedOperatorError, match="alone:unit:0 cannot run aten"):
@@ -211,7 +211,7 @@ def test_it_is_never_silent() -> None:
         ("numpy:cpu:7", "which is not on this machine; found: numpy:cpu:0"),
     ],
 )
-def test_a_companion_that_is_not_there(lends: str, problem: str) -> None:
+def test_a_missing_companion_is_reported(lends: str, problem: str) -> None:
     registry.register_backend(type("Lost", (LackingBackend,), {"lends": lends}))
     with pytest.raises(BackendError, match=problem):
         registry.open_device("lacking:unit:0")

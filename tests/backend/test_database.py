@@ -1,11 +1,11 @@
-"""torch's own operator database on every backend: nothing is wrong, and what is refused is known.
+"""torch's operator database on every backend: all results are right, and all refusals are listed.
 
-`database.toml` beside this file lists, for one version of torch, the entries that nobody can be
-asked to run (results that are random, complex or not initialised, or that torch cannot trace) and
-those that each backend refuses. All others run: the largest of an entry's first samples, in
-float32, forward and with gradients where torch has them, against float64. The list may only shrink:
-an entry that runs has to leave it, and one that is refused is not to be put into it.
-docs/operators.md is made of it.
+`database.toml` beside this file lists, for one version of torch, the entries that cannot be tested
+(results that are random, complex or not initialised, or that torch cannot trace) and the entries
+that each backend refuses. All other entries run: the largest of an entry's first samples, in
+float32, forward and with gradients if torch has them, against float64. The list may only shrink: an
+entry that runs must be removed, and no refused entry may be added. docs/operators.md is made from
+the list.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ DATA = Path(__file__).with_name("database.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 SURVEY = survey.read(DATA)
 MOST = {"numpy": 115, "opencl": 106, "pytorch": 8}
-"""The longest that the list of a backend may be. Lower it when the list has become shorter."""
+"""Longest allowed list of each backend. Lower it when a list becomes shorter."""
 FIRST = ("numpy:cpu:0", "pytorch:cpu:0", "opencl:pocl:0")
 SLOW = "opencl:oclgrind:0"
-"""An interpreter, for which the kernels' own cases are small enough."""
+"""An interpreter, for which only the smaller cases of the kernel tests are fast enough."""
 HERE = [info.id for info in infos() if info.backend in MOST]
 OTHERS = [each for each in HERE if each not in (*FIRST, SLOW)]
 rig_on = functools.cache(rig_of)
 PARTS = 64
-"""The database is divided into so many cases, since its import takes seconds."""
+"""Number of parts of the database; each part is one case, since the import takes seconds."""
 
 pytestmark = [
     pytest.mark.skipif(
         survey.version() != SURVEY.torch, reason=f"the list is that of torch {SURVEY.torch}"
     ),
-    pytest.mark.filterwarnings("ignore"),  # of samples that are odd on purpose
+    pytest.mark.filterwarnings("ignore"),  # some samples are odd on purpose
 ]
 
 
 def faults(rig: Rig, part: int) -> list[str]:
-    """What is wrong with a part of the database on a device, a line for each entry."""
+    """Return one line per entry of this part with a wrong result or an unlisted status."""
     lines = []
     for name in entries():
         if crc32(name.encode()) % PARTS != part:
@@ -66,7 +66,7 @@ def faults(rig: Rig, part: int) -> list[str]:
 
 
 def seen(rig: Rig, name: str) -> str:
-    """Why a device does not run an entry; empty if it does."""
+    """Return why a device does not run an entry, or an empty string if it does."""
     try:
         check_entry(name, rig, samples=1)
     except NotAsked as reason:
@@ -85,7 +85,10 @@ def test_the_database(device_id: str, part: int) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("part", range(0, PARTS, 4))
 def test_a_part_of_the_database_on_another_runtime(part: int) -> None:
-    """The others in turn: their kernels are the same, and only the compiler differs."""
+    """Other runtimes each test some parts:
+
+    their kernels are the same, and only the compiler differs.
+    """
     if not OTHERS:
         pytest.skip("no other runtime is here")
     lines = faults(rig_on(OTHERS[part // 4 % len(OTHERS)]), part)
@@ -93,7 +96,7 @@ def test_a_part_of_the_database_on_another_runtime(part: int) -> None:
 
 
 def test_the_lists_only_shrink() -> None:
-    """A list that has become shorter lowers its number in `MOST`, so that it stays so."""
+    """A list that becomes shorter lowers its number in `MOST`, so it cannot grow again."""
     assert {backend: len(names) for backend, names in SURVEY.refused.items()} == MOST
 
 
@@ -102,7 +105,7 @@ def test_listed_entries_exist() -> None:
     assert sorted(listed - entries().keys()) == []
 
 
-def test_the_page_of_operators_is_that_of_the_list() -> None:
+def test_the_page_of_operators_is_made_from_the_list() -> None:
     command = (
         "PYTHONPATH=tests python -m benchmarks.survey tests/backend/database.toml docs/operators.md"
     )

@@ -1,4 +1,4 @@
-"""Indices out of range are refused by every backend as torch refuses them."""
+"""Indices out of range are refused by every backend, as by torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results(
     return execute(device, executable, [x.numpy(), np.array(index)])
 
 
-# (what is indexed, a legal index, what is done with them, its size, whether negatives are legal)
+# (indexed tensor, legal indices, function of both, size, whether negative indices are legal)
 CASES: dict[str, tuple[torch.Tensor, list[int], Callable[..., Any], int, bool]] = {
     "embedding": (X, [0, 3], lambda x, i: F.embedding(i, x), 4, False),
     "embedding_2d": (X, [0, 3], lambda x, i: F.embedding(i.expand(3, 2), x) * 2, 4, False),
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[torch.Tensor, list[int], Callable[..., Any], int, bool]] 
 @pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device_id", DEVICES)
-def test_legal_indices_are_taken_and_others_refused(device_id: str, case: str) -> None:
+def test_legal_indices_are_accepted_and_others_refused(device_id: str, case: str) -> None:
     x, legal, fn, size, negatives = CASES[case]
     device = opened(device_id)
     graph = trace(fn, [x, torch.tensor(legal)], get_backend(device.info.backend).decompositions())
@@ -90,8 +90,8 @@ def test_a_refused_run_leaves_the_executable_usable(device_id: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", [i for i in DEVICES if i.startswith("opencl")])
-def test_a_graph_without_indices_from_outside_has_no_check(device_id: str) -> None:
-    """A table that is looked up by a constant costs nothing more."""
+def test_a_graph_with_constant_indices_has_no_check(device_id: str) -> None:
+    """A lookup with constant indices costs nothing more."""
     device = opened(device_id)
     table = get_backend("opencl").decompositions()
     graph = trace(lambda x: F.embedding(torch.arange(3), x), [X], table)
@@ -99,7 +99,7 @@ def test_a_graph_without_indices_from_outside_has_no_check(device_id: str) -> No
     assert executable._lowered.checks == ()
 
 
-def test_indices_that_the_caller_has_checked_are_not_checked_again() -> None:
+def test_indices_checked_by_the_caller_are_not_checked_again() -> None:
     graph = trace(lambda x, i: F.embedding(i.expand(3, 2), x), [X, torch.tensor([0, 3])], {})
     lookup = next(node for node in graph_calls(graph) if "embedding" in str(node.target))
 
@@ -113,7 +113,7 @@ def test_indices_that_the_caller_has_checked_are_not_checked_again() -> None:
     assert bounds((0, 5, None)) == bounds((-1, 4, None)) == bounds((0, 4, -100)) == 1
 
 
-def test_a_stage_knows_that_its_batch_is_checked() -> None:
+def test_a_stage_does_not_check_its_batch_again() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(8, 5))
     example = torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The bench for kernels of one's own: right ones pass, a planted fault has its name and line."""
+"""The test bench for users' kernels: right kernels pass, and a fault is named with its line."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ n = 100
 
 @pytest.fixture
 def tried(tmp_path: Path) -> Callable[..., list[Outcome]]:
-    """Runs a kernel on a device."""
+    """Return a function that runs a kernel on a device."""
 
     def run(device_id: str, source: str, spec: str, function: str = "") -> list[Outcome]:
         path = tmp_path / "mine.cl"
@@ -177,7 +177,7 @@ n = SIZE
 
 @pytest.mark.slow
 def test_parameters_may_be_vectors(tried: Callable[..., list[Outcome]]) -> None:
-    """Of tensors of whole vectors; the expected values are those of the elements."""
+    """The tensors are declared as whole vectors; the expected values count elements."""
     results = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "64"))
     assert results
     assert all(each.flaws == () and each.ulp["y"] == 0 for each in results)
@@ -207,12 +207,12 @@ def test_the_checker_names_kind_and_line(
         ("beyond", ["out of bounds"], None),
         ("half_done", ["not written"], None),
         ("stale", ["not deterministic", "wrong result"], None),
-        ("bounds", ["wrong result"], 9),  # what lies beyond is NaN
+        ("bounds", ["wrong result"], 9),  # memory beyond the end is NaN
         ("endless", ["hangs"], None),
         ("crashing", ["crashes"], None),
     ],
 )
-def test_a_runtime_shows_what_it_can(
+def test_a_runtime_finds_some_faults(
     tried: Callable[..., list[Outcome]], function: str, kinds: list[str], line: int | None
 ) -> None:
     spec = SPEC if function == "endless" else SPEC.replace("= 4.0", "= 60.0")
@@ -238,7 +238,7 @@ def test_a_runtime_shows_what_it_can(
     ],
     ids=["build", "name", "type", "local size"],
 )
-def test_a_launch_that_cannot_be_is_a_flaw(
+def test_an_impossible_launch_is_a_flaw(
     tried: Callable[..., list[Outcome]], source: str, spec: str, kind: str, word: str
 ) -> None:
     spec = spec.replace('y = "a * x + y"', 'y = "x"')
@@ -285,7 +285,7 @@ def test_the_fixture_fails_with_the_line_and_the_command(tmp_path: Path) -> None
 
 
 def kernel(body: str, head: str = "") -> str:
-    """The source of a kernel f(x, y, n)."""
+    """Return the source of a kernel f(x, y, n)."""
     return f"""{head}
 __kernel void f(__global float *x, __global float *y, const int n)
 {{
@@ -351,7 +351,7 @@ CHEATS = {
 @pytest.mark.slow
 @needs_runtime
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_kernel_that_is_right_for_the_listed_runs_alone(
+def test_a_kernel_right_only_for_the_listed_runs_is_found(
     tried: Callable[..., list[Outcome]], name: str
 ) -> None:
     body, expect, changes, kind, words, declared = CHEATS[name]
@@ -359,14 +359,14 @@ def test_a_kernel_that_is_right_for_the_listed_runs_alone(
     (result,) = tried(RUNTIME, kernel(body), spec)
     assert [flaw.kind for flaw in result.flaws] == [kind]
     assert words in result.flaws[0].text
-    if name != "overwrites":  # what the specification declares is no fault
+    if name != "overwrites":  # a specification may declare that this is no fault
         (result,) = tried(RUNTIME, kernel(body), spec.replace(*declared, 1))
         assert result.flaws == ()
 
 
 @pytest.mark.slow
 @needs_runtime
-def test_an_expectation_may_use_all_of_python_and_a_constant_one_is_warned_of(
+def test_an_expectation_may_use_all_of_python_but_should_vary(
     tried: Callable[..., list[Outcome]],
 ) -> None:
     sums = spec_for("x.reshape(n, 1).sum(1) + array([0.0 * n for _ in x])")
@@ -473,7 +473,7 @@ def test_images(tried: Callable[..., list[Outcome]], device_id: str) -> None:
 
 @pytest.mark.slow
 @needs_runtime
-def test_a_large_error_beside_a_pass_has_words(tmp_path: Path) -> None:
+def test_a_large_error_within_the_tolerance_is_explained(tmp_path: Path) -> None:
     (tmp_path / "f.cl").write_text(kernel("y[i] = (x[i] + 1000.0f) - 1001.0f;"))
     spec = spec_for("x - 1", ("[[case]]", "[tolerance.y]\nterms = 10000\n[[case]]"))
     (tmp_path / "f.toml").write_text(spec)
@@ -516,7 +516,7 @@ def test_a_specification_is_refused_with_its_place(
         check_sizes(trial_of(tmp_path / "mine.cl", path, "wrong"))
 
 
-def test_a_kernel_is_named_where_there_are_several(tmp_path: Path) -> None:
+def test_a_file_with_several_kernels_needs_a_name(tmp_path: Path) -> None:
     (tmp_path / "mine.cl").write_text(FAULTY)
     (tmp_path / "mine.toml").write_text(SPEC)
     with pytest.raises(BackendError, match=r"8 kernels; it has race, bounds.*write function"):
@@ -561,15 +561,15 @@ def test_error_classes() -> None:
     assert output_error(off, large, ulp, 1).wrong == 1
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="cannot be read"):
         read_spec(tmp_path / "none.toml")
 
 
-def test_without_a_file_the_operators_of_a_backend_are_tested(
+def test_without_a_file_a_backends_operators_are_tested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only checks that show a wrong kernel, on the device that is named."""
+    """Only the checks that find a wrong kernel run, and only on the named device."""
     seen: list[tuple[list[str], tuple[str, ...]]] = []
     monkeypatch.setattr(
         "hetpipe.cli.conform.conform",
@@ -585,7 +585,7 @@ def test_without_a_file_the_operators_of_a_backend_are_tested(
 
 
 @pytest.mark.slow
-def test_a_group_of_checks_alone() -> None:
+def test_one_group_of_checks() -> None:
     (info,) = [each for each in devices_of("numpy") if each.id == "numpy:cpu:0"]
     results = list(run_suite(info, Level.CORE, groups=("strides",)))
     assert [each.name.partition("/")[0] for each in results] == ["strides"] * len(results)

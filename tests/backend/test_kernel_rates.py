@@ -1,4 +1,7 @@
-"""The benchmark of kernels: right results, all figures, a picture; no figure is asserted."""
+"""The benchmark of kernels: results are right, all figures and a picture exist.
+
+No figure has a required value.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,14 @@ def test_every_kernel_is_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_operations_and_bytes_of_a_convolution() -> None:
-    """The first layer of ResNet-50 has 118 million multiply-adds for an image (He et al., 2016)."""
+    """The first layer of ResNet-50 has 118 million multiply-adds per image (He et al., 2016)."""
     forward, by_input, by_weight = convolutions(RESNET50[:1])
     assert forward.operations == 2 * 8 * 112 * 112 * 64 * 3 * 49
     assert forward.operations == by_input.operations == by_weight.operations
     assert forward.nbytes == 4 * 8 * (3 * 224 * 224 + 64 * 112 * 112) + 4 * 64 * 3 * 49
     assert len(list(convolutions(RESNET50))) == 3 * 23
     total = sum(case.operations for case in convolutions(RESNET50) if case.kernel == "forward")
-    assert total / 8 / 2 < 4.1e9  # every shape once is less than the network
+    assert total / 8 / 2 < 4.1e9  # each shape once is less than the network
 
 
 def test_the_command_writes_figures_and_a_picture(

@@ -30,7 +30,7 @@ def opened() -> Device:
 
 @pytest.fixture(params=["queue", "blocking"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """The example, and one that leaves out all that is optional and waits in every call."""
+    """Open the example, or a device without all optional functions that waits in every call."""
     path = example() if request.param == "queue" else faulty("BLOCKING")
     device = open_library(path)
     yield device
@@ -54,7 +54,7 @@ def test_operator(case: Case) -> None:
 
 
 def names() -> set[str]:
-    """The operators in the tables of the example."""
+    """Return the operators in the tables of the example."""
     text = "".join((EXAMPLE / name).read_text() for name in ("elements.c", "layers.c"))
     tables = "".join(re.findall(r"_OPERATIONS\[\] = \{(.*?)\n\};", text, re.DOTALL))
     one = {f"{name}.default" for name in re.findall(r'ONE\("(\w+)"', tables)}
@@ -80,16 +80,16 @@ def test_the_selftest_passes(device: Device, monkeypatch: pytest.MonkeyPatch) ->
 def test_copies_round_trip(device: Device, shape: tuple[int, ...], dtype: str) -> None:
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
     np.testing.assert_array_equal(fetch(device, put(device, array)), array)
-    turned = array.T  # strides of any kind
+    turned = array.T  # a non-contiguous array
     np.testing.assert_array_equal(fetch(device, put(device, turned)), turned)
 
 
-def test_a_dtype_that_the_device_lacks_is_refused() -> None:
+def test_a_missing_dtype_is_refused() -> None:
     with pytest.raises(BackendError, match=r"native:example.cpu:0 has no float64; it has float32"):
         opened().upload(np.ones(3))
 
 
-def test_an_operator_that_the_device_lacks_is_refused_by_name(device: Device) -> None:
+def test_a_missing_operator_is_refused_by_name(device: Device) -> None:
     graph = traced(lambda x: torch.cumsum(x, 0), torch.ones(3))
     with pytest.raises(UnsupportedOperatorError, match=r"aten.cumsum.default.*no such operator"):
         device.compile(graph)
@@ -101,7 +101,7 @@ def test_a_donated_input_becomes_an_output_and_nothing_else_does(device: Device)
     x, y = (put(device, np.array(values, np.float32)) for values in ([1, 2, 3], [10, 20, 30]))
     (total, difference, same), event, _ = executable.run([x, y], frozenset({0, 1}))
     event.wait(10)
-    assert same is x  # an output that is a placeholder is that very buffer, donated or not
+    assert same is x  # an output that is a placeholder is the same buffer, donated or not
     np.testing.assert_array_equal(fetch(device, x), [1, 2, 3])
     np.testing.assert_array_equal(fetch(device, total), [11, 22, 33])
     np.testing.assert_array_equal(fetch(device, difference), [-9, -18, -27])
@@ -109,11 +109,11 @@ def test_a_donated_input_becomes_an_output_and_nothing_else_does(device: Device)
         fetch(device, y)
 
 
-def test_an_input_that_is_not_donated_stays(device: Device) -> None:
+def test_an_input_given_twice_is_not_donated(device: Device) -> None:
     graph = traced(lambda x, y: (x.view(3, 1), x + y), torch.ones(3), torch.ones(3))
     x = put(device, np.array([1, 2, 3], np.float32))
     (view, doubled), event, _ = device.compile(graph).run([x, x], frozenset({0}))
-    event.wait(10)  # it came twice, so it is not given away
+    event.wait(10)  # it was given twice, so it is not donated
     np.testing.assert_array_equal(fetch(device, x), [1, 2, 3])
     np.testing.assert_array_equal(fetch(device, view), [[1], [2], [3]])
     np.testing.assert_array_equal(fetch(device, doubled), [2, 4, 6])
@@ -146,7 +146,7 @@ def test_runs_follow_each_other_by_events_alone() -> None:
     np.testing.assert_allclose(fetch(device, x), np.full((64, 64), expected), rtol=1e-3)
 
 
-def test_an_index_out_of_range_fails_its_event_and_all_that_follow() -> None:
+def test_an_index_out_of_range_fails_its_event_and_later_ones() -> None:
     device = opened()
     zero = torch.tensor([0])
     pick = device.compile(traced(lambda x, i: torch.gather(x, 0, i), torch.ones(3), zero))
@@ -163,7 +163,7 @@ def test_an_index_out_of_range_fails_its_event_and_all_that_follow() -> None:
             wait()
 
 
-def test_memory_is_freed_when_nobody_has_it(device: Device) -> None:
+def test_memory_without_references_is_freed(device: Device) -> None:
     step = device.compile(traced(lambda x: x + 1, torch.ones(1000)))
     if device.memory_used_nbytes() is None:
         pytest.skip("it counts no memory")
@@ -178,7 +178,7 @@ def test_memory_is_freed_when_nobody_has_it(device: Device) -> None:
     assert device.memory_used_nbytes() == before
 
 
-def test_too_large_a_buffer_is_an_error_and_the_device_goes_on() -> None:
+def test_the_device_survives_too_large_a_buffer() -> None:
     device = opened()
     graph = traced(lambda x: x.expand(1 << 20, 1 << 10), torch.ones(1))
     x = put(device, np.ones(1, np.float32))
@@ -211,7 +211,7 @@ def test_threads_copy_and_run_at_the_same_time() -> None:
     assert not failures
 
 
-def test_a_closed_device_keeps_the_buffers_that_are_left() -> None:
+def test_a_closed_device_keeps_its_remaining_buffers() -> None:
     device = open_library(example())
     buffer = put(device, np.ones(3, np.float32))
     device.close()
@@ -220,7 +220,7 @@ def test_a_closed_device_keeps_the_buffers_that_are_left() -> None:
     np.testing.assert_array_equal(fetch(buffer.device, buffer), np.ones(3))
 
 
-def test_the_headers_are_where_a_vendor_is_told() -> None:
+def test_the_headers_are_in_the_documented_folder() -> None:
     assert {"hetpipe_backend.h", "hetpipe_graph.h", "hetpipe_graph.c"} <= {
         path.name for path in include_folder().iterdir()
     }

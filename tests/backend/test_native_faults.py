@@ -1,4 +1,4 @@
-"""A faulty library is an error by its path, and takes nothing else along."""
+"""A faulty library is reported with its path and does not affect other libraries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ASKED = {
     "UNKNOWN_DTYPE": r"has unknown bits 0x80000000 for dtypes",
     "SAME_NAME": r"has the name 'example', as .*libexample.so has",
 }
-"""What is wrong when libraries are asked for their devices."""
+"""Expected errors of libraries that are faulty when asked for their devices."""
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> NativeBackend:
@@ -48,7 +48,7 @@ def named(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> NativeBackend:
 
 @pytest.fixture(scope="module")
 def asked() -> dict[str, str]:
-    """The findings about all faulty libraries together, by fault; they are asked at once."""
+    """Return the findings about all faulty libraries, by fault; all are asked at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETPIPE_NATIVE_LIMIT_S", "3")
         backend = named(patch, example(), *map(faulty, ASKED))
@@ -63,11 +63,11 @@ def asked() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ASKED)
-def test_a_fault_is_an_error_of_its_library_alone(asked: dict[str, str], fault: str) -> None:
+def test_a_fault_disables_only_its_library(asked: dict[str, str], fault: str) -> None:
     assert re.search(ASKED[fault], asked[fault]), asked[fault]
 
 
-def test_a_file_that_is_no_library_and_one_that_is_missing(
+def test_missing_files_and_files_that_are_no_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "text.so").write_text("no library")
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_library_and_one_that_is_missing(
         assert f"{tmp_path / name} cannot be loaded as a library: " in str(error.value)
 
 
-def test_a_device_of_a_broken_library_is_missed_with_the_reason(
+def test_a_missing_device_is_explained_by_its_broken_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     named(monkeypatch, example(), faulty("OTHER_VERSION"))
@@ -94,7 +94,7 @@ OPENED = {"OPEN_FAILS": "taken by process 7", "OPEN_GIVES_NULL": "open succeeds,
 
 
 @pytest.mark.parametrize("fault", OPENED)
-def test_a_device_that_does_not_open(fault: str) -> None:
+def test_a_device_that_cannot_be_opened_is_reported(fault: str) -> None:
     with pytest.raises(BackendError, match=OPENED[fault]):
         open_library(faulty(fault))
 
@@ -117,15 +117,15 @@ def test_a_run_that_breaks_the_rules(fault: str) -> None:
     device.close()
 
 
-def test_events_that_nobody_can_wait_for_are_refused() -> None:
+def test_events_without_wait_functions_are_refused() -> None:
     device = open_library(faulty("EVENTS_UNTOLD"))
     with pytest.raises(BackendError, match="returns events but lacks the functions wait"):
         device.upload(np.ones(3, np.float32))
 
 
 @pytest.mark.slow
-def test_a_collection_of_garbage_ends_a_device_after_its_buffers() -> None:
-    """Within one collection Python finalizes objects in any order."""
+def test_garbage_collection_ends_a_device_after_its_buffers() -> None:
+    """Python finalizes the objects of one garbage collection in any order."""
     for _ in range(20):
         ended: list[str] = []
         device = Handle("device", ended.append, None)
@@ -137,7 +137,7 @@ def test_a_collection_of_garbage_ends_a_device_after_its_buffers() -> None:
         assert ended == ["buffer", "buffer", "buffer", "device"]
 
 
-def test_a_wait_ends_in_time_whatever_the_library_does() -> None:
+def test_a_wait_with_a_limit_ends_in_time() -> None:
     device = open_library(faulty("SLOW"))
     _, event = device.upload(np.ones(3, np.float32))
     assert not event.done()

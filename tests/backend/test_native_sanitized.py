@@ -1,4 +1,4 @@
-"""The example under AddressSanitizer and UndefinedBehaviorSanitizer, driven without Python."""
+"""The example under AddressSanitizer and UndefinedBehaviorSanitizer, run without Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CYCLES = 300
 
 
 def cnn_graphs() -> list[fx.GraphModule]:
-    """Forward, backward and update of a small network with most operators of the example."""
+    """Return forward, backward and update of a small network with most operators of the example."""
     nn = torch.nn
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -46,7 +46,7 @@ def serialised() -> list[bytes]:
 
 
 def replay(*arguments: object, sanitized: bool = True) -> subprocess.CompletedProcess[str]:
-    """The driver's run; every report of a sanitizer is an exit status."""
+    """Run the driver; any report of a sanitizer changes its exit status."""
     driver = built("sanitized") / "replay-sanitized" if sanitized else built("replay") / "replay"
     return subprocess.run(
         [str(driver), *map(str, arguments)], capture_output=True, text=True, timeout=250
@@ -63,7 +63,7 @@ def clean(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def damaged(data: bytes, generator: random.Random) -> bytes:
-    """Other numbers here and there, sometimes an end too early; mostly under a right checksum."""
+    """Change some numbers and sometimes cut off the end; mostly with a right checksum."""
     damaged = bytearray(data)
     for _ in range(generator.randint(1, 3)):
         width = generator.choice([1, 1, 4, 8])
@@ -86,7 +86,7 @@ def test_programs_run_and_leak_nothing(serialised: list[bytes], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_results_are_those_of_torch(tmp_path: Path) -> None:
+def test_results_equal_torch(tmp_path: Path) -> None:
     x, w = (torch.randn(3, 3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     graph = trace(lambda x, w: ((x @ w).tanh(), x.sum(0)), [x, w], core_decompositions())
     for name, array in (("graph", serialise(graph)), ("x", x.numpy()), ("w", w.numpy())):
@@ -109,7 +109,7 @@ def test_damaged_graphs_are_refused_or_run(serialised: list[bytes], tmp_path: Pa
     said = clean(replay("--fuzz", library(), path))
     counts = list(map(int, re.findall(r"\d+", said)))
     assert counts[0] == len(cases), said
-    assert min(counts) >= len(serialised), said  # of every kind there were some
+    assert min(counts) >= len(serialised), said  # some of every kind
 
 
 def test_load_open_run_close_again_and_again(serialised: list[bytes], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_load_open_run_close_again_and_again(serialised: list[bytes], tmp_path: 
     said = clean(replay(*arguments, sanitized=False))
     grown = re.search(r"grown by (-?\d+) KiB", said)
     assert grown is not None
-    assert int(grown[1]) < CYCLES, said  # allocators settle; a page per cycle were four times that
+    assert int(grown[1]) < CYCLES, said  # allocators settle; a page per cycle would be 4 times that
     clean(replay("--cycles", 20, library(), tmp_path / "graph"))
 
 
@@ -128,7 +128,7 @@ def test_load_open_run_close_again_and_again(serialised: list[bytes], tmp_path: 
      ("OVERFLOW", "signed integer overflow")],
 )  # fmt: skip
 def test_the_sanitizers_see_faults(tmp_path: Path, fault: str, report: str) -> None:
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     source = tmp_path / "fault.c"
     source.write_text(
         "#include <limits.h>\n#include <stdlib.h>\nint main(int n, char **v) {\n"

@@ -1,4 +1,4 @@
-"""The example device in C trains as torch does, alone and beside others, and in processes."""
+"""The example device in C trains as torch does, alone, with other devices, and in processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ device = "numpy:cpu:0"
 
 
 def small_cnn() -> nn.Module:
-    """Max and average pooling, a stride, ReLU."""
+    """Return a network with max and average pooling, a stride, and ReLU."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(4, 8, 3, stride=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 10),
@@ -42,7 +42,9 @@ def small_cnn() -> nn.Module:
 
 
 def thin_digits() -> nn.Module:
-    """Blocks of the zoo's digits, with batch norm, SiLU and shortcuts, and fewer channels."""
+    """Return a network of the zoo's digits blocks (batch norm, SiLU, shortcuts) with fewer
+    channels.
+    """
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.SiLU(),
         digits.Block(4, 4), digits.Block(4, 8, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
@@ -73,7 +75,7 @@ OPTIMIZERS = {
 def losses(
     model: Callable[[], nn.Module], optimizer: str, cluster: hp.Cluster
 ) -> tuple[list[float], list[float]]:
-    """Return the losses of a pipeline with a stage on each device, and those of torch."""
+    """Return the losses of a pipeline with a stage on each device, and the losses of torch."""
     data = batches(model)
     ours, eager_optimizer = OPTIMIZERS[optimizer]
     torch.manual_seed(0)
@@ -100,7 +102,7 @@ def losses(
         (thin_digits, "adam", [NUMPY, C]),
     ],
 )
-def test_losses_are_those_of_torch(
+def test_losses_equal_torch(
     monkeypatch: pytest.MonkeyPatch,
     model: Callable[[], nn.Module],
     optimizer: str,

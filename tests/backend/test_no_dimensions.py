@@ -1,4 +1,4 @@
-"""Tensors without dimensions: torch lets them be reduced and indexed along dimension 0 or -1."""
+"""Tensors without dimensions: torch allows reductions and indexing along dimension 0 or -1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALONG: dict[str, Callable[[torch.Tensor, int], Any]] = {
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("name", ALONG)
 @pytest.mark.parametrize("device_id", IDS)
-def test_along_no_dimension(device_id: str, name: str, dim: int) -> None:
+def test_operators_along_a_missing_dimension(device_id: str, name: str, dim: int) -> None:
     device = opened(device_id)
 
     def fn(x: torch.Tensor) -> Any:
@@ -55,8 +55,8 @@ def test_along_no_dimension(device_id: str, name: str, dim: int) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("device_id", IDS)
-def test_writes_in_one_element(device_id: str) -> None:
-    """The size of a dimension that is not there once was a divisor."""
+def test_writes_into_a_tensor_without_dimensions(device_id: str) -> None:
+    """An implementation that divides by the size of the missing dimension fails here."""
     device = opened(device_id)
 
     def fn(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The reference runs without torch and says where it failed."""
+"""The reference runs without torch and names the operator that failed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_running_calls_no_torch_operator() -> None:
 
 
 def test_philox_known_answers() -> None:
-    """The vectors of Random123's kat_vectors, philox4x32 10 rounds."""
+    """The expected values are Random123's kat_vectors for philox4x32 with 10 rounds."""
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     for counter, key, expected in (
         ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -73,7 +73,7 @@ def test_a_failure_names_device_operator_and_layer() -> None:
         run(device, graph, [np.zeros(3, np.float32), np.array([1, 9])])
 
 
-def test_what_numpy_lacks_is_refused() -> None:
+def test_dtypes_numpy_lacks_are_refused() -> None:
     graph = trace(lambda a: a.to(torch.bfloat16).float(), [torch.zeros(3)], {})
     call = next(node for node in graph.graph.nodes if node.op == "call_function")
     assert opened("numpy:cpu:0").supports(call) == "numpy has no bfloat16"
@@ -89,7 +89,7 @@ def test_two_runs_agree_bit_for_bit() -> None:
         assert fetch(device, a).tobytes() == fetch(device, b).tobytes()
 
 
-def test_strides_count_the_elements_of_a_view_that_repeats_them() -> None:
+def test_strides_count_the_elements_of_a_broadcast_view() -> None:
     repeated = np.broadcast_to(np.float32(2.0), (6,))
     read = OPERATORS["aten.as_strided.default"](repeated, (2, 3), (3, 1))
     np.testing.assert_array_equal(read, np.full((2, 3), 2.0, np.float32))

@@ -1,4 +1,4 @@
-"""OpenCL graphs that are compiled ahead: what was lowered then is used by the load."""
+"""OpenCL graphs compiled ahead: a later load uses the lowered graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.sdk.graph import canonical
 
 
 def graph(together: frozenset[int] = frozenset()) -> fx.GraphModule:
-    """A new graph, as a load gets it: a copy of what came before."""
+    """Return a new copy of the graph, as a load receives it."""
     traced = canonical(make_fx(lambda x: (x.exp() + 1, x * 2))(torch.ones(4)))
     traced.graph.output_node().meta["together"] = together
     return traced
@@ -23,7 +23,7 @@ def graph(together: frozenset[int] = frozenset()) -> fx.GraphModule:
 
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """The graphs that were lowered."""
+    """The graphs that were lowered so far."""
     seen: list[fx.GraphModule] = []
     lower = opencl.lower
 
@@ -35,7 +35,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return seen
 
 
-def test_a_load_uses_what_was_lowered_ahead(lowered: list[fx.GraphModule]) -> None:
+def test_a_load_uses_the_graph_lowered_ahead(lowered: list[fx.GraphModule]) -> None:
     device = opencl_device(OPENCL[0])
     device.compile_ahead([graph()])
     executable = device.compile(graph())
@@ -46,10 +46,10 @@ def test_a_load_uses_what_was_lowered_ahead(lowered: list[fx.GraphModule]) -> No
     torch.testing.assert_close(torch.from_numpy(fetch(device, first, [event])), x.exp() + 1)
     torch.testing.assert_close(torch.from_numpy(fetch(device, second, [event])), x * 2)
     device.compile(graph())
-    assert len(lowered) == 2  # only one load takes it
+    assert len(lowered) == 2  # only one load uses a graph lowered ahead
 
 
-def test_graphs_whose_results_stay_together_are_others(lowered: list[fx.GraphModule]) -> None:
+def test_graphs_with_joined_results_are_lowered_separately(lowered: list[fx.GraphModule]) -> None:
     device = opencl_device(OPENCL[0])
     device.compile_ahead([graph()])
     device.compile(graph(frozenset({0, 1})))

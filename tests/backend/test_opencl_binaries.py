@@ -1,4 +1,4 @@
-"""What a forgetful runtime has compiled serves the next process, unless it is damaged."""
+"""Programs of a runtime without a cache are stored for the next process, and damage is detected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(info: DeviceInfo) -> None:
-    """Open the device again, compile the graph and compare its result."""
+    """Open a new device, compile the graph and check its result."""
     device = get_backend("opencl").open(info)
     try:
         values = np.linspace(-2, 2, 35, dtype=np.float32).reshape(5, 7)
@@ -69,7 +69,7 @@ def test_a_second_device_compiles_nothing(
 
 
 @pytest.mark.parametrize("info", OTHERS, ids=lambda info: info.id)
-def test_a_runtime_with_a_cache_of_its_own_is_left_alone(info: DeviceInfo, folder: Path) -> None:
+def test_nothing_is_stored_for_a_runtime_with_a_cache(info: DeviceInfo, folder: Path) -> None:
     run(info)
     assert not folder.exists()
 
@@ -79,7 +79,7 @@ def test_a_runtime_with_a_cache_of_its_own_is_left_alone(info: DeviceInfo, folde
 def test_a_damaged_program_is_compiled_again(
     info: DeviceInfo, compiled: list[str], folder: Path, damage: str
 ) -> None:
-    """`foreign`: the file is whole, and its content is no program of this runtime."""
+    """With `foreign`, the file is complete, but its content is no program of this runtime."""
     run(info)
     (path,) = folder.iterdir()
     data = bytearray(path.read_bytes())
@@ -107,7 +107,7 @@ def test_a_program_depends_on_driver_and_processor(
     assert len(compiled) == 3
 
 
-def test_the_oldest_programs_go(folder: Path) -> None:
+def test_the_oldest_programs_are_removed(folder: Path) -> None:
     for n in range(4):
         binaries.ENTRIES.store(f"key{n}", bytes(n))
     assert len(list(folder.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""A device that is told to load a bundle compiles nothing, and refuses what does not fit."""
+"""A device configured to load bundles compiles nothing and refuses bundles that do not fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def first(tmp_path: Path) -> Iterator[Device]:
-    """A device with a bundle of the graph in `tmp_path`/stage-0, and its binary."""
+    """Yield a device, and write a bundle of the graph with its binary to `tmp_path`/stage-0."""
     device = open_device(IDS[0])
     build(tmp_path / "stage-0", device, write(tmp_path / "stage-0", device, GRAPH))
     yield device
@@ -54,12 +54,12 @@ def first(tmp_path: Path) -> Iterator[Device]:
 
 
 def loading(device_id: str, folder: Path) -> Device:
-    """The device, opened anew, that loads bundles from there."""
+    """Open the device again, with its bundles loaded from `folder`."""
     return configured(device_id, {"bundles": folder.name}, folder.parent)
 
 
 def configured(device_id: str, options: dict[str, Any], folder: Path) -> Device:
-    """The device, opened anew by a backend with these options."""
+    """Open the device again, from a backend with these options."""
     backend = OpenCLBackend()
     backend.configure(options, folder)
     info = next(info for info in backend.discover() if info.id == device_id)
@@ -79,7 +79,7 @@ def test_a_bundle_is_loaded_and_nothing_is_compiled(
     assert len(sources) == 1
     assert manifest == read_manifest(tmp_path / "b" / "any")
     sources.clear()
-    for folder in (tmp_path / "b", tmp_path / "b" / "any"):  # of bundles, and of one
+    for folder in (tmp_path / "b", tmp_path / "b" / "any"):  # a folder of bundles, and a bundle
         loaded = loading(device_id, folder)
         np.testing.assert_array_equal(result(loaded, GRAPH), expected)
         loaded.close()
@@ -103,10 +103,10 @@ def test_the_manifest_says_how_to_call_each_kernel(tmp_path: Path, first: Device
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", [id for id in IDS if "fpga-emulator" in id])
-def test_kernels_that_channels_join_come_from_a_bundle_too(
+def test_kernels_joined_by_channels_are_loaded_from_a_bundle(
     device_id: str, tmp_path: Path, sources: list[str]
 ) -> None:
-    """Two dataflows in one source: each has channels of its own, of types that they share."""
+    """Each of two dataflows in one source has its own channels but shares their types."""
     products = canonical(
         make_fx(lambda x: (torch.tanh(torch.relu(x @ x.t()) @ x),))(torch.zeros(5, 7))
     )
@@ -134,7 +134,7 @@ def refusal(device_id: str, folder: Path, graph: Any = GRAPH) -> str:
 def test_a_stale_bundle_is_refused_with_both_hashes(
     tmp_path: Path, first: Device, sources: list[str]
 ) -> None:
-    """The kernel of another factor is another kernel."""
+    """A graph with another factor has another kernel."""
     message = refusal(first.info.id, tmp_path, graph_of(0.25))
     manifest = read_manifest(tmp_path / "stage-0")
     needed = re.search(r"need kernel fused_\w+ with the hash (\w{64}), but", message)
@@ -145,10 +145,8 @@ def test_a_stale_bundle_is_refused_with_both_hashes(
     assert sources == []
 
 
-def test_a_kernel_of_the_same_name_and_another_text_is_told_by_its_hash(
-    tmp_path: Path, first: Device
-) -> None:
-    """As of a file of `kernels/` that has changed since."""
+def test_a_kernel_with_another_text_is_detected_by_its_hash(tmp_path: Path, first: Device) -> None:
+    """The hash differs, as after a change of a file in `kernels/`."""
     here = read_manifest(tmp_path / "stage-0").sources[0].kernels[0].sha256
 
     def change(data: Any) -> None:
@@ -186,9 +184,7 @@ def test_a_binary_of_another_driver_or_version_is_refused(
     assert f"hetpipe kernels build {tmp_path / 'stage-0'} --device {first.info.id}" in message
 
 
-def test_a_binary_that_is_not_the_one_that_was_put_there_is_refused(
-    tmp_path: Path, first: Device
-) -> None:
+def test_a_damaged_or_missing_binary_is_refused(tmp_path: Path, first: Device) -> None:
     path = tmp_path / "stage-0" / "stage.bin"
     path.write_bytes(path.read_bytes()[:-1])
     binary = read_manifest(tmp_path / "stage-0").sources[0].binary
@@ -217,19 +213,17 @@ def test_a_bundle_without_a_binary_says_how_to_make_it(tmp_path: Path, first: De
     assert "has no binary of stage.cl; compile it: hetpipe kernels build" in message
 
 
-def test_a_bundle_that_is_written_again_keeps_a_binary_of_the_same_source(
+def test_a_rewritten_bundle_keeps_the_binary_of_the_same_source(
     tmp_path: Path, first: Device
 ) -> None:
-    """A vendor's compiler takes hours."""
+    """A vendor's compiler may take hours."""
     folder = tmp_path / "stage-0"
     before = read_manifest(folder)
     assert write(folder, first, GRAPH) == before
     assert write(folder, first, graph_of(0.25)).sources[0].binary is None
 
 
-def test_a_binary_that_the_driver_refuses_is_an_error_of_ours(
-    tmp_path: Path, first: Device
-) -> None:
+def test_a_binary_the_driver_refuses_raises_a_backend_error(tmp_path: Path, first: Device) -> None:
     manifest = read_manifest(tmp_path / "stage-0")
     facts = first.binary_facts()
     add_binary(tmp_path / "stage-0", manifest, manifest.sources[0], b"no program", facts)
@@ -239,7 +233,7 @@ def test_a_binary_that_the_driver_refuses_is_an_error_of_ours(
     loaded.close()
 
 
-def test_the_variable_names_bundles_where_no_cluster_file_does(
+def test_the_variable_names_bundles_without_a_cluster_file(
     tmp_path: Path, first: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(BUNDLES, str(tmp_path / "nowhere"))
@@ -265,14 +259,14 @@ OPTIMIZER = adamw(lr=1e-2)
 
 
 def crew_of(device_id: str) -> hp.Cluster:
-    """Two workers on one device, in this process."""
+    """Return a cluster with two workers on one device, in this process."""
     return hp.Cluster((Member("a", device_id), Member("b", device_id)), transport="local")
 
 
 def trained(
     device_id: str, plan: Plan | None, schedule: str = "1f1b", evaluates: bool = False, **more: Any
 ) -> tuple[Plan, list[float]]:
-    """The plan of two stages on a device, and the losses of three steps and of an evaluation."""
+    """Return the plan, and the losses of three steps and perhaps of an evaluation."""
     options: Any = {"plan": plan}
     if plan is None:
         options = {"cuts": [1], "microbatches": 2, "schedule": schedule}
@@ -318,7 +312,7 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
 def test_every_program_of_a_training_is_in_its_bundles(
     schedule: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backwards in halves, the norm of gradients, and forwards in eval mode: none is compiled."""
+    """Nothing is compiled for split backwards, the norm of gradients, or evaluation."""
     device_id = IDS[0]
     more: Any = {"schedule": schedule, "evaluates": True, "clip_norm": clip}
     plan, losses = trained(device_id, None, **more)
@@ -340,8 +334,8 @@ def test_every_program_of_a_training_is_in_its_bundles(
 
 
 @pytest.mark.slow
-def test_replicas_have_bundles_of_their_own(tmp_path: Path) -> None:
-    """One has 3 rows of each micro-batch, the other 1."""
+def test_each_replica_has_its_own_bundle(tmp_path: Path) -> None:
+    """One replica computes 3 rows of each micro-batch, the other 1."""
     plan, _ = trained(IDS[0], None)
     one, other = plan.stages
     plan = replace(plan, stages=(replace(one, devices=("a", "c"), shares=(3.0, 1.0)), other))

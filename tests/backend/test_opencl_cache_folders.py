@@ -1,4 +1,4 @@
-"""OpenCL workers run where nothing can be written into the user's cache folder."""
+"""OpenCL workers run although the user's cache folder cannot be written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with Crew.start(cluster) as crew:
 @pytest.mark.skipif(not POCL, reason="no PoCL: apt install pocl-opencl-icd")
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "POCL_CACHE_DIR"])
 def test_workers_run_without_the_users_cache_folder(tmp_path: Path, variable: str) -> None:
-    """One warning, and no traceback: neither from a worker nor at the exit."""
+    """One warning appears and no traceback, neither from a worker nor at the exit."""
     (tmp_path / "file").write_text("")
     bad = tmp_path / "file" / "cache"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(NAMES)}

@@ -102,8 +102,11 @@ BLIND = {
     "Unsupported instruction: freeze": "const int n = a[0], m = a[1]; a[2] = n / m; a[3] = n % m;",
     "Uninitialized value written": "vstore2((float2)(vload2(0, a).x, vload2(1, a).y), 2, a);",
 }
-"""What Oclgrind's check for uninitialised reads says of kernels that read none: it ends a kernel
-that has a quotient and its remainder, and takes the second of two vectors for unwritten."""
+"""Wrong reports of Oclgrind's check for uninitialised reads, each with a right kernel.
+
+Oclgrind ends a kernel that computes a quotient and its remainder, and treats the second of two
+vectors as unwritten.
+"""
 
 
 @pytest.mark.slow
@@ -115,14 +118,14 @@ def test_generated_kernels_are_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_generated_reductions_are_clean(tmp_path: Path) -> None:
-    """Oclgrind's check for uninitialised reads crashes on an instruction that these contain."""
+    """Oclgrind's check for uninitialised reads crashes on an instruction in these kernels."""
     assert log_of(GRAPHS + SUMS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_convolutions_are_clean(tmp_path: Path) -> None:
-    """Their kernels have what is in `BLIND`: unwritten memory is NaN here, which would show."""
+    """The kernels contain the code in `BLIND`, so unwritten memory is NaN, which would show."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + CONVOLUTIONS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
@@ -130,7 +133,7 @@ def test_convolutions_are_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_products_are_clean(tmp_path: Path) -> None:
-    """Either operand may be a weight, which is packed ahead; the rest is packed by the product."""
+    """Either operand may be a weight, packed ahead; other operands are packed by the product."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + PRODUCTS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
@@ -138,7 +141,7 @@ def test_products_are_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_attention_is_clean(tmp_path: Path) -> None:
-    """Rows and columns that fill no tile, more keys than queries read, and two blocks."""
+    """The shapes have incomplete tiles, more keys than queries read, and two blocks."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + ATTENTION, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
@@ -146,22 +149,22 @@ def test_attention_is_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_lstm_layers_are_clean(tmp_path: Path) -> None:
-    """One row, rows and units that fill no tile, and several groups of rows."""
+    """The shapes have one row, rows and units that fill no tile, and several groups of rows."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + LSTM, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
-def test_a_fault_would_be_seen(tmp_path: Path) -> None:
+def test_a_fault_is_detected(tmp_path: Path) -> None:
     assert "Invalid write" in log_of(ONE_KERNEL.replace("BODY", "a[999] = 1.0f;"), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 @pytest.mark.parametrize("report", BLIND)
-def test_where_uninitialised_reads_cannot_be_checked(tmp_path: Path, report: str) -> None:
-    """If this fails, Oclgrind has learned it: let it check convolutions, too."""
+def test_oclgrind_misreports_uninitialised_reads(tmp_path: Path, report: str) -> None:
+    """If this fails, Oclgrind has improved: let it check convolutions for uninitialised reads."""
     code = ONE_KERNEL.replace("BODY", BLIND[report])
     assert log_of(code, tmp_path) == ""
     assert report in log_of(code, tmp_path, "OCLGRIND_UNINITIALIZED")

@@ -1,4 +1,4 @@
-"""Outputs of the FPGA emulator leave in blocks of rows while their pass runs."""
+"""Outputs of the FPGA emulator are sent in blocks of rows while their pass runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STREAMING = [each for each in IDS if opencl_device(each).info.capabilities.chunk
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A product with an epilogue, and work behind it."""
+    """Compute a product with an epilogue, and a sum of it."""
     y = torch.tanh(x @ w + b)
     return y.sum(), y
 
@@ -24,7 +24,7 @@ def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tens
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [192, 500, 1000])
 @pytest.mark.parametrize("device_id", STREAMING)
-def test_chunks_are_there_before_the_pass_ends(device_id: str, rows: int) -> None:
+def test_chunks_are_ready_before_the_pass_ends(device_id: str, rows: int) -> None:
     device = opencl_device(device_id)
     inputs = [torch.randn(rows, 384), torch.randn(384, 320) / 20, torch.randn(320)]
     expected = layer(*inputs)[1].numpy().reshape(-1)
@@ -58,7 +58,7 @@ def test_few_rows_are_one_block(device_id: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", [each for each in IDS if each not in STREAMING])
-def test_others_tell_of_whole_passes_alone(device_id: str) -> None:
+def test_other_devices_report_only_whole_passes(device_id: str) -> None:
     device = opencl_device(device_id)
     inputs = [torch.randn(200, 16), torch.randn(16, 20), torch.randn(20)]
     buffers, events = upload(device, *inputs)

@@ -129,7 +129,7 @@ def test_interpreted(device_id: str) -> None:
 
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_images_in_turns(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of six images at a time, where images are more than weights."""
+    """A turn computes two of six images, since the images are larger than the weights."""
     monkeypatch.setattr("hetpipe.backends.opencl.ops.convolution.TURN_NBYTES", 1 << 14)
     shape = Shape((6, 16, 9, 9), 40, (3, 3), (2, 2), (1, 1))
     x, weight, bias = shape.tensors()
@@ -167,7 +167,7 @@ def test_weight_tiles_fit_registers_and_waste_little_on_common_sizes() -> None:
         assert tiles * tiling.sums <= 1.05 * depth * kernel_w
 
 
-def test_weight_tiles_hold_whole_taps_where_the_next_tap_is_no_neighbour() -> None:
+def test_weight_tiles_hold_whole_taps_if_taps_are_apart() -> None:
     for depth, kernel_w in ((3, 7), (5, 3), (64, 3), (7, 2)):
         tiling = choose_tiling(depth, kernel_w, 2)
         assert tiling.sums % tiling.depth == 0

@@ -1,4 +1,4 @@
-"""Finding runtimes: what is cured, what is said when there is none, what is never overridden."""
+"""Discovery of runtimes: repairs, errors with a cure, and settings that are never overridden."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except BackendError as error:
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh process prints; it must not fail."""
+    """Return the output of a fresh process, which must succeed."""
     ours = [name for name in os.environ if name.startswith("HETPIPE_SET_")]
     mine = [name.removeprefix("HETPIPE_SET_") for name in ours]
     clean = {key: value for key, value in os.environ.items() if key not in (*ours, *mine)}
@@ -67,14 +67,14 @@ def test_a_missing_pyopencl_is_an_error_with_a_cure() -> None:
     assert "pip install pyopencl" in said
 
 
-def test_the_users_vendors_decide(tmp_path: Path) -> None:
-    """An empty directory leaves what pyopencl brings itself, or nothing; never PoCL or Intel's."""
+def test_the_users_vendor_folder_is_kept(tmp_path: Path) -> None:
+    """With an empty folder, only pyopencl's own runtimes may appear, never PoCL or Intel's."""
     said = python(DISCOVER, OCL_ICD_VENDORS=str(tmp_path))
     assert said.startswith("BackendError") or all("oclgrind" in word for word in said.split())
 
 
 def test_a_runtime_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    """The loader skips it without a word."""
+    """The ICD loader skips the runtime silently."""
     (tmp_path / "gone.icd").write_text("/nowhere/libgone.so.1\n")
     code = """
 from hetpipe.backends.opencl import OpenCLBackend
@@ -87,8 +87,8 @@ for finding in OpenCLBackend().describe():
     assert "cannot be loaded: /nowhere/libgone.so.1: cannot open shared object file" in line
 
 
-def test_prefetches_are_for_known_runtimes_alone() -> None:
-    """Mesa's ends the process where it meets one."""
+def test_only_known_runtimes_get_prefetches() -> None:
+    """Mesa's runtime crashes at a prefetch."""
     info = DeviceInfo("opencl:x:0", "opencl", "cpu", "x", "x", "x", 1, HOST_MEMORY)
     for untried in (False, True):
         there = replace(info, capabilities=Capabilities(untried=untried))
@@ -140,7 +140,7 @@ print("pyopencl" in sys.modules, "torch" in sys.modules)
 
 
 @pytest.mark.skipif(not OPENCL, reason="no OpenCL runtime: pip install 'hetpipe[emulators]'")
-def test_what_devices_say_of_themselves() -> None:
+def test_descriptions_of_devices() -> None:
     assert len({info.id for info in OPENCL}) == len(OPENCL)
     for info in OPENCL:
         name = info.id.split(":")[1]
@@ -155,7 +155,7 @@ def test_what_devices_say_of_themselves() -> None:
 
 
 @pytest.mark.skipif(not OPENCL, reason="no OpenCL runtime: pip install 'hetpipe[emulators]'")
-def test_thread_pools_are_bounded_but_the_emulators() -> None:
+def test_all_thread_pools_but_the_emulators_are_bounded() -> None:
     backend = get_backend("opencl")
     for info in OPENCL:
         bounds = backend.worker_environment(info, 3)
@@ -175,7 +175,7 @@ for level, what, cure in OpenCLBackend().describe():
     assert all(f"{info.id}:" in said for info in OPENCL)
 
 
-def test_names() -> None:
+def test_slugs_and_runtimes_of_platform_names() -> None:
     assert slug("NVIDIA Corporation") == "nvidia"
     assert slug("Advanced Micro Devices, Inc.") == "advanced-micro"
     assert slug("Intel(R) Corporation") == "intel"

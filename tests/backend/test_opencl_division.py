@@ -1,4 +1,4 @@
-"""Divisions that round, remainders, and other functions at the numbers where they go wrong."""
+"""Divisions that round, remainders, and other functions at numbers that often go wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rounded(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def same(array: Any, tensor: torch.Tensor) -> None:
-    """Equal, with the sign of zeros."""
+    """Check that both are equal, including the sign of zeros."""
     np.testing.assert_array_equal(array, tensor.numpy())
     if array.dtype.kind == "f":
         signs = np.signbit(array) == torch.signbit(tensor).numpy()
@@ -34,7 +34,7 @@ def same(array: Any, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_floats(device_id: str, dtype: str) -> None:
-    """Floor division once was one too large where the quotient rounds up, as 1 / 0.1 does."""
+    """Floor division may be one too large if the quotient is rounded up, as in 1 / 0.1."""
     device = opencl_device(device_id)
     if dtype not in device.info.dtypes:
         pytest.skip(f"no {dtype}")
@@ -46,9 +46,9 @@ def test_floats(device_id: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers(device_id: str, dtype: str) -> None:
-    """The smallest integer by -1, and any by 0, once ended the process.
+    """The smallest integer by -1, and any integer by 0, may end the process.
 
-    In torch the first still does, so torch divides it by 1: in integers that wrap, -min is min.
+    torch does end for the first, so torch divides by 1 instead: with overflow, -min is min.
     """
     kind = getattr(torch, dtype)
     limits = torch.iinfo(kind)
@@ -69,7 +69,7 @@ HUGE = torch.tensor([1e-8, 0.5, -1.0, 3e38, 2.0, 1e5, math.inf, 1e-40, math.nan,
 
 
 def test_sines_beside_large_numbers(device_id: str) -> None:
-    """PoCL's sin, cos and tan of 16 numbers are wrong for small ones beside a large one."""
+    """PoCL's vector sin, cos and tan are wrong for small numbers beside a large one."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.sin(x), torch.cos(x), torch.tan(x)
@@ -80,7 +80,7 @@ def test_sines_beside_large_numbers(device_id: str) -> None:
 
 
 def test_powers_of_doubles_beside_large_ones(device_id: str) -> None:
-    """PoCL's pow of 16 doubles is wrong for some beside others."""
+    """PoCL's vector pow is wrong for some doubles beside others."""
     device = opencl_device(device_id)
     if "float64" not in device.info.dtypes:
         pytest.skip("no float64")
@@ -96,7 +96,7 @@ BOUNDS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_bounds_that_are_not_numbers(device_id: str, name: str) -> None:
+def test_bounds_with_nan(device_id: str, name: str) -> None:
     x = torch.tensor([1.0, math.nan, -2.0, 0.25, math.inf])
     low = torch.tensor([math.nan, 0.0, -1.0, 0.5, 2.0])
     (array,) = results(opencl_device(device_id), BOUNDS[name], x, low)
@@ -116,7 +116,7 @@ SMALL: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool", "float64"])
 @pytest.mark.parametrize("name", SMALL)
 def test_one_element_and_small_integers(device_id: str, name: str, dtype: str) -> None:
-    """A value that is one for a whole row is a scalar in C, where literals are of few types."""
+    """A value shared by a whole row is a scalar in C, whose literals have few types."""
     device = opencl_device(device_id)
     if dtype not in device.info.dtypes:
         pytest.skip(f"no {dtype}")

@@ -1,4 +1,4 @@
-"""Elementwise operators behind a matrix product: right, in its kernel, and in place."""
+"""Elementwise operators after a matrix product: right, in its kernel, and in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def kernels(device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
-    """The launches of `fn` but for packing: plain products, products with epilogues, the rest."""
+    """Return the launches of `fn` except packing; `matmul_` is a product with an epilogue."""
     graph = trace(fn, inputs, get_backend("opencl").decompositions())
     names = [each.kernel.name for each in lower(graph, opencl_device(device_id).target).launches]
     short = [name.split("_")[0] + "_" * ("_" in name) for name in names]
@@ -42,14 +42,14 @@ def kernels(device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor) -> li
 def check(
     device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor, runs: list[str] | None
 ) -> None:
-    """`fn` is as in float64, and `runs` are its kernels (see `kernels`)."""
+    """Check `fn` against float64, and its launches against `runs` (see `kernels`)."""
     close_to_torch(opencl_device(device_id), fn, *inputs, ulps=256)
     if runs is not None:
         assert kernels(device_id, fn, *inputs) == runs
 
 
 def blocks(depth: int) -> list[str]:
-    """The launches of a fused product: plain ones first where the depth has several blocks."""
+    """Return the launches of a fused product; every block of depth but the last is a plain one."""
     return ["matmul"] * (-(-depth // DEPTH_BLOCK) - 1) + ["matmul_"]
 
 
@@ -123,8 +123,8 @@ def test_batches(device_id: str, size: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 @on_every_device
-def test_what_else_an_epilogue_may_read(device_id: str) -> None:
-    """A row, a column, a number, a transposed tensor, a table behind an index, and integers."""
+def test_an_epilogue_may_read_other_tensors(device_id: str) -> None:
+    """It may read a row, a column, a number, a transposed tensor, an indexed table, and indices."""
 
     def fn(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b, row, column, number, crossed, table, index = given
@@ -141,7 +141,7 @@ def test_what_else_an_epilogue_may_read(device_id: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [50, DEPTH_BLOCK + 29])
 @on_every_device
-def test_a_product_that_others_need_is_kept(device_id: str, depth: int) -> None:
+def test_a_product_with_other_readers_is_stored(device_id: str, depth: int) -> None:
     a, b = tensors((25, depth), (depth, 45))
     check(device_id, lambda a, b: ((c := a @ b), torch.relu(c)), a, b, runs=blocks(depth))
     summed = [*blocks(depth), "fused_"]
@@ -149,7 +149,7 @@ def test_a_product_that_others_need_is_kept(device_id: str, depth: int) -> None:
     check(device_id, lambda a, b: torch.relu(a @ b).sum(0), a, b, runs=None)
 
 
-def test_what_only_the_epilogue_reads_is_not_stored() -> None:
+def test_a_product_only_the_epilogue_reads_is_not_stored() -> None:
     def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         c = torch.tanh(a @ b)
         return torch.exp(c), torch.sin(c)
@@ -170,14 +170,14 @@ def test_other_orders_are_not_fused(device_id: str) -> None:
     check(device_id, lambda a, b, c: (d := a @ b) + d.t(), a, b, c, runs=apart)
     check(device_id, lambda a, b, c: (a @ b).view(80, 20) * c[0], a, b, c, runs=apart)
     check(device_id, lambda a, b, c: torch.cat([(a @ b) * 2, c.view(40, 40)]), a, b, c, runs=None)
-    # Rows that end with the product's, in two parts.
+    # These rows end with the product's rows, in two parts.
     check(device_id, lambda a, b, c: (a @ b).view(40, 2, 20) * 2, a, b, c, runs=["matmul_"])
 
 
 @pytest.mark.slow
 @on_every_device
 def test_a_backward_fuses_both_gradients(device_id: str) -> None:
-    """Each product has others and a sum between itself and what reads it."""
+    """Between each product and its reader, the graph has other products and a sum."""
 
     def fn(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         total, bias_total, dy, slope, x, w = given
@@ -205,8 +205,8 @@ def test_a_chain_of_products_stays_in_order(device_id: str) -> None:
     check(device_id, fn, *tensors((30, 40), (40, 40)), runs=None)
 
 
-def test_a_result_may_lie_over_what_the_epilogue_reads() -> None:
-    """But not over operands, or over what is read in another order."""
+def test_a_result_may_replace_an_input_of_the_epilogue() -> None:
+    """A result may not replace operands or tensors that are read in another order."""
     device = opencl_device(OPENCL[0])
 
     def fn(*given: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_a_result_may_lie_over_what_the_epilogue_reads() -> None:
 
 
 def random_program(seed: int) -> Callable[..., list[torch.Tensor]]:
-    """A random graph of products, elementwise operators, views and sums over one (36, 36)."""
+    """Return a random graph of products, elementwise operators, views and sums on (36, 36)."""
 
     def fn(*inputs: torch.Tensor) -> list[torch.Tensor]:
         choose = random.Random(seed)

@@ -1,6 +1,6 @@
 """The exponential and the normal distribution function of generated kernels, against float64.
 
-Sizes are odd, so that vectors of 16 and single elements are both computed.
+The sizes are odd, so that both vectors of 16 and single elements are computed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ UNUSUAL = (0.0, -0.0, 1e-30, -1e-30, 1e-8, 1e30, -1e30, 3e38, math.inf, -math.in
 
 
 def numbers(low: float, high: float, *more: float) -> torch.Tensor:
-    """Numbers over a range, those that are often wrong, and `more`; 16 n + 5 of them."""
+    """Return 16 n + 5 numbers: a range, numbers that are often wrong, and `more`."""
     few = torch.tensor([*UNUSUAL, *more])
     count = 2048 + 5 - len(few)
     return torch.cat([torch.linspace(low, high, count), few])
 
 
 def run(device_id: str, fn: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Array:
-    """The one result of `fn` on the device, in float64."""
+    """Return the only result of `fn` on the device, in float64."""
     device = opencl_device(device_id)
     (result,) = results(device, fn, *inputs)
     return np.asarray(result, np.float64)
 
 
 def assert_close(actual: Array, exact: Array, allowed: Array | float) -> None:
-    """Infinite and missing numbers are where they should be, the others within `allowed`."""
+    """Check that infinities and NaN are in place and all other numbers within `allowed`."""
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(actual[~finite], exact[~finite])
     error = np.abs(actual[finite] - exact[finite])
@@ -46,7 +46,7 @@ def assert_close(actual: Array, exact: Array, allowed: Array | float) -> None:
 
 
 def test_exponential_is_within_2_ulp(device_id: str) -> None:
-    # From there to subnormal numbers, and the last and first numbers beside infinity.
+    # The extra numbers are near the subnormal numbers, near zero results, and beside infinity.
     x = numbers(-104, 88.7, -87.33, -87.4, -103.9, 88.72283, 88.72285, 89.0, 128.0)
     with np.errstate(over="ignore"):
         exact = np.exp(x.double().numpy())
@@ -59,7 +59,7 @@ def cdf(x: Array) -> Array:
     return np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2)))(x)
 
 
-def test_distribution_function_is_exact_in_the_limit(device_id: str) -> None:
+def test_distribution_function_is_exact_at_large_numbers(device_id: str) -> None:
     x = numbers(-7, 7, 5.6, -5.6, 5.7, -5.7, 13.0, -13.0)
     actual = run(device_id, lambda a: (torch.erf(a * math.sqrt(0.5)) + 1) * 0.5, x)
     wide = x.double().numpy()
@@ -83,12 +83,12 @@ def test_gelu_is_no_worse_than_its_factors(device_id: str) -> None:
     assert np.abs(actual[wide < 0] - (wide * cdf(wide))[wide < 0]).max() <= 1.5e-7
 
 
-def test_gelu_of_small_numbers_and_of_unusual_ones(device_id: str) -> None:
+def test_gelu_of_small_and_unusual_numbers(device_id: str) -> None:
     x = numbers(-1, 1, 1e-3, -1e-3, 1e-40, -1e-40, 13.0, -13.0)
     exact = x.double().numpy()
     with np.errstate(invalid="ignore"):
         exact = exact * cdf(exact)
-    exact[np.isneginf(x.numpy())] = 0  # its limit
+    exact[np.isneginf(x.numpy())] = 0  # the limit
     allowed = np.maximum(6e-7 * np.abs(exact), 1e-16)
     assert_close(run(device_id, torch.nn.functional.gelu, x), exact, allowed)
 
@@ -129,11 +129,11 @@ def test_gelu_and_its_derivative_share_one_exponential(device_id: str) -> None:
     device = opencl_device(device_id)
     graph = trace(both, (torch.zeros(64),), get_backend("opencl").decompositions())
     (launch,) = lower(graph, device.target).launches
-    assert launch.kernel.source.count("= exp_minus_square(") <= 2  # 16 at once, and one by one
+    assert launch.kernel.source.count("= exp_minus_square(") <= 2  # vectors and single elements
     assert "gelu(" not in launch.kernel.source
 
 
-def test_gelu_without_its_derivative_has_an_exponential_of_its_own(device_id: str) -> None:
+def test_gelu_without_its_derivative_uses_the_gelu_function(device_id: str) -> None:
     device = opencl_device(device_id)
     table = get_backend("opencl").decompositions()
     graph = trace(torch.nn.functional.gelu, (torch.zeros(64),), table)
@@ -142,7 +142,7 @@ def test_gelu_without_its_derivative_has_an_exponential_of_its_own(device_id: st
     assert "exp_minus_square(" not in launch.kernel.source
 
 
-def test_a_helper_comes_with_what_it_calls(device_id: str) -> None:
+def test_helpers_include_the_functions_they_call(device_id: str) -> None:
     text = with_helpers("float f(float x) { return exact_erf(x); }")
     assert text.index("exact_exp(const FLOAT") < text.index("exact_erf(const FLOAT")
     assert with_helpers(text) == text

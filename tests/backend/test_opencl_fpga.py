@@ -1,4 +1,4 @@
-"""The kernels of FPGAs without channels, on every device that runs OpenCL here."""
+"""The kernels for FPGAs without channels, on every OpenCL device of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ batch_norm = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
 def launched(device_id: str, case: Case) -> list[str]:
-    """The names of the kernels of a case."""
+    """Return the names of a case's kernels."""
     fn, inputs = case
     return [
         each.kernel.name for each in compiled(as_fpga(device_id), fn, *inputs)._lowered.launches
@@ -37,7 +37,7 @@ def test_products_and_convolutions_with_their_gradients(device_id: str, name: st
 
 
 @pytest.mark.parametrize("device_id", MODELS)
-def test_an_epilogue_is_done_where_the_product_is_stored(device_id: str) -> None:
+def test_the_kernel_of_a_product_computes_its_epilogue(device_id: str) -> None:
     assert launched(device_id, CASES["epilogue"]) == ["matmul"]
 
 
@@ -48,7 +48,7 @@ def test_rows_of_a_product_are_normalised_in_its_dataflow(device_id: str, name: 
 
 
 @pytest.mark.parametrize("device_id", MODELS)
-def test_rows_that_the_chip_has_no_room_for_are_normalised_from_memory(device_id: str) -> None:
+def test_rows_too_long_for_the_chip_are_normalised_from_memory(device_id: str) -> None:
     inputs = normal(5, 6), normal(6, ROW_COLS + 1)
 
     def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -72,8 +72,8 @@ def test_channels_of_a_convolution_are_normalised_in_its_dataflow(device_id: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", MODELS)
-def test_rows_of_images_are_no_rows_of_a_convolution(device_id: str) -> None:
-    """Nor are its channels rows of a product: both norms read memory."""
+def test_rows_of_images_are_normalised_from_memory(device_id: str) -> None:
+    """Channels of a product are not its rows either, so both norms read memory."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = functional.conv2d(x, w)
@@ -85,8 +85,8 @@ def test_rows_of_images_are_no_rows_of_a_convolution(device_id: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", MODELS)
-def test_nothing_joins_a_product_after_its_rows(device_id: str) -> None:
-    """What reads them is a kernel of its own, as is a second one over the same rows."""
+def test_nothing_joins_a_product_after_its_norm(device_id: str) -> None:
+    """The reader of normalised rows is a separate kernel, as is a second norm of the rows."""
 
     def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         product = a @ b
@@ -98,7 +98,7 @@ def test_nothing_joins_a_product_after_its_rows(device_id: str) -> None:
 
 @pytest.mark.parametrize("device_id", MODELS)
 def test_products_of_all_sizes_share_a_program(device_id: str) -> None:
-    """On a board a program is an array of its own."""
+    """On a board, each program would be a separate array."""
     device = as_fpga(device_id)
     kernels = {
         launch.kernel
@@ -110,7 +110,7 @@ def test_products_of_all_sizes_share_a_program(device_id: str) -> None:
 
 @pytest.mark.skipif(len(MODELS) < 2, reason="one OpenCL device alone")
 def test_all_devices_give_the_same_bits() -> None:
-    """The sums are fused multiply-adds in one order, whatever compiler vectorises them."""
+    """Compilers may vectorise, but the fused multiply-adds have one order."""
     fn, inputs = CASES["mm 65 x 300 x 129"]
     first, *others = (results(as_fpga(device_id), fn, *inputs) for device_id in MODELS)
     for other in others:

@@ -1,7 +1,7 @@
-"""Kernels joined by channels, on Intel's FPGA emulator with channels as deep as they are declared.
+"""Kernels joined by channels, on Intel's FPGA emulator with channels of the declared depth.
 
-Each test runs a process of its own, which ends at a time limit: kernels that wait for one another
-can be ended in no other way.
+Each test runs a separate process with a time limit, since kernels that wait for each other can be
+ended in no other way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(*arguments: str) -> str:
-    """What a process writes that runs Python with strict channels."""
+    """Run Python with strict channels in a new process and return its output."""
     done = subprocess.run(
         [sys.executable, *arguments], env=os.environ | SETTINGS, cwd=HERE, capture_output=True,
         text=True, check=False, timeout=LIMIT_S,
@@ -68,7 +68,7 @@ def test_channels_and_buffers_give_the_same_bits(
         np.testing.assert_allclose(with_channels, want, rtol=0, atol=64 * 2.0**-23 * scale)
 
 
-def test_a_product_is_three_kernels_of_one_program_that_run_at_once() -> None:
+def test_a_product_is_three_concurrent_kernels_of_one_program() -> None:
     fn, inputs = CASES["epilogue"]
     launches = compiled(as_fpga(EMULATOR), fn, *inputs)._lowered.launches
     assert [launch.kernel.name for launch in launches] == ["matmul_load", "array", "matmul_store"]
@@ -88,7 +88,7 @@ def test_a_norm_of_a_product_is_a_fourth_kernel() -> None:
     assert (sheet.others, sheet.macs) == ((), 128 + 32 + 1)
 
 
-def test_a_batch_norm_is_one_too_and_keeps_sums_in_place_of_rows() -> None:
+def test_a_batch_norm_is_a_fourth_kernel_that_stores_sums() -> None:
     fn, inputs = CASES["batch norm"]
     launches = compiled(as_fpga(EMULATOR), fn, *inputs)._lowered.launches
     names = ["convolution_load", "array", "convolution_store", "normalise"]
@@ -96,8 +96,8 @@ def test_a_batch_norm_is_one_too_and_keeps_sums_in_place_of_rows() -> None:
     assert stage_sheet(launches[:4]).kernels[3] == normalising_channels(ARRAY)
 
 
-def test_its_passes_follow_one_another_unless_channels_are_off() -> None:
-    """The emulator runs two at once, and there is one of each channel."""
+def test_with_channels_only_one_pass_runs_at_a_time() -> None:
+    """The emulator can run two passes at once, but each channel exists only once."""
     with_channels, without = (as_fpga(EMULATOR, channels).info for channels in (True, False))
     assert (with_channels.capabilities.queues, without.capabilities.queues) == (1, 2)
     assert not with_channels.capabilities.chunks
@@ -138,10 +138,10 @@ os._exit(0)
     ("kernel", "argument", "rows", "hanging"),
     [
         ("matmul_store", 1, 0, "matmul_load runs, array runs"),  # a consumer that ends at once
-        ("matmul_store", 1, 400, "matmul_store runs"),  # one that wants more than is sent
+        ("matmul_store", 1, 400, "matmul_store runs"),  # a consumer that expects more than is sent
     ],
 )
-def test_a_dataflow_that_hangs_ends_with_the_names_of_its_kernels(
+def test_the_error_for_a_hanging_dataflow_names_its_kernels(
     kernel: str, argument: int, rows: int, hanging: str
 ) -> None:
     head = f"KERNEL, ROWS, NUMBER = {kernel!r}, {argument}, {rows}\n"

@@ -1,4 +1,4 @@
-"""Operators beyond core ATen: sorting, running results, writes at places, gradients of resizing."""
+"""Operators beyond core ATen: sorting, running results, indexed writes, gradients of resizing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_lgamma_and_its_derivative(device_id: str) -> None:
     close_to_torch(opencl_device(device_id), lambda x: (torch.lgamma(x), torch.digamma(x)), x)
 
 
-INDEX = torch.tensor([[0, 2, 0], [3, 2, 0]])  # some places twice
+INDEX = torch.tensor([[0, 2, 0], [3, 2, 0]])  # some indices twice
 SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "overwrite": lambda x, i, s: x.scatter(0, i, s),
     "other dimension": lambda x, i, s: x.scatter(-1, i[:, :2], s),
@@ -91,7 +91,7 @@ SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] =
 def test_scatters(device_id: str, name: str, dtype: torch.dtype) -> None:
     x, source = (normal(*shape) * 4 for shape in ((4, 4), (2, 4)))
     if dtype == torch.int64 and name.startswith("mean"):
-        source = source.abs()  # torch's own rounding of negative means depends on the order
+        source = source.abs()  # torch's rounding of negative means depends on the order
         x = x.abs()
     inputs = x.to(dtype), INDEX, source.to(dtype)
     close_to_torch(opencl_device(device_id), SCATTERS[name], *inputs)

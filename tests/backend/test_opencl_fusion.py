@@ -69,12 +69,12 @@ def test_views_cost_no_kernel(device_id: str) -> None:
     device = opencl_device(device_id)
     close_to_torch(device, fn, x)
     graph = trace(fn, [x], get_backend("opencl").decompositions())
-    # reshape of a strided permutation is the one view that needs a copy
+    # Only the reshape of the strided permutation needs a copy.
     assert len(lower(graph, device.target).launches) <= 2
 
 
 def random_program(seed: int) -> Callable[..., list[torch.Tensor]]:
-    """A random graph of elementwise operators, views, reductions and joins over one (6, 20)."""
+    """Return a random graph of elementwise operators, views, reductions and joins on (6, 20)."""
 
     def fn(*inputs: torch.Tensor) -> list[torch.Tensor]:
         choose = random.Random(seed)
@@ -126,7 +126,7 @@ def test_long_chains_are_cut(device_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_adam_step_is_one_kernel_beside_its_scalars(device_id: str) -> None:
+def test_an_adam_step_is_one_kernel_besides_scalars(device_id: str) -> None:
     shapes = [(9, 13)] * 4 + [()] * 2
     p, g, m, v, _, _ = tensors(*shapes)
     step, lr = torch.tensor(3.0), torch.tensor(1e-3)
@@ -183,7 +183,7 @@ def test_integers_and_bools(device_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_nan_and_infinity_pass(device_id: str) -> None:
+def test_nan_and_infinity_are_kept(device_id: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, -1.0] * 5)
     y = torch.zeros(25)
 
@@ -194,7 +194,7 @@ def test_nan_and_infinity_pass(device_id: str) -> None:
         np.testing.assert_array_equal(found, want.numpy())
 
 
-def test_an_index_out_of_range_is_seen(device_id: str) -> None:
+def test_an_index_out_of_range_is_reported(device_id: str) -> None:
     device = opencl_device(device_id)
     (table,) = tensors((4, 20))
     executable = compiled(device, torch.ops.aten.embedding, table, torch.tensor([1, 2, 3, 0]))

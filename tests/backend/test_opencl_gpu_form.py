@@ -1,4 +1,4 @@
-"""The form of kernels that GPUs get, one element per work-item, run on whatever device is here."""
+"""Kernels in the form for GPUs, one element per work-item, on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("device_id", IDS)
 
 @cache
 def as_gpu(device_id: str) -> OpenCLDevice:
-    """The device, taken for a GPU."""
+    """Open the device as if it were a GPU."""
     info = next(info for info in infos() if info.id == device_id)
     device = AsGpu().open(replace(info, id=f"as-gpu{device_id[6:]}", kind="gpu"))
     assert isinstance(device, OpenCLDevice)
@@ -81,7 +81,7 @@ def test_masks(device_id: str) -> None:
 
 
 def interpreted(device_id: str) -> bool:
-    """Whether a million multiply-adds take half a minute there: shorter sums have as many edges."""
+    """Return whether the device is so slow that sums must be short; they have as many edges."""
     return "oclgrind" in device_id
 
 
@@ -111,7 +111,7 @@ def test_products_in_batches_with_a_bias_that_is_broadcast(device_id: str) -> No
 
 
 @pytest.mark.slow
-def test_long_sums_are_divided_and_the_same_every_time(device_id: str) -> None:
+def test_long_sums_are_divided_and_reproducible(device_id: str) -> None:
     def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         return x.t() @ dy
 
@@ -125,7 +125,7 @@ def test_long_sums_are_divided_and_the_same_every_time(device_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_epilogue_is_done_by_the_product(device_id: str) -> None:
+def test_the_kernel_of_a_product_computes_its_epilogue(device_id: str) -> None:
     def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
         return functional.gelu(torch.addmm(b, x, w.t())) + r
 

@@ -1,4 +1,4 @@
-"""Generated kernels share the programs that they shared in earlier processes."""
+"""Generated kernels are grouped into the same programs as in earlier processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels of each program that is built, in order."""
+    """The kernels of each program that is built, in order."""
     texts: list[str] = []
 
     def build(self: Programs, source: str, options: tuple[str, ...], name: str) -> Any:
@@ -43,7 +43,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def process() -> Programs:
-    """The programs of a device in a process of its own."""
+    """Return the programs of a device in a new process."""
     return Programs(None, "opencl:none:0")
 
 
@@ -56,7 +56,7 @@ def test_the_next_process_makes_the_same_programs(built: list[str]) -> None:
     assert sorted(built[2:]) == ["ab", "c"]
 
 
-def test_a_kernel_that_no_process_had_joins_none(built: list[str]) -> None:
+def test_a_new_kernel_joins_no_earlier_program(built: list[str]) -> None:
     process().prepare([A, B])
     second = process()
     second.prepare([B, D, C])
@@ -65,9 +65,7 @@ def test_a_kernel_that_no_process_had_joins_none(built: list[str]) -> None:
     assert len(built) == 3
 
 
-def test_of_a_damaged_entry_a_warning_tells_and_it_is_made_anew(
-    built: list[str], folder: Path
-) -> None:
+def test_a_damaged_entry_causes_a_warning_and_is_replaced(built: list[str], folder: Path) -> None:
     process().prepare([A])
     (entry,) = folder.iterdir()
     entry.write_bytes(entry.read_bytes()[:-3])
@@ -77,11 +75,10 @@ def test_of_a_damaged_entry_a_warning_tells_and_it_is_made_anew(
     assert built == ["a", "ab", "ab"]
 
 
-def test_kernels_of_another_version_join_no_program(
+def test_kernels_of_another_version_share_no_program(
     built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a kernel that both versions make, one of the older calls a function that the newer
-    does not have: the program of both did not compile."""
+    """The two versions may define other functions, so a program of both might not compile."""
     process().prepare([A, B])
     process().prepare([A])
     monkeypatch.setattr(groups, "helpers_identity", lambda: "of another version")
@@ -89,7 +86,7 @@ def test_kernels_of_another_version_join_no_program(
     assert built == ["ab", "ab", "a"]
 
 
-def test_the_identity_of_helpers_is_that_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_identity_of_helpers_depends_on_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
     before = launches.helpers_identity.__wrapped__()
     assert before == launches.helpers_identity.__wrapped__()
     monkeypatch.setattr(launches, "kernel_source", lambda file: f"another {file}")

@@ -1,4 +1,4 @@
-"""float16 at the borders of a graph: devices without float16 arithmetic can store and cast it."""
+"""float16 as input or output of a graph: devices without float16 arithmetic can still cast it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_casts_round_as_torch_does(device_id: str, shape: tuple[int, ...]) -> No
     np.testing.assert_array_equal(wide, (x.half().float() * 3).numpy())
 
 
-def test_ties_subnormals_and_what_is_too_large(device_id: str) -> None:
+def test_ties_subnormals_and_overflow(device_id: str) -> None:
     device = opencl_device(device_id)
     (narrow,) = results(device, lambda a: a.half(), EXTREME)
     np.testing.assert_array_equal(narrow, EXTREME.half().numpy())
@@ -39,7 +39,7 @@ def test_ties_subnormals_and_what_is_too_large(device_id: str) -> None:
     np.testing.assert_array_equal(wide, EXTREME.half().float().numpy())
 
 
-def test_elements_that_do_not_lie_side_by_side(device_id: str) -> None:
+def test_non_contiguous_elements(device_id: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(48, 40)
     device = opencl_device(device_id)
@@ -50,7 +50,7 @@ def test_elements_that_do_not_lie_side_by_side(device_id: str) -> None:
 
 
 def test_a_product_between_casts(device_id: str) -> None:
-    """The way of a stage: float16 comes in, float32 is computed in, float16 leaves."""
+    """A stage receives float16, computes in float32 and returns float16."""
     torch.manual_seed(0)
     x, w, b = torch.randn(12, 20).half(), torch.randn(33, 20), torch.randn(33)
 
@@ -58,12 +58,12 @@ def test_a_product_between_casts(device_id: str) -> None:
         return torch.tanh(torch.nn.functional.linear(x.float(), w, b)).half()
 
     (found,) = results(opencl_device(device_id), stage, x, w, b)
-    # float32 results that differ in their last bits may round to neighbouring halves.
+    # float32 results that differ in their last bits may be rounded to neighbouring halves.
     np.testing.assert_allclose(found, stage(x, w, b).numpy(), rtol=0, atol=2.0**-11)
 
 
 def test_a_cast_there_and_back_is_refused(device_id: str) -> None:
-    """Kernels would not round what they cast in between."""
+    """Kernels would not round the intermediate cast."""
     device = opencl_device(device_id)
     with pytest.raises(UnsupportedOperatorError, match="dtype float16"):
         compiled(device, lambda a: a.half().float() * 2, torch.arange(8.0))

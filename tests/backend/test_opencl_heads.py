@@ -1,4 +1,4 @@
-"""Batched products whose matrices lie interleaved, as heads do: read and written without copies."""
+"""Batched products of interleaved matrices, such as attention heads, without copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.sdk.host.registry import get_backend
 
 on_every_device = pytest.mark.parametrize("device_id", OPENCL)
 SIZES = [(2, 3, 29, 36), (3, 2, 48, 32), (1, 5, 40, 17), (4, 1, 24, 64)]
-"""Samples, heads, length, and width of a head: tiles whole and not, and one sample or head."""
+"""Samples, heads, length and head width: whole and incomplete tiles, one sample or one head."""
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -26,17 +26,17 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def split(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(samples, length, heads * width) -> (samples, heads, length, width)."""
+    """Reshape (samples, length, heads * width) to (samples, heads, length, width)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merged(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `split`."""
+    """Invert `split`."""
     return x.transpose(1, 2).flatten(2)
 
 
 def check(device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor, runs: list[str]) -> None:
-    """`fn` is as in float64, and its launches are `runs`: copies would be `fused`."""
+    """Check `fn` against float64, and its launches against `runs`; a copy would be `fused`."""
     close_to_torch(opencl_device(device_id), fn, *inputs, ulps=256)
     graph = trace(fn, inputs, get_backend("opencl").decompositions())
     launches = lower(graph, opencl_device(device_id).target).launches
@@ -46,7 +46,7 @@ def check(device_id: str, fn: Callable[..., Any], *inputs: torch.Tensor, runs: l
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
-def test_heads_are_read_where_they_lie(device_id: str, size: tuple[int, int, int, int]) -> None:
+def test_heads_are_read_without_a_copy(device_id: str, size: tuple[int, int, int, int]) -> None:
     samples, heads, length, width = size
     x, y = tensors(*[(samples, length, heads * width)] * 2)
     scores = torch.randn(samples, heads, length, length)
@@ -62,9 +62,7 @@ def test_heads_are_read_where_they_lie(device_id: str, size: tuple[int, int, int
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
-def test_heads_are_written_where_they_belong(
-    device_id: str, size: tuple[int, int, int, int]
-) -> None:
+def test_heads_are_written_without_a_copy(device_id: str, size: tuple[int, int, int, int]) -> None:
     samples, heads, length, width = size
     (x,) = tensors((samples, length, heads * width))
     scores = torch.randn(samples, heads, length, length)
@@ -89,7 +87,7 @@ def test_a_product_is_kept_beside_its_copy(device_id: str) -> None:
 
 
 @on_every_device
-def test_copies_are_made_where_operands_are_divided_differently(device_id: str) -> None:
+def test_operands_with_different_splits_are_copied(device_id: str) -> None:
     x, y = tensors((3, 29, 2 * 36), (2, 36, 3 * 29))
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -99,7 +97,7 @@ def test_copies_are_made_where_operands_are_divided_differently(device_id: str) 
 
 
 @pytest.mark.slow
-def test_a_result_in_another_order_does_not_lie_over_what_is_read() -> None:
+def test_a_result_in_another_order_does_not_replace_an_input() -> None:
     device = opencl_device(OPENCL[0])
     x, scores, residual = tensors((2, 29, 108), (2, 3, 29, 29), (2, 29, 108))
 
@@ -125,7 +123,7 @@ def test_a_batched_product_of_one_element_may_lose_its_dimensions(device_id: str
 @pytest.mark.parametrize("seed", range(24))
 @on_every_device
 def test_any_order_of_dimensions(device_id: str, seed: int) -> None:
-    """Both operands and the result have their four dimensions in a random order in memory."""
+    """Both operands and the result have their four dimensions in a random memory order."""
     choose = random.Random(seed)
     samples, heads, rows, cols, depth = (
         choose.choice(sizes) for sizes in ([1, 2, 3], [1, 2, 3], *[[17, 24, 40]] * 3)

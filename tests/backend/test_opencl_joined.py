@@ -1,4 +1,4 @@
-"""Kernels of many files in one source: names that they share stay apart."""
+"""Kernels of many files in one source: equal names are kept apart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __kernel void run(__global const float *x, __global float *y) {
 """
 
 
-def test_what_a_text_declares_outside_functions() -> None:
+def test_top_level_names_of_a_text() -> None:
     assert defined(MANY) == {"stepped_of", "Pair", "table", "twice", "run"}
     assert defined("__kernel void f(__global float *x) { const int local_one = 1; }") == {"f"}
     body = "#define BODY { x[0] = 1; }\n__kernel void g(__global int *x) BODY\nvoid h() { int y; }"
@@ -48,8 +48,8 @@ def test_every_kernel_of_every_file_is_found() -> None:
 
 
 @pytest.mark.parametrize("device_id", IDS)
-def test_parts_of_one_name_do_what_each_did_by_itself(device_id: str) -> None:
-    """Functions, types, constants and macros have one name each, and other options."""
+def test_parts_with_equal_names_behave_as_when_separate(device_id: str) -> None:
+    """The parts define the same functions, types, constants and macros, with different options."""
     generated = [
         Kernel(f"__kernel void fused_{n}(__global const float *x, __global float *y)"
                f"{{ y[0] = x[0] - {n}.0f; }}", f"fused_{n}", generated=True)
@@ -82,7 +82,7 @@ def test_parts_of_one_name_do_what_each_did_by_itself(device_id: str) -> None:
     assert results == [212.0, 4.0, 20.0, 3.0, 212.0]
 
 
-def test_options_that_are_no_macros_part_sources() -> None:
+def test_options_other_than_macros_need_separate_sources() -> None:
     plain, relaxed = (
         Kernel(MANY, "run", ("-DFACTOR=2.0f", *more)) for more in ((), ("-cl-mad-enable",))
     )
@@ -92,7 +92,7 @@ def test_options_that_are_no_macros_part_sources() -> None:
     assert second.names == {relaxed: "run"}
 
 
-def test_definitions_that_generated_kernels_share_are_there_once() -> None:
+def test_shared_definitions_of_generated_kernels_appear_once() -> None:
     head = "#ifndef SHARED\n#define SHARED\ninline float own(float x) { return x; }\n#endif\n"
     kernels = [Kernel(f"{head}__kernel void k{n}() {{}}", f"k{n}", generated=True) for n in "ab"]
     (source,) = joined(kernels)
@@ -100,7 +100,7 @@ def test_definitions_that_generated_kernels_share_are_there_once() -> None:
     assert source.names == {kernels[0]: "ka", kernels[1]: "kb"}
 
 
-def test_a_type_of_two_parts_is_declared_once_for_each_meaning() -> None:
+def test_a_type_is_declared_once_per_meaning() -> None:
     text = "typedef WIDE lanes;\n__kernel void run(__global lanes *x) {}\n"
     widths = ("float4", "float8", "float4", "float8")
     kernels = [Kernel(text + "\n" * n, "run", (f"-DWIDE={w}",)) for n, w in enumerate(widths)]
@@ -110,8 +110,8 @@ def test_a_type_of_two_parts_is_declared_once_for_each_meaning() -> None:
 
 
 @pytest.mark.parametrize("device_id", IDS)
-def test_a_function_of_ours_that_a_text_has_is_not_there_again(device_id: str) -> None:
-    """The source of a kernel with an epilogue that is not generated has what it calls."""
+def test_a_helper_in_the_text_is_not_repeated(device_id: str) -> None:
+    """A kernel with an epilogue contains the helpers it calls, so they must not be added again."""
     body = "{{ y[0] = exact_erf(x[0] * {0}.0f); }}"
     kernels = [
         Kernel(with_helpers(f"__kernel void erf_{n}(__global const float *x, __global float *y)"

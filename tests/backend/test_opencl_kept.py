@@ -1,4 +1,4 @@
-"""Operators that have an OpenCL kernel of their own are not decomposed, and say so once."""
+"""Operators with an OpenCL kernel are not decomposed; one registration is enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_kept_operators_are_not_decomposed() -> None:
     decomposed = {str(operator) for operator in table}
     assert "hetpipe.lstm.default" in kept_operators()
     assert "aten.native_layer_norm_backward.default" in kept_operators()
-    # Some have a decomposition as well, which leaves float32 to their kernels.
+    # Some operators also have a decomposition, which leaves float32 to their kernels.
     beside = {str(operator) for operator in (*FLOAT32_KERNELS, *VOLUME_CONVOLUTIONS)}
     assert kept_operators() & decomposed == beside
     x = torch.zeros(2, 3)
@@ -25,7 +25,7 @@ def test_kept_operators_are_not_decomposed() -> None:
     assert "aten._adaptive_avg_pool2d.default" not in kept_operators()
 
 
-def test_a_registration_is_all_that_keeps_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_keeps_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "aten.hardswish.default"
     table = {str(operator) for operator in get_backend("opencl").decompositions()}
     assert name in table

@@ -49,7 +49,7 @@ def test_softmax_of_large_and_masked_scores(device_id: str) -> None:
 
 
 def likelihood(shape: tuple[int, ...]) -> tuple[Any, Any, list[torch.Tensor]]:
-    """Forward, backward, (log-probabilities, targets with one ignored, class weights)."""
+    """Return forward, backward, and (log-probabilities, targets with one ignored, weights)."""
     dim = 0 if len(shape) == 1 else 1
     target_shape = shape[:dim] + shape[dim + 1 :]
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def test_interpreted(device_id: str) -> None:
 def test_a_softmax_backward_may_write_over_its_operands(
     device_id: str, logarithm: bool, shape: tuple[int, ...]
 ) -> None:
-    """Both operands are intermediates that die here, and the result is another."""
+    """Both operands are intermediates with no later reader, so the result may reuse either."""
     name = "_log_softmax_backward_data" if logarithm else "_softmax_backward_data"
 
     def fn(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""OpenCL LSTM layers against float64: sizes that fill no tile, and batches of one and of many."""
+"""OpenCL LSTM layers against float64: sizes that fill no tile, and small and large batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = [(3, 1, 5), (2, 13, 33), (1, 32, 64)]
 
 
 def layer(steps: int, samples: int, hidden: int) -> tuple[torch.Tensor, ...]:
-    """gates_x, h0, c0 and w_hh; some gates are far from zero."""
+    """Return gates_x, h0, c0 and w_hh; some gates are far from zero."""
     torch.manual_seed(steps + samples + hidden)
     gates_x = torch.randn(steps, samples, 4 * hidden) * 3
     gates_x[0, 0, ::3] = 40.0

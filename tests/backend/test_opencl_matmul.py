@@ -65,7 +65,7 @@ def test_small_products_with_bias(device_id: str, shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_beta_of_zero_ignores_what_the_bias_holds(device_id: str) -> None:
+def test_beta_of_zero_ignores_the_bias(device_id: str) -> None:
     a, b, nothing = random(13, 40), random(40, 33), torch.full((33,), float("nan"))
     (found,) = on_device(device_id, lambda c, a, b: aten.addmm(c, a, b, beta=0), (nothing, a, b))
     torch.testing.assert_close(found, a @ b, rtol=1e-4, atol=1e-4)
@@ -108,7 +108,7 @@ def test_parts_cover_a_product_once(shape: tuple[int, int, int], units: int, chu
 
 
 def test_nearly_every_unit_gets_a_part_of_a_large_product() -> None:
-    """Parts are whole panels, so that their number may be a little smaller."""
+    """Parts consist of whole panels, so there may be a few fewer parts than units."""
     nothing: Any = None
     for units in (2, 3, 16, 64):
         for m, n in ((512, 512), (4096, 64), (64, 4096)):
@@ -123,7 +123,7 @@ def test_nearly_every_unit_gets_a_part_of_a_large_product() -> None:
 def test_parts_of_a_product_are_right(
     device_id: str, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two parts of rows by three of columns, the last of both incomplete; operands in each form."""
+    """Two parts of rows by three of columns, the last of each incomplete; operands in each form."""
     parts = Parts(24, 64, (2, 3))
     monkeypatch.setattr("hetpipe.backends.opencl.ops.matmul.parts_of", lambda *_: parts)
     n, k = 150, 2 * DEPTH_BLOCK + 3
@@ -135,7 +135,7 @@ def test_parts_of_a_product_are_right(
     check_sums(device_id, lambda a, b: aten.bmm(a[..., ::2], b[..., ::2]), wide, k)
 
 
-def test_rows_are_read_in_place_where_packing_them_costs_more() -> None:
+def test_rows_are_read_in_place_if_packing_costs_more() -> None:
     def suits(rows: int, cols: int, depth: int, row: int, col: int = 1) -> bool:
         nothing: Any = None
         a = Operand(nothing, 0, 0, row, col)
@@ -147,7 +147,7 @@ def test_rows_are_read_in_place_where_packing_them_costs_more() -> None:
     assert not suits(510, 512, 512, row=512)  # a tile would read beyond the last row
     assert not suits(512, 1024, 512, row=512)  # many panels of columns
     assert not suits(512, 512, 512, row=1, col=512)  # rows are not contiguous
-    assert not suits(512, 512, 1024, row=1024)  # all rows' lines are in one set of the cache
+    assert not suits(512, 512, 1024, row=1024)  # all rows' lines are in the same set of the cache
     assert suits(512, 512, 1024, row=1040)
 
 

@@ -1,4 +1,4 @@
-"""Transfers, donation, the pool, events, and what is refused."""
+"""Transfers, donation, the memory pool, events, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_strided_array_is_uploaded_row_major(device_id: str) -> None:
     np.testing.assert_array_equal(fetch(device, buffer, [event]), array)
 
 
-def test_donated_memory_is_reused_and_the_rest_is_not_touched(device_id: str) -> None:
+def test_donated_memory_is_reused_and_other_memory_is_not(device_id: str) -> None:
     device = opencl_device(device_id)
     x, y = torch.arange(40.0), torch.ones(40)
     executable = compiled(device, lambda a, b: (a * 2 + b, a - b), x, y)
@@ -54,10 +54,11 @@ def test_donated_memory_is_reused_and_the_rest_is_not_touched(device_id: str) ->
     np.testing.assert_array_equal(fetch(device, buffers[1]), y.numpy())
 
 
-def test_memory_that_is_read_later_is_not_donated(device_id: str) -> None:
+def test_memory_with_later_reads_is_not_reused(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(30.0).view(5, 6)
-    # The transposed read of `a` crosses elements: overwriting `a` in the same kernel is wrong.
+    # The transposed read of `a` mixes elements, so overwriting `a` in the same kernel would be
+    # wrong.
     executable = compiled(device, lambda a: (a.t().reshape(5, 6) + 1, a.sum(0)), x)
     buffers, events = upload(device, x)
     outputs, event, _ = executable.run(buffers, donate=frozenset({0}), after=events)
@@ -65,7 +66,7 @@ def test_memory_that_is_read_later_is_not_donated(device_id: str) -> None:
     np.testing.assert_array_equal(fetch(device, outputs[1]), x.sum(0))
 
 
-def test_one_buffer_under_two_names_is_not_donated(device_id: str) -> None:
+def test_a_buffer_given_twice_is_not_donated(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(20.0)
     executable = compiled(device, lambda a, b: ((a + 1), (b * 3).flip(0)), x, x.clone())
@@ -123,7 +124,7 @@ def test_a_steady_state_allocates_nothing(device_id: str) -> None:
     assert device.memory_used_nbytes() == held
 
 
-def test_trim_frees_what_nothing_uses(device_id: str) -> None:
+def test_trim_frees_unused_memory(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(4096.0)
     buffers, events = upload(device, x, x)

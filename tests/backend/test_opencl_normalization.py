@@ -16,7 +16,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def channel_tensors(channels: int) -> tuple[torch.Tensor, ...]:
-    """weight, bias, running mean, running variance"""
+    """Return weight, bias, running mean and running variance."""
     values = random(4, channels)
     return values[0], values[1], values[2], values[3].abs() + 0.5
 
@@ -53,7 +53,7 @@ def test_batch_norm_without_weights_or_statistics(device_id: str) -> None:
 
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_variance_survives_a_large_mean(device_id: str) -> None:
-    """A one-pass variance would lose every digit: the mean is 4000 times the deviation."""
+    """A one-pass variance would lose every digit, since the mean is 4000 times the deviation."""
     x = random(8, 3, 10, 10) + 4000
     weight, bias, mean, var = channel_tensors(3)
     _, _, rstd, _, _ = on_device(

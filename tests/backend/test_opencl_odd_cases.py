@@ -1,4 +1,4 @@
-"""Dtypes, strides and empty tensors that random comparisons with torch found to be wrong."""
+"""Dtypes, strides and empty tensors that were wrong in random comparisons with torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ pytestmark = [pytest.mark.wide, pytest.mark.parametrize("device_id", IDS)]
 Function = Callable[..., Any]
 
 EXACT = 2.0**-25
-"""A few units of float64 in the last place, in those of float32."""
+"""A few units in the last place of float64, counted in units of float32."""
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize("dtype", [*WHOLE, torch.bool])
 def test_signs_of_integers(device_id: str, dtype: torch.dtype) -> None:
-    """The sign of an unsigned 1 was 255, and asking for its sign bit did not compile."""
+    """The sign of an unsigned 1 is not 255, and its sign bit can be computed."""
     x = torch.arange(37) % 5 if dtype in (torch.uint8, torch.bool) else torch.arange(37) - 18
     fn: Function = lambda x: (torch.sign(x), torch.sgn(x), torch.signbit(x))  # noqa: E731
     close_to_torch(opencl_device(device_id), fn, x.to(dtype))
 
 
 def test_a_slope_by_keyword(device_id: str) -> None:
-    """The slope had the default if the graph gave it by its name."""
+    """The slope counts also if the graph passes it by keyword."""
     x = torch.linspace(-2, 2, 9)
     graph = make_fx(lambda x: (aten.leaky_relu.default(x, 0.3),))(x)
     node = next(node for node in graph.graph.nodes if node.op == "call_function")
@@ -50,7 +50,7 @@ BINARY: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", BINARY)
 def test_doubles_one_by_one(device_id: str, name: str) -> None:
-    """Rows of less than 16 elements were computed by the functions for floats."""
+    """Rows with fewer than 16 elements must not use the functions for floats."""
     device = opencl_device(device_id)
     if "float64" not in device.info.dtypes:
         pytest.skip("no doubles")
@@ -89,7 +89,7 @@ def test_running_results_of_nothing(device_id: str, name: str, shape: tuple[int,
 
 @pytest.mark.parametrize("index", [-1, [0, -1], [[3]]])
 def test_take(device_id: str, index: Any) -> None:
-    """An index of one element was asked its value while a graph was traced."""
+    """Tracing must not read the value of an index with one element."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     close_to_torch(opencl_device(device_id), torch.take, x, torch.tensor(index))
 

@@ -1,4 +1,4 @@
-"""Saved tensors share a piece of memory; what gets it back, donated, computes in it."""
+"""Saved tensors share one memory block; a pass that gets them donated computes in that block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward(x: torch.Tensor) -> Tensors:
-    """The sum of the last layer, and every layer's tensor, each a running mean of the last one."""
+    """Return the last layer's sum and every layer's tensor, a running mean of the previous one."""
     saved = []
     for _ in range(LAYERS):
         x = torch.cumsum(torch.sin(x), 1) / COLS
@@ -40,7 +40,7 @@ def forward(x: torch.Tensor) -> Tensors:
 
 
 def backward(tangent: torch.Tensor, *saved: torch.Tensor) -> Tensors:
-    """From the last tensor to the first, each read for the last time in its own layer."""
+    """Compute backwards from the last tensor to the first; each layer reads its own tensor last."""
     gradients = []
     for tensor in reversed(saved):
         tangent = torch.cumsum(tangent * torch.cos(tensor), 1) / COLS
@@ -93,7 +93,7 @@ def check(device_id: str, found: Sequence[Buffer], x: torch.Tensor, tangent: tor
 
 
 @pytest.mark.slow
-def test_a_backward_computes_in_the_tensors_that_it_is_done_with(device_id: str) -> None:
+def test_a_backward_reuses_saved_tensors_after_their_last_read(device_id: str) -> None:
     device = opencl_device(device_id)
     first, second = programs(device_id)
     x, tangent = tensors(0)
@@ -105,17 +105,17 @@ def test_a_backward_computes_in_the_tensors_that_it_is_done_with(device_id: str)
     found, done, _ = second.run([buffers[1], *saved], DONATED, [event])
     done.wait(60)
     check(device_id, found, x, tangent)
-    assert isinstance(memory_of(found[0]), Memory)  # a neighbour's: it must not keep the piece
+    assert isinstance(memory_of(found[0]), Memory)  # a neighbour's: it must not keep the block
     assert {id(whole_of(each)) for each in found[1:]} == {id(whole_of(saved[0]))}
     (plan,) = second._plans.values()
     inside = [spot for spot in plan.spots.values() if spot.where is Where.DONATED]
-    # Nothing is dead in the first layer, so its intermediates lie in the arena.
+    # In the first layer no tensor is free yet, so its intermediates are in the arena.
     assert len(inside) > LAYERS
     assert plan.new_nbytes == 0
     assert plan.arena_nbytes <= 2 * NBYTES
 
 
-def test_what_is_not_donated_stays(device_id: str) -> None:
+def test_tensors_that_are_not_donated_keep_their_values(device_id: str) -> None:
     device = opencl_device(device_id)
     first, second = programs(device_id)
     x, tangent = tensors(1)
@@ -130,8 +130,8 @@ def test_what_is_not_donated_stays(device_id: str) -> None:
             np.testing.assert_array_equal(fetch(device, saved[index - 1]), before[index - 1])
 
 
-def test_micro_batches_in_flight_have_pieces_of_their_own(device_id: str) -> None:
-    """Two forwards, then their backwards the other way round; gradients outlive the next pass."""
+def test_micro_batches_in_flight_have_separate_blocks(device_id: str) -> None:
+    """Two forwards run, then their backwards in reverse order; gradients outlive the next pass."""
     device = opencl_device(device_id)
     first, second = programs(device_id)
     held = []
@@ -152,7 +152,7 @@ def test_micro_batches_in_flight_have_pieces_of_their_own(device_id: str) -> Non
         check(device_id, found, x, tangent)
 
 
-def test_a_steady_state_takes_no_more_memory(device_id: str) -> None:
+def test_a_steady_state_allocates_no_memory(device_id: str) -> None:
     device = opencl_device(device_id)
     first, second = programs(device_id)
     x, tangent = tensors(3)
@@ -171,8 +171,8 @@ def test_a_steady_state_takes_no_more_memory(device_id: str) -> None:
     assert held[2:] == [held[2]] * 4
 
 
-def test_where_pieces_take_turns_intermediates_stay_in_the_arena(device_id: str) -> None:
-    """Setting all arguments anew for every micro-batch takes as long as small kernels."""
+def test_with_alternating_blocks_intermediates_stay_in_the_arena(device_id: str) -> None:
+    """Setting all arguments again for every micro-batch would take as long as small kernels."""
     device = opencl_device(device_id)
     first, second = programs(device_id)
     x, tangent = tensors(4)

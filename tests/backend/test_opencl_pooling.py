@@ -60,7 +60,7 @@ def test_max_pool(device_id: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_max_pool_takes_the_first_of_equals_and_lets_nan_through(device_id: str) -> None:
+def test_max_pool_returns_the_first_maximum_and_nan(device_id: str) -> None:
     x = torch.zeros(1, 1, 4, 4)
     x[0, 0, 3, 2] = torch.nan
     y, index = on_device(device_id, max_pool(Pool((1, 1, 4, 4), (2, 2), (2, 2))), (x,))

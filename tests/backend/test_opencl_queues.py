@@ -1,4 +1,4 @@
-"""Two passes at once: queues with arenas of their own, and kernels that overlap on the device."""
+"""Two passes at once: each queue has its own arena, and kernels overlap on the device."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_graph_may_move_from_queue_to_queue(device_id: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", TWO)
-def test_memory_in_use_by_one_queue_is_not_given_to_another(device_id: str) -> None:
-    """The reader runs in one queue; what it reads is let go at once, and wanted by the other."""
+def test_memory_read_by_one_queue_is_not_reused_by_another(device_id: str) -> None:
+    """One queue reads memory that is released at once and requested by the other queue."""
     device, inputs = opencl_device(device_id), operands(256, 6)
     reader, writer = compiled(device, chain, *inputs), compiled(device, torch.neg, inputs[0])
     expected = chain(*inputs)
     for _ in range(5):
         buffers, events = upload(device, *inputs)
-        (negated,), made, _ = writer.run(buffers[:1], after=events)  # warm
+        (negated,), made, _ = writer.run(buffers[:1], after=events)  # a first run
         (output,), event, _ = reader.run(buffers, after=events, queue=1)
         del buffers
         zero, uploaded = upload(device, torch.zeros(256, 256))
@@ -59,7 +59,7 @@ def test_memory_in_use_by_one_queue_is_not_given_to_another(device_id: str) -> N
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_a_queue_that_is_not_there_is_refused(device_id: str) -> None:
+def test_a_missing_queue_is_refused(device_id: str) -> None:
     device, inputs = opencl_device(device_id), operands(4, 1)
     queues = device.info.capabilities.queues
     executable = compiled(device, torch.neg, *inputs)

@@ -1,4 +1,4 @@
-"""Reductions over every set of dimensions, short and long, alone and with what feeds them."""
+"""Reductions over every set of dimensions, short and long, alone and fused with their inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_dims(device_id: str, shape: tuple[int, ...], dims: tuple[int, ...]) -> 
 def test_dimensions_of_size_1(
     device_id: str, shape: tuple[int, ...], order: tuple[int, ...]
 ) -> None:
-    """They are no loop, wherever they stand."""
+    """Dimensions of size 1 cause no loop at any position."""
 
     def each(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
         moved = a.permute(order)
@@ -48,7 +48,7 @@ def test_dimensions_of_size_1(
 
 
 @pytest.mark.slow
-def test_of_views_and_products(device_id: str) -> None:
+def test_reductions_of_views_and_products(device_id: str) -> None:
     close_to_torch(
         opencl_device(device_id),
         lambda a, b: (
@@ -61,7 +61,7 @@ def test_of_views_and_products(device_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_places(device_id: str) -> None:
+def test_indices_of_extreme_elements(device_id: str) -> None:
     x = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, -1.0, 7.0, 7.0], [0.0, 0.0, 0.0, 0.0]])
     close_to_torch(
         opencl_device(device_id),
@@ -72,7 +72,7 @@ def test_places(device_id: str) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("shape", [(70001,), (5003, 20), (20, 5003), (2, 9, 4099)], ids=str)
-def test_long_ones_are_exact_and_the_same_twice(device_id: str, shape: tuple[int, ...]) -> None:
+def test_long_reductions_are_exact_and_reproducible(device_id: str, shape: tuple[int, ...]) -> None:
     device = opencl_device(device_id)
     if device.info.capabilities.reference:
         pytest.skip("an interpreter: small shapes only")
@@ -88,7 +88,7 @@ def test_long_ones_are_exact_and_the_same_twice(device_id: str, shape: tuple[int
         np.testing.assert_allclose(once, want, rtol=3e-6, atol=1e-4 if want.ndim else 0)
 
 
-def test_of_nothing(device_id: str) -> None:
+def test_reductions_of_empty_tensors(device_id: str) -> None:
     close_to_torch(
         opencl_device(device_id),
         lambda a: (a.sum(0), a.sum(1), a.sum(), a.prod(1), (a + 1).t()),

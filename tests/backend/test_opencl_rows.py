@@ -1,4 +1,4 @@
-"""OpenCL kernels over rows: several rows of a work-item, and results that pass the caches."""
+"""OpenCL kernels over rows: several rows per work-item, and results that bypass the caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer_norm": lambda x: aten.native_layer_norm(x, [x.shape[1]], None, None, 1e-5)[0],
 }
 ROWS = 300
-"""Enough for several of a work-item, where there are few compute units."""
+"""Enough for several rows per work-item on a device with few compute units."""
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -32,9 +32,14 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_a_rows_result_does_not_depend_on_its_place(device_id: str, name: str, length: int) -> None:
-    """The first row of a work-item is read by itself, the others while those before are computed:
-    equal rows have equal results, bit for bit."""
+def test_a_rows_result_does_not_depend_on_its_position(
+    device_id: str, name: str, length: int
+) -> None:
+    """Equal rows have equal results, bit for bit.
+
+    A work-item reads its first row separately, and every other row while it computes the previous
+    one.
+    """
     device = opencl_device(device_id)
     rows = random(1, length).repeat(ROWS, 1)
     close_to_torch(device, FUNCTIONS[name], rows)
@@ -46,8 +51,8 @@ def test_a_rows_result_does_not_depend_on_its_place(device_id: str, name: str, l
 @pytest.mark.parametrize("length", WHOLE_LINES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_results_that_pass_the_caches(device_id: str, name: str, length: int) -> None:
-    """The caches are said to be tiny."""
+def test_large_results_bypass_the_caches(device_id: str, name: str, length: int) -> None:
+    """The caches are declared to be tiny."""
     device = opencl_device(device_id)
     large, x = device.target, random(7, length)
     device.target = replace(large, last_cache_nbytes=64)
@@ -62,7 +67,7 @@ def test_results_that_pass_the_caches(device_id: str, name: str, length: int) ->
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_results_that_fit_the_caches_stay_there(device_id: str) -> None:
+def test_results_that_fit_the_caches_use_them(device_id: str) -> None:
     target = opencl_device(device_id).target
     for rows, length in ((64, 64), (1 << 14, 1 << 10 | 1)):  # the last has no whole lines
         x = torch.empty(rows, length)

@@ -1,4 +1,4 @@
-"""Kernels over one element, where everything is computed ahead of the loop along a row."""
+"""Kernels over one element, which compute everything before the loop along a row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ DEVICES = [info.id for info in infos() if info.backend == "opencl"]
 
 @pytest.mark.parametrize("device_id", DEVICES)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_scalar_that_its_own_kernel_stores_is_not_read_from_memory(
+def test_a_scalar_is_not_read_by_the_kernel_that_stores_it(
     device_id: str, shape: tuple[int, ...]
 ) -> None:
-    """Two uses had the root stored; a sum with it joined that kernel and read it before it was."""
+    """Two uses make the kernel store the root;
+
+    a sum in the same kernel must not read it from memory.
+    """
 
     def scaled(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         root = torch.sqrt(a)

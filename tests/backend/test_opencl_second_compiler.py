@@ -1,4 +1,4 @@
-"""Many kernels are compiled by two processes, for PoCL, which compiles one at a time."""
+"""Two processes share the compilation of many kernels for PoCL, which compiles one at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __kernel void thrice_NAME(__global float *a, const int b) { a[get_global_id(0)] 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> SecondCompiler:
-    """One that finds it worth while, on any machine."""
+    """A second compiler that always starts, on any machine."""
     monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
     cores = frozenset(os.sched_getaffinity(0))
     monkeypatch.setattr(second_compiler, "_other_cores", lambda: cores)
@@ -45,7 +45,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SecondCompiler:
 
 
 def job() -> Job:
-    """Of two kernels that no process has compiled."""
+    """Return a job of two kernels that no process has compiled."""
     name = uuid4().hex
     launches = [
         FirstLaunch(f"twice_{name}", (4,), (2,), ([64], 1.0)),
@@ -55,13 +55,13 @@ def job() -> Job:
 
 
 def folders(job: Job) -> list[Path]:
-    """What PoCL's cache has of the kernels of a job."""
+    """Return the files of a job's kernels in PoCL's cache."""
     cache = Path(os.environ[CACHE])
     return [path for launch in job.launches for path in cache.glob(f"*/*/{launch.name}/*/*.so")]
 
 
-def leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process compiles nothing while the other one has something to do."""
+def leave_all_jobs_to_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process wait without compiling until the other process has emptied the queue."""
 
     def wait(self: SecondCompiler, queue: SimpleQueue[Job]) -> dict[Any, Any]:
         while not queue.empty():
@@ -72,7 +72,7 @@ def leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(device: OpenCLDevice, program: Any, job: Job) -> list[float]:
-    """Two elements after both kernels of a job, from zeros."""
+    """Return two elements of an array of zeros after both kernels of a job."""
     array = np.zeros(16, np.float32)
     flags = driver().mem_flags
     memory = driver().Buffer(device.context, flags.COPY_HOST_PTR, hostbuf=array)
@@ -84,7 +84,7 @@ def values(device: OpenCLDevice, program: Any, job: Job) -> list[float]:
     return [float(array[1]), float(array[5])]
 
 
-def test_a_job_goes_through_json() -> None:
+def test_a_job_survives_json() -> None:
     first = job()
     again = Job.of(json.loads(json.dumps(asdict(first))))
     assert json.dumps(asdict(again)) == json.dumps(asdict(first))
@@ -110,7 +110,7 @@ def test_another_process_compiles_for_this_one(
         return folder
 
     with monkeypatch.context() as patched:
-        leaves_all(patched)
+        leave_all_jobs_to_the_other_process(patched)
         patched.setattr(second_compiler, "TemporaryDirectory", remembered)
         assert compiler.compile(jobs) == {}
     (own_cache,) = own_caches
@@ -126,7 +126,7 @@ def test_another_process_compiles_for_this_one(
 
 
 @pytest.mark.slow
-def test_both_compile_all(compiler: SecondCompiler) -> None:
+def test_both_processes_together_compile_all_jobs(compiler: SecondCompiler) -> None:
     jobs = [job() for _ in range(8)]
     built = compiler.compile(jobs)
     assert all(len(folders(each)) == 2 for each in jobs)
@@ -136,7 +136,7 @@ def test_both_compile_all(compiler: SecondCompiler) -> None:
             assert values(device, program, each) == pytest.approx([6.0, 0.0])
 
 
-def test_little_is_compiled_by_one(
+def test_few_jobs_are_compiled_by_one_process(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*arguments: Any) -> None:
@@ -168,7 +168,7 @@ def test_another_process_that_fails_is_replaced(
 
 
 @pytest.mark.slow
-def test_an_error_is_that_of_the_compiler(
+def test_an_error_quotes_the_compiler(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = Job("__kernel void wrong() { nothing; }", (), [FirstLaunch("wrong", (1,), (1,), ())])
@@ -176,20 +176,20 @@ def test_an_error_is_that_of_the_compiler(
         patched.setattr(SecondCompiler, "_compile_elsewhere", lambda *arguments: None)
         with pytest.raises(BackendError, match=r"(?s)compiling kernel wrong.*identifier 'nothing'"):
             compiler.compile([wrong])
-    leaves_all(monkeypatch)
+    leave_all_jobs_to_the_other_process(monkeypatch)
     with caplog.at_level(logging.INFO, second_compiler.__name__):
-        compiler.compile([wrong])  # it is reported when the program is built here
+        compiler.compile([wrong])  # building the program in this process reports the error
     assert "undeclared identifier" in caplog.text
 
 
-def test_a_launch_with_much_memory_waits(compiler: SecondCompiler) -> None:
+def test_a_launch_with_much_memory_is_not_compiled_ahead(compiler: SecondCompiler) -> None:
     large = job()
     launch = FirstLaunch(large.launches[0].name, (4,), (2,), ([MOST_NBYTES + 1], 1.0))
     compiler.compile([Job(large.source, (), [launch, large.launches[1]])])
     assert [path.parents[1].name for path in folders(large)] == [large.launches[1].name]
 
 
-def test_without_room_in_the_cache_the_runtime_goes_on(
+def test_a_full_disk_does_not_stop_compilation(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, **options: Any) -> None:

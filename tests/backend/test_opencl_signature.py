@@ -1,4 +1,4 @@
-"""Kernel arguments are given by name, and checked against what the source declares."""
+"""Kernel arguments are passed by name and checked against the declaration in the source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A, OUT = Value(1, (4,), "float32"), Value(2, (4,), "float32")
 ARGUMENTS: dict[str, Any] = {"a": A, "a_row": 3, "out": OUT, "scale": 0.5}
 
 
-def test_a_tensor_of_whole_vectors_may_be_declared_as_such() -> None:
+def test_a_tensor_of_whole_vectors_may_be_declared_as_vectors() -> None:
     source = "__kernel void k(__global const float4 *a, __global uchar16 *b) { b[0] = (uchar16)1; }"
     for count, fits in ((8, True), (4, True), (6, False)):
         given = {"a": Value(1, (count,), "float32"), "b": Value(2, (2, 16), "uint8")}
@@ -52,7 +52,7 @@ def test_arguments_come_in_the_order_of_the_declaration() -> None:
     assert bind(Kernel(SOURCE, "k"), mixed) == (A, 3, OUT, 0.5)
 
 
-def test_macros_and_options_count() -> None:
+def test_declarations_follow_macros_and_options() -> None:
     declared = [str(parameter) for parameter in parameters(Kernel(SOURCE, "k", ("-DBYTES",)))]
     assert declared == ["float *a", "int a_row", "uchar *out", "float scale"]
 
@@ -81,13 +81,13 @@ def test_a_mismatch_is_refused_by_name(change: dict[str, Any], message: str) -> 
         bind(Kernel(SOURCE, "k"), arguments)
 
 
-def test_a_kernel_that_the_source_lacks_is_refused() -> None:
+def test_a_kernel_missing_in_the_source_is_refused() -> None:
     with pytest.raises(BackendError, match="the source of kernel other does not declare it"):
         parameters(Kernel(SOURCE, "other"))
 
 
 def kernels_of_files() -> set[str]:
-    """The names of all kernels in `hetpipe.kernels`."""
+    """Return the names of all kernels in `hetpipe.kernels`."""
     root = files("hetpipe.kernels")
     texts = [f.read_text() for d in (root, root.joinpath("cpu")) for f in d.iterdir()
              if f.name.endswith(".cl")]  # fmt: skip
@@ -102,7 +102,7 @@ def batch_norm_backward(dy: torch.Tensor, x: torch.Tensor, c: torch.Tensor) -> A
 def convolutions(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, large: torch.Tensor, v: torch.Tensor
 ) -> Any:
-    """One of a small image with its gradients, and one by minimal filtering of many tiles."""
+    """Convolve a small image, with gradients, and many tiles by minimal filtering."""
     settings = ([1, 2], [1, 1], [1, 1], False, [0, 0], 1)
     gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *settings, [True, True, False])
     small = torch.ops.aten.convolution(x, w, None, *settings)
@@ -131,7 +131,7 @@ def test_every_kernel_is_launched_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         graph = trace(fn, inputs, table)
         if all(device.supports(node) is None for node in graph_calls(graph)):
             lower(graph, device.target)
-    # Those of ceiling.cl measure the device, outside any graph.
+    # The kernels of ceiling.cl measure the device, outside any graph.
     assert kernels_of_files() - {"fma_ceiling", "nothing"} - bound == set()
     assert [p.name for p in parameters(_ceiling())] == ["out", "repeats"]
 

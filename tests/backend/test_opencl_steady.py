@@ -1,4 +1,4 @@
-"""What OpenCL computes from weights alone is kept while they stay, from their second run on."""
+"""Results that OpenCL computes only from weights are kept from their second run until an update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
 def test_new_weights_are_never_missed(
     device_id: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same buffer again, another, the first again, and a new one in its memory."""
+    """The buffers are the same again, another one, the first again, and a new one in its memory."""
     fn, x_shape, w_shape = CASES[case]
     generator = torch.Generator().manual_seed(0)
     x, one, other, third = (
@@ -60,7 +60,7 @@ def test_new_weights_are_never_missed(
     for weight, value in ((1, one), (1, one), (2, other), (2, other), (1, one), (1, one)):
         run(weight, value)
     assert executable._kept
-    # An update donates the weight; the new one may lie in the same memory.
+    # An update donates the weight; the new weight may have the same memory.
     change = compiled(device, lambda weight, difference: weight + difference, one, third - one)
     difference, _ = device.upload((third - one).numpy())
     (buffers[1],), event, _ = change.run([buffers[1], difference], donate=frozenset({0}))
@@ -68,5 +68,5 @@ def test_new_weights_are_never_missed(
     run(1, third)
     most, less = launched[0], launched[3]
     assert less == most - 1
-    # Two weights in turn, the first for the second time, and from then on only what changes.
+    # Two weights take turns. From the first weight's second use on, only its dependents run.
     assert launched == [most, most, most, less, most, less, most, less, most]

@@ -1,4 +1,4 @@
-"""Stages that share a device run passes from threads of their own, and these keep apart."""
+"""Stages that share a device run passes from separate threads without affecting each other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def eager_threads() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 1], ids=["one queue", "two queues"])
 @pytest.mark.parametrize("device_id", [each for each in OPENCL if each not in INTERPRETERS])
-def test_passes_of_two_threads_keep_apart(device_id: str, other: int) -> None:
-    """Each pass has intermediates, which lie in memory that all passes of a queue share."""
+def test_passes_of_two_threads_do_not_interfere(device_id: str, other: int) -> None:
+    """Each pass has intermediates in memory that all passes of a queue share."""
     device = opencl_device(device_id)
     if device.info.capabilities.queues <= other:
         pytest.skip(f"{device_id} has one queue for passes")

@@ -1,4 +1,4 @@
-"""How products divide their work: by what a processor has, or as a user tuned it."""
+"""The division of work in matrix products: by the processor's properties, or tuned by a user."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_choice_follows_from_registers_and_cache(
     assert chosen.depth_block * 32 * 4 <= max(cache // 4, 32 * KIB)
 
 
-def test_lanes_are_those_of_the_code_that_a_runtime_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_follow_the_runtimes_target_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(native_vector_width_float=16)
     for arch, lanes in {"core-avx2": 8, "skx": 16, "": 16}.items():
         monkeypatch.setattr(tuning, "target_arch", lambda arch=arch: arch)
@@ -75,7 +75,7 @@ def test_lanes_are_those_of_the_code_that_a_runtime_makes(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "chosen", [Tuning(True, 1024), Tuning(True, 24), Tuning(False, 24)], ids=str
 )
-def test_sums_are_right_however_they_are_divided(
+def test_sums_are_right_for_any_tuning(
     device_id: str, chosen: Tuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(tuning.VARIABLE, tuning.text_of(chosen))
@@ -156,7 +156,7 @@ def test_a_tuning_is_kept_for_the_device(device_id: str) -> None:
         ('{"depth": 5}', "unknown key 'depth'"),
     ],
 )
-def test_a_variable_that_says_something_else(
+def test_an_invalid_variable_is_refused(
     text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(tuning.VARIABLE, text)
@@ -166,7 +166,7 @@ def test_a_variable_that_says_something_else(
 
 @pytest.mark.skipif(not NAMES, reason="no OpenCL runtime for CPUs")
 def test_the_command_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares are made up: the last way but one is best."""
+    """The shares are invented; the last but one tuning is best."""
     ways = list(OpenCLBackend().kernel_runner().tunings(NAMES[0]))
 
     def run_pinned(*_: object, variables: dict[str, str], **__: object) -> list[dict[str, float]]:

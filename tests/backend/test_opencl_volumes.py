@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 7) -> torch.Tensor:
 
 
 def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The value, and the gradients of its sum of squares by all inputs."""
+    """Return a function of the value, and the gradients of its sum of squares by all inputs."""
 
     def both(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
@@ -55,8 +55,8 @@ def test_pooling(device_id: str, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_places_of_the_largest_elements(device_id: str) -> None:
-    """The first of equal ones; NaN is larger than any number."""
+def test_indices_of_the_largest_elements(device_id: str) -> None:
+    """Of equal elements the first counts; NaN is larger than any number."""
     x = torch.tensor([3.0, 3, 1, math.nan, 2, 2, 2, 1, 1, -math.inf, 5, 5]).reshape(1, 3, 2, 2)
 
     def places(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -170,7 +170,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_nothing(device_id: str, name: str) -> None:
+def test_products_with_empty_tensors(device_id: str, name: str) -> None:
     close_to_torch(opencl_device(device_id), PRODUCTS[name], normal(3, 4))
 
 
@@ -189,8 +189,8 @@ def test_in_double(device_id: str, name: str) -> None:
     close_to_torch(device, with_gradients(DOUBLES[name]), normal(3, 4), ulps=1)
 
 
-def test_places_in_one_element(device_id: str) -> None:
-    """A 0-d tensor has a dimension 0 here; its size once was a divisor."""
+def test_indexing_a_tensor_without_dimensions(device_id: str) -> None:
+    """A 0-d tensor has a dimension 0 here, but no size to divide by."""
 
     def fn(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.index_select(0, i), x.index_add(0, i, s), x.index_copy(0, i, s), x.gather(0, i[0])

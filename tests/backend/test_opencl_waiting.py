@@ -1,4 +1,4 @@
-"""Waits with a time limit: threads that last, and one command that hangs keeps no other back."""
+"""Waits with a time limit reuse their threads, and a hanging command delays no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOON_S = 0.02
 
 
 class Command:
-    """Ends when it is told to."""
+    """A command that ends when `ended` is set."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -35,13 +35,13 @@ def ended() -> Command:
     return command
 
 
-def test_one_thread_waits_for_one_command_after_the_other() -> None:
+def test_one_thread_waits_for_all_commands_in_turn() -> None:
     waiters, commands = Waiters(), [ended() for _ in range(5)]
     assert all(waiters.ends(command, 10.0) for command in commands)
     assert len({id(command.threads[0]) for command in commands}) == 1
 
 
-def test_a_command_that_hangs_keeps_no_other_back() -> None:
+def test_a_hanging_command_delays_no_other() -> None:
     waiters, hanging, other = Waiters(), Command(), ended()
     assert not waiters.ends(hanging, SOON_S)
     assert waiters.ends(other, None)

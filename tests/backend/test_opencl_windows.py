@@ -1,4 +1,4 @@
-"""Windows along a dimension, of tensors in any layout, and their gradients."""
+"""Windows along a dimension, of tensors in any layout, with their gradients."""
 
 from __future__ import annotations
 

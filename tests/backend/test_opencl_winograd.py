@@ -1,4 +1,4 @@
-"""3x3 convolutions by minimal filtering: right at every border, accurate, and where they suit."""
+"""3x3 convolutions by minimal filtering: right at every border, accurate, and used if suitable."""
 
 from __future__ import annotations
 
@@ -57,13 +57,16 @@ def gradients(padding: tuple[int, int], mask: list[bool]) -> Function:
 
 
 def filters(device_id: str, fn: Function, *inputs: torch.Tensor) -> int:
-    """The turns of minimal filtering among the launches of `fn`."""
+    """Return the number of launches of `fn` that multiply by minimal filtering."""
     launches = lower(trace(fn, inputs, {}), opencl_device(device_id).target).launches
     return sum(launch.kernel.name.startswith("winograd_multiply") for launch in launches)
 
 
 def check(device_id: str, fn: Function, inputs: list[torch.Tensor], terms: int) -> None:
-    """Errors stay under 4 sqrt(terms) eps of the largest fn(|inputs|): a tile shares its errors."""
+    """Check that errors stay under 4 sqrt(terms) eps of the largest fn(|inputs|).
+
+    A tile shares its errors, so each element has the bound of the largest.
+    """
     magnitudes = outputs(fn, [each.abs() for each in wide(inputs)])
     expected, found = outputs(fn, wide(inputs)), on_device(device_id, fn, inputs)
     for got, want, magnitude in zip(found, expected, magnitudes, strict=True):
@@ -83,7 +86,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, tuple[int, int]]] = {
     "few lanes": ((2, 64, 24, 24), 9, (1, 1)),
     "one tile": ((16, 64, 4, 4), 64, (1, 1)),
 }
-"""x, output channels, padding."""
+"""Shape of x, output channels, padding."""
 
 
 @pytest.mark.wide
@@ -100,7 +103,7 @@ def test_forward(device_id: str, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SHAPES if max(SHAPES[name][2]) <= 2])
 @on_every_device
 def test_input_gradient(device_id: str, name: str) -> None:
-    """Of the convolution whose gradient is one of the shape: dy is smaller or larger than x."""
+    """The gradient is itself a convolution of the given shape: dy is smaller or larger than x."""
     dy_shape, lanes, padding = SHAPES[name]
     forward = [2 - each for each in padding]
     sizes = [n + 2 * p - 2 for n, p in zip(dy_shape[2:], padding, strict=True)]
@@ -122,8 +125,8 @@ def test_all_gradients_and_transposes(device_id: str) -> None:
 
 
 @on_every_device
-def test_turns_that_overlap(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small memory: the last turn repeats a part of the one before."""
+def test_overlapping_turns(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory, the last turn repeats a part of the previous one."""
     monkeypatch.setattr(_winograd, "LEAST_NBYTES", 4 * 36 * 96 * 3 * 4)
     inputs = tensors((2, 32, 27, 9), (32, 32, 3, 3), (32,))
     assert filters(device_id, convolution((1, 1)), *inputs) == 4  # 14 rows of 3 tiles, 4 at a time
@@ -133,7 +136,7 @@ def test_turns_that_overlap(device_id: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("tiles", [4, 5, 6, 7, 9, 11, 13])
 @on_every_device
 def test_few_tiles(device_id: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer than a register tile has, or not a multiple: the last ones overlap others."""
+    """With too few tiles for a register tile, or not a multiple, the last tiles overlap others."""
     monkeypatch.setattr(_winograd, "WEIGHT_WORK", 0)
     inputs = tensors((1, 64, 4, 4 * tiles - 1), (48, 64, 3, 3), (48,))
     assert filters(device_id, convolution((1, 1)), *inputs) == 1
@@ -154,7 +157,7 @@ def test_turns_cover_all_rows_and_fit() -> None:
 @pytest.mark.parametrize("kind", ["normal", "offset", "spread"])
 @on_every_device
 def test_error_of_ill_scaled_inputs(device_id: str, kind: str) -> None:
-    """A quarter of what sums may have, 16 sqrt(terms) eps of the largest; as sums in order have."""
+    """The error is a quarter of the bound for sums, 16 sqrt(terms) eps of the largest."""
     x, w, b = tensors((2, 128, 14, 14), (64, 128, 3, 3), (64,))
     if kind == "offset":
         x += 1000
@@ -177,7 +180,7 @@ def test_the_same_bits_every_run(device_id: str) -> None:
 
 
 @on_every_device
-def test_other_convolutions_are_direct(device_id: str) -> None:
+def test_other_convolutions_are_not_filtered(device_id: str) -> None:
     x, w, b = tensors((2, 64, 16, 16), (64, 64, 3, 3), (64,))
     assert filters(device_id, convolution((1, 1)), x, w, b) > 0
     assert filters(device_id, convolution((1, 1), stride=2), x, w, b) == 0
@@ -191,9 +194,12 @@ def geometry(images: int, channels: int, side: int) -> Geometry:
                     (1, 1), (1, 1))  # fmt: skip
 
 
-def test_where_it_suits() -> None:
-    """All of VGG-16 and ResNet-50; not images of 2x2 pixels, nor one small image of many channels,
-    whose weights would take longer to transform than to use."""
+def test_suitable_sizes() -> None:
+    """Minimal filtering suits all layers of VGG-16 and ResNet-50.
+
+    It does not suit images of 2x2 pixels, nor one small image with many channels, whose weights
+    would take longer to transform than to use.
+    """
     for channels, side in ((64, 224), (128, 112), (64, 56), (256, 56), (512, 28), (512, 14)):
         assert suits(geometry(8, channels, side), flipped=False)
         assert suits(geometry(1, channels, side), flipped=True)
@@ -213,7 +219,7 @@ def small_cnn() -> nn.Module:
 
 @pytest.mark.slow
 @on_every_device
-def test_a_training_is_that_of_torch(device_id: str) -> None:
+def test_training_equals_torch(device_id: str) -> None:
     x, y = tensors((8, 3, 14, 14))[0], torch.arange(8)
     torch.manual_seed(0)
     module = small_cnn()
@@ -259,8 +265,8 @@ close_to_torch(device, convolution((1, 1)), *inputs)
 @pytest.mark.slow
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_kernels_are_clean(tmp_path: Path) -> None:
-    """No access outside a tensor, no race, no use of what nobody wrote.
+    """No kernel accesses memory outside a tensor, races, or uses unwritten values.
 
-    Oclgrind's own check for the last gives other results for these kernels.
+    Oclgrind's own check for unwritten values reports other results for these kernels.
     """
     assert log_of(GRAPHS, tmp_path, "OCLGRIND_DATA_RACES") == ""

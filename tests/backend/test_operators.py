@@ -1,4 +1,4 @@
-"""Every operator, on every device found here, against torch in float64."""
+"""Every operator, on every device of this machine, against torch in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def _after(name: str, first: Callable[[Any], Any]) -> Case:
-    """Return a case of an operator that is defined on the range of `first` alone."""
+    """Return a case of an operator that is defined only on the range of `first`."""
     operator = getattr(aten, name).default
     return Case("elementwise", name, lambda a: operator(first(a)), (r(3, 5),))
 
@@ -43,7 +43,7 @@ def _scatter_reduced(a: Any, s: Any, index: Any) -> Any:
 
 
 BEYOND_REFERENCE = {"conv1d", "conv_transposed", "max_pool_ceil"}
-"""Cases that numpy refuses even by its own decompositions, and these alone."""
+"""All cases that numpy refuses even with its own decompositions."""
 
 UNARY = "asinh atan cosh erfc exp2 sinh tan"
 WITHIN_ONE = "acos asin atanh"
@@ -62,7 +62,7 @@ REFERENCE_CASES = [
         terms=4,
     ),
 ]
-"""Cases of operators that the suite for all backends does not ask for."""
+"""Cases of operators that the conformance suite does not test."""
 DEVICES = [info.id for info in infos()]
 
 
@@ -74,7 +74,7 @@ def inputs_of(case: Case) -> list[torch.Tensor]:
 
 @functools.cache
 def graph_of(case: Case, backend: str) -> fx.GraphModule:
-    """For a backend's own table of decompositions; none at all for the backend "whole"."""
+    """Trace with a backend's decompositions; without any for the backend "whole"."""
     table: Any = {} if backend == "whole" else get_backend(backend).decompositions()
     return trace(case.fn, inputs_of(case), table)
 
@@ -110,13 +110,13 @@ def check(case: Case, found: list[np.ndarray[Any, Any]], graph: fx.GraphModule) 
 
 
 def refusal(device: Device, graph: fx.GraphModule) -> str | None:
-    """The first operator that the device refuses, and why."""
+    """Return the first operator that the device refuses, with the reason, or None."""
     found = ((operator_name(node), device.supports(node)) for node in graph_calls(graph))
     return next((f"{name}: {reason}" for name, reason in found if reason is not None), None)
 
 
 def must_run(form: str, backend: str, case: Case) -> bool:
-    """pytorch runs all there is, numpy what its own table covers; others may refuse an operator."""
+    """Return whether the device must run the case; only pytorch must run every case."""
     if backend == "numpy":
         return form == "own" and case.name not in BEYOND_REFERENCE
     return backend == "pytorch"

@@ -1,4 +1,4 @@
-"""Updates, predictions and norms on every device found here, against the rules in float64."""
+"""Updates, predictions and norms on every device of this machine, against the rules in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def environment(rule: Optimizer) -> Env:
 
 
 def check(device_id: str, program: Program | None, env: Env, expected: Callable[..., Any]) -> None:
-    """Runs a program; `expected` of (role, name) from float64."""
+    """Run a program and compare each output with `expected(role, name)`, which is float64."""
     assert program is not None
     inputs = [env[slot.key].numpy() for slot in program.inputs]
     arrays = run(opened(device_id), program.graph, inputs)
@@ -55,8 +55,8 @@ def check(device_id: str, program: Program | None, env: Env, expected: Callable[
         torch.testing.assert_close(found.double(), wide, rtol=4e-6, atol=4e-6, msg=str(slot))
 
 
-def of(rule: Optimizer, env: Env, name: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Everything of one parameter in float64: by role or scalar, and the state."""
+def values_of(rule: Optimizer, env: Env, name: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return one parameter's values in float64 by role or scalar name, and its state."""
     values = {role: env[role, name].double() for role in (PARAM, GRAD)}
     values |= {scalar: env[SCALAR, scalar].double() for scalar in SCALARS}
     return values, tuple(env[STATE, f"{slot}/{name}"].double() for slot in rule.state)
@@ -71,7 +71,7 @@ def test_update(device_id: str, name: str) -> None:
 
     def expected(role: str, key: str) -> torch.Tensor:
         slot, _, owner = key.rpartition("/")
-        v, state = of(rule, env, owner)
+        v, state = values_of(rule, env, owner)
         if role == GRAD:
             return torch.zeros_like(v[GRAD])
         param, new = rule.update(v[PARAM], v[GRAD] * v["grad_scale"], state, v["step"], v["lr"])
@@ -90,7 +90,7 @@ def test_prediction(device_id: str, name: str) -> None:
 
     def expected(_: str, key: str) -> torch.Tensor:
         assert rule.predict is not None
-        v, state = of(rule, env, key)
+        v, state = values_of(rule, env, key)
         return rule.predict(v[PARAM], state, v["step"], v["lr"], v["ahead"])
 
     table = get_backend(DEVICES[device_id]).decompositions()
@@ -99,7 +99,7 @@ def test_prediction(device_id: str, name: str) -> None:
 
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_no_prediction_before_the_first_update(device_id: str) -> None:
-    """Zero moments over zero corrections are no NaN on any device."""
+    """Zero moments divided by zero corrections give no NaN on any device."""
     for rule in (
         optim.adamw(eps=0.0),
         optim.multi_step(optim.adam(weight_decay=0.1)),

@@ -1,4 +1,4 @@
-"""Kernels and operators of a subclass's own: they run, elsewhere the stock ones do."""
+"""Kernels and operators registered on a subclass run there; stock backends keep their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks() -> list[dict[str, Any]]:
-    """What the blocks of the page define, and the backends that they register."""
+    """Run the code blocks of the page and return the names that each defines."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     results = []
     for code in codes:
@@ -52,7 +52,7 @@ def blocks() -> list[dict[str, Any]]:
 
 
 def subclass(**settings: Any) -> type[OpenCLBackend]:
-    """A backend whose relu multiplies by three, which no stock kernel does."""
+    """Register a backend whose relu multiplies by three, which no stock kernel does."""
     backend = type("Tripled", (OpenCLBackend,), {"name": "tripled"})
     registry.register_backend(backend)
     fields: dict[str, Any] = {
@@ -80,7 +80,7 @@ def result(device: Device, fn: Callable[..., Any], *inputs: torch.Tensor) -> Arr
     return array
 
 
-def test_the_kernel_runs_and_the_stock_backend_has_its_own() -> None:
+def test_the_kernel_runs_only_in_the_subclass() -> None:
     subclass()
     own, stock = (registry.open_device(pocl(name)) for name in ("tripled", "opencl"))
     assert own.info.backend == "tripled"
@@ -92,7 +92,7 @@ def test_the_kernel_runs_and_the_stock_backend_has_its_own() -> None:
     )
 
 
-def test_it_runs_only_where_it_applies() -> None:
+def test_a_kernel_runs_only_for_calls_it_applies_to() -> None:
     subclass(applies=lambda call: None if call.outputs[0].numel > 10 else "too small")
     device = registry.open_device(pocl("tripled"))
     np.testing.assert_array_equal(result(device, torch.relu, X), 3 * X.numpy())
@@ -100,7 +100,7 @@ def test_it_runs_only_where_it_applies() -> None:
     np.testing.assert_array_equal(result(device, torch.relu, small), small.relu().numpy())
 
 
-def test_an_operator_that_only_it_has() -> None:
+def test_an_operator_without_a_stock_kernel() -> None:
     backend = subclass()
     backend.register_kernel(
         "aten.erfinv.default", SCALED, "scaled",
@@ -126,14 +126,14 @@ def test_an_operator_that_only_it_has() -> None:
         ),
     ],
 )
-def test_wrong_arguments(settings: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_are_reported(settings: dict[str, Any], problem: str) -> None:
     subclass(**settings)
     device = registry.open_device(pocl("tripled"))
     with pytest.raises(BackendError, match=problem):
         result(device, torch.relu, X)
 
 
-def test_a_source_that_does_not_build() -> None:
+def test_a_source_that_does_not_compile_is_reported() -> None:
     backend = subclass()
     backend.register_kernel(
         "aten.exp.default", SCALED.replace("factor * x[i]", "factor * nothing"), "scaled",
@@ -195,7 +195,7 @@ def test_a_product_with_packed_weights_is_right() -> None:
 
 
 def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first weight on that serves twice: until then the packed one has no memory."""
+    """The weight is packed for keeping from its second use; before that it has no kept memory."""
     device: Any = with_product()
     first, second = torch.ones(7, 4), torch.full((7, 4), 2.0)
     graph = trace(torch.mm, [X, first], registry.decompositions_of("tripled"))
@@ -263,7 +263,7 @@ EPILOGUES: dict[str, tuple[Function, int]] = {
 
 
 @pytest.mark.parametrize("name", EPILOGUES)
-def test_operators_that_follow_are_done_in_its_store(name: str) -> None:
+def test_following_operators_run_in_the_kernels_store(name: str) -> None:
     device: Any = with_epilogue()
     function, launches = EPILOGUES[name]
     random = torch.Generator().manual_seed(2)
@@ -307,12 +307,12 @@ def test_an_epilogue_of_nothing() -> None:
     assert result(device, lambda x, w: torch.mm(x, w) + 1.0, nothing, X.t()).shape == (0, 5)
 
 
-def test_our_own_class_takes_no_kernels() -> None:
+def test_the_stock_class_accepts_no_kernels() -> None:
     with pytest.raises(BackendError, match="works only on a subclass"):
         OpenCLBackend.register_kernel("aten.relu.default", SCALED, "scaled")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
     with pytest.raises(BackendError, match=r"my\.cl: cannot be read: No such file"):
         backend.register_kernel("aten.relu.default", tmp_path / "my.cl", "my")
@@ -354,7 +354,7 @@ MODULES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_can_be_imported_first(module: str) -> None:
-    """A circle of imports shows only if the import begins at one of its modules."""
+    """A circular import is visible only if the import begins at one of its modules."""
     code = f"import hetpipe.backends.opencl.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

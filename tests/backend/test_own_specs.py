@@ -1,4 +1,4 @@
-"""A kernel with a specification takes the place of ours: in a cluster file, and in Python."""
+"""A kernel with a specification replaces the stock kernel, by a cluster file or in Python."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def spec(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
-    """Twice the relu is the relu of a network whose first layer is twice as large."""
+def test_a_kernel_of_a_cluster_file_runs_in_workers(spec: Path) -> None:
+    """Twice the relu equals the relu of a network with a first layer twice as large."""
     pocl("opencl")
     text = '[backend.opencl]\nkernels = ["mine.toml"]\n'
     for device in ("opencl:pocl:0", "pytorch:cpu:0"):
@@ -114,7 +114,7 @@ def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
     assert "backend opencl runs your kernel doubled for aten.relu.default" in listed.output
     (info,) = [each for each in registry.devices_of("opencl") if each.id == "opencl:pocl:0"]
     assert "kernels doubled" in info.driver
-    plain = Cluster.local(devices=["opencl:pocl:0", "pytorch:cpu:0"])  # the options end with it
+    plain = Cluster.local(devices=["opencl:pocl:0", "pytorch:cpu:0"])  # without the options
     with hp.Pipeline(
         model(doubled=False), loss_fn, (x, y), cluster=plain, optimizer=hp.optim.sgd(lr=0.1),
         cuts=[1], microbatches=2,
@@ -124,7 +124,7 @@ def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
     assert all("kernels" not in each.driver for each in registry.devices_of("opencl"))
 
 
-def test_in_python(spec: Path) -> None:
+def test_a_kernel_registered_in_python(spec: Path) -> None:
     backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
     registry.register_backend(backend)
     backend.register_spec(spec)
@@ -145,8 +145,8 @@ def test_sizes_come_from_the_shapes(tmp_path: Path) -> None:
     np.testing.assert_allclose(result(device, torch.mm, X, w), 1 + (X @ w).numpy(), rtol=1e-5)
 
 
-def test_another_call_than_that_of_the_specification_is_ours(tmp_path: Path) -> None:
-    """`gelu` by its approximation has an argument of which the specification says nothing."""
+def test_calls_outside_the_specification_use_the_stock_kernel(tmp_path: Path) -> None:
+    """The approximate `gelu` has an argument that the specification does not mention."""
     (tmp_path / "mine.cl").write_text(SOURCE)
     (tmp_path / "mine.toml").write_text(SPEC.replace("relu.default", "gelu.default"))
     backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
@@ -174,7 +174,7 @@ def test_another_call_than_that_of_the_specification_is_ours(tmp_path: Path) -> 
         (("operator", 'source = "none.cl"\noperator'), "none.cl: cannot be read"),
     ],
 )
-def test_a_specification_that_says_too_little(
+def test_an_incomplete_specification_is_refused(
     spec: Path, change: tuple[str, str], message: str
 ) -> None:
     spec.write_text(SPEC.replace(*change, 1))
@@ -182,6 +182,6 @@ def test_a_specification_that_says_too_little(
         OpenCLBackend().configure({"kernels": [spec.name]}, spec.parent)
 
 
-def test_options_that_the_backend_does_not_know(tmp_path: Path) -> None:
+def test_unknown_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"unknown key .kernel.; known: .*kernels"):
         OpenCLBackend().configure({"kernel": []}, tmp_path)

@@ -1,4 +1,4 @@
-"""The torch backend: memory is reused only where nobody can tell, streams are ordered."""
+"""The torch backend reuses memory only if no result can change, and orders its streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pointers(tensors: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-# --- what is overwritten ------------------------------------------------------------------------
+# --- reuse of memory ----------------------------------------------------------------------------
 
 
 def sgd(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, lr: torch.Tensor) -> Any:
@@ -47,14 +47,14 @@ def sgd(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, lr: torch.Tensor) -> 
 def adam(
     p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, lr: torch.Tensor
 ) -> Any:
-    zeroed = torch.zeros_like(g)  # before its last use: must be sunk behind it
+    zeroed = torch.zeros_like(g)  # before its last use, so it must be moved behind it
     m = torch.lerp(m, g, 0.1)
     v = torch.addcmul(v * 0.999, g, g, value=0.001)
     return p - lr * (m / (v.sqrt() + 1e-8)), m, v, zeroed
 
 
 @pytest.mark.parametrize(("rule", "count"), [(sgd, 3), (adam, 4)])
-def test_an_update_writes_where_its_donated_inputs_lie(rule: Any, count: int) -> None:
+def test_an_update_writes_into_its_donated_inputs(rule: Any, count: int) -> None:
     inputs = [torch.rand(4, 5) for _ in range(count)] + [torch.tensor(0.1)]
     expected = rule(*inputs)
     made = program(rule, inputs, set(range(count)))
@@ -162,7 +162,7 @@ def test_random_elementwise_graphs_agree_for_every_donation() -> None:
                     np.testing.assert_allclose(array, wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
-# --- the rest of the contract -------------------------------------------------------------------
+# --- other parts of the contract ----------------------------------------------------------------
 
 
 def test_a_failure_names_device_operator_and_layer() -> None:
@@ -176,7 +176,7 @@ def test_a_failure_names_device_operator_and_layer() -> None:
         run(device, graph, [np.zeros(3, np.float32), np.array([1, 9])])
 
 
-def test_bfloat16_travels_as_bits() -> None:
+def test_bfloat16_is_downloaded_as_bits() -> None:
     device = opened("pytorch:cpu:0")
     graph = trace(lambda a: a.to(torch.bfloat16), [torch.zeros(3)], {})
     (buffer,), _, _ = device.compile(graph).run([device.upload(np.float32([1, 2, 3]))[0]])
@@ -209,7 +209,7 @@ print(min(faults() for _ in range(6)), torch.get_num_threads())
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc's allocator")
-def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None:
+def test_workers_have_their_threads_and_keep_freed_memory() -> None:
     def faults(settings: dict[str, str]) -> list[int]:
         done = subprocess.run(
             [sys.executable, "-c", FAULTS],
@@ -226,7 +226,7 @@ def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None
     assert found < 100 < usual
 
 
-# --- streams, on a pretended accelerator: work happens when the test says so --------------------
+# --- streams, on a simulated accelerator: work ends when the test says so -----------------------
 
 
 class FakeEvent:
@@ -251,7 +251,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Runs nothing later: torch computes at once, events alone wait until `release`."""
+    """A stream in which torch computes at once and only events wait for `release`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.pending: list[FakeEvent] = []
@@ -335,7 +335,7 @@ def test_a_download_ends_when_the_host_has_it(accelerator: streams.StreamDevice)
     np.testing.assert_array_equal(result, A)
 
 
-def test_a_device_error_reaches_who_asks(accelerator: streams.StreamDevice) -> None:
+def test_a_device_error_is_raised_by_later_waits(accelerator: streams.StreamDevice) -> None:
     executable = accelerator.compile(trace(lambda a: a * 2, [torch.zeros(2, 3)], {}))
     buffer, _ = accelerator.upload(A)
     accelerator.compute.stream.held = accelerator._out.stream.held = True
@@ -351,8 +351,8 @@ def test_a_device_error_reaches_who_asks(accelerator: streams.StreamDevice) -> N
 
 
 @pytest.mark.slow
-def test_own_operators_need_no_compiler_of_torch() -> None:
-    """Importing it takes a second, which the first step would wait for."""
+def test_hetpipes_operators_import_no_torch_compiler() -> None:
+    """Importing the compiler takes a second, for which the first step would wait."""
     code = """
 import operator
 import sys

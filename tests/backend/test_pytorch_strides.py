@@ -1,7 +1,7 @@
-"""Kernels of torch that are given strided operands read them right.
+"""Kernels of torch read strided operands correctly.
 
-Every call that torch's operator database leads to, gradients too, is made again with each operand
-in other layouts, if the backend does not make the operands of that operator row-major.
+Every operator call in torch's operator database, gradients included, is repeated with each operand
+in other layouts, unless the backend makes the operands of that operator row-major.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hetpipe.conformance.samples import entries
 
 PARTS = 16
 SAMPLES = 2
-pytestmark = pytest.mark.filterwarnings("ignore")  # of samples that are odd on purpose
+pytestmark = pytest.mark.filterwarnings("ignore")  # some samples are odd on purpose
 
 
 def layouts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same values transposed in memory, with the channels last, and with gaps."""
+    """Yield the same values transposed in memory, with channels last, and with gaps."""
     dims = range(tensor.ndim)
     for order in ([*reversed(dims)], [0, *range(2, tensor.ndim), 1]):
         if tensor.ndim > 1:
@@ -40,13 +40,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def largest_of(tensors: list[torch.Tensor]) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     floats = [t[t.isfinite()].abs() for t in tensors if t.is_floating_point()]
     return max((float(t.max()) for t in floats if t.numel()), default=0.0)
 
 
 def is_near(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
-    """Whether both are equal up to rounding at this scale, which sums that cancel have."""
+    """Return whether both are equal up to rounding at this scale, as in sums that cancel."""
     if not expected.is_floating_point():
         return torch.equal(actual, expected)
     finite = expected.isfinite()
@@ -56,7 +56,7 @@ def is_near(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
 
 
 class Again(TorchDispatchMode):
-    """Makes each call of an operator that reads strides again; `wrong` names the offenders."""
+    """Repeats each call of an operator that reads strides; `wrong` names the wrong operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Again(TorchDispatchMode):
 @pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_operators_that_read_strides_do(part: int, dtype: torch.dtype) -> None:
+def test_operators_read_strides_correctly(part: int, dtype: torch.dtype) -> None:
     again = Again()
     for name, entry in entries().items():
         if crc32(name.encode()) % PARTS != part:
@@ -131,7 +131,7 @@ def test_operators_that_read_strides_do(part: int, dtype: torch.dtype) -> None:
     assert len(again.asked) > 10
 
 
-def test_kernels_that_ignore_strides_are_not_among_them() -> None:
+def test_kernels_that_ignore_strides_are_listed() -> None:
     aten = torch.ops.aten
     assert not reads_strides(aten.native_group_norm.default)
     assert not reads_strides(aten.native_group_norm_backward.default)
@@ -140,7 +140,7 @@ def test_kernels_that_ignore_strides_are_not_among_them() -> None:
 
 
 def test_a_view_as_complex_of_a_transposed_tensor() -> None:
-    """torch makes one only of a tensor whose last dimension has no gaps."""
+    """torch can view a tensor as complex only if its last dimension has no gaps."""
     device = opened("pytorch:cpu:0")
     x = torch.randn(2, 3, 5)
     graph = trace(

@@ -1,4 +1,4 @@
-"""A run refuses buffers other than those that its graph was compiled for."""
+"""A run refuses buffers with shapes or dtypes its graph was not compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""0-d tensors, which torch takes for one row: every operator runs on them as in torch."""
+"""0-d tensors, which torch treats as one row: every operator runs on them as in torch."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_a_0d_tensor_is_one_row(device_id: str, name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("device_id", DEVICES)
-def test_a_fill_takes_any_tensor_of_one_element(device_id: str, shape: tuple[int, ...]) -> None:
-    """Operators whole: torch's own fill takes a 0-d tensor alone."""
+def test_a_fill_accepts_any_tensor_of_one_element(device_id: str, shape: tuple[int, ...]) -> None:
+    """The operators are not decomposed, because torch's own fill accepts only a 0-d tensor."""
     device = opened(device_id)
     graph = trace(lambda x, v: aten.fill(x, v) + 1, [torch.zeros(2, 3), X], {})
     value = list(graph.graph.nodes)[1]

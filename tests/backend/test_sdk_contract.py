@@ -1,4 +1,4 @@
-"""The contract itself: graphs and programs travel, backends are found, devices keep promises."""
+"""The contract: graphs can be sent, backends are found, devices keep their promises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def graph_of(fn: Any, *shapes: tuple[int, ...]) -> Any:
     return trace(fn, [torch.zeros(shape) for shape in shapes], {})
 
 
-# --- graphs travel ------------------------------------------------------------------------------
+# --- graphs can be sent -------------------------------------------------------------------------
 
 
 def sample(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -54,7 +54,7 @@ def test_a_graph_survives_a_round_trip_through_bytes() -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_graph_that_reads_attributes_does_not_travel() -> None:
+def test_a_graph_that_reads_attributes_cannot_be_sent() -> None:
     graph = graph_of(lambda a: a + 1, (2, 3))
     graph.register_buffer("constant", torch.zeros(3))
     with graph.graph.inserting_before(graph.graph.output_node()):
@@ -129,7 +129,7 @@ def test_two_classes_may_not_share_a_name() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_unknown_names_list_the_known() -> None:
+def test_the_error_for_an_unknown_name_lists_known_names() -> None:
     with pytest.raises(BackendError, match=r"no backend 'nvdia'; known: .*numpy"):
         registry.get_backend("nvdia")
     with pytest.raises(BackendError, match=r"no device 'numpy:cpu:7'; found: numpy:cpu:0"):
@@ -141,7 +141,7 @@ def test_unknown_names_list_the_known() -> None:
     ("value", "reason"),
     [("no.such.module:X", "cannot be loaded"), ("pathlib:Path", "not a Backend class")],
 )
-def test_a_broken_entry_point_disables_itself_alone(
+def test_a_broken_entry_point_disables_only_its_backend(
     monkeypatch: pytest.MonkeyPatch, value: str, reason: str
 ) -> None:
     points = [point("broken", value), point("numpy", "hetpipe.backends.numpy:NumpyBackend")]
@@ -162,7 +162,7 @@ def test_a_backend_of_another_contract_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device_id", FAST)
-def test_an_output_that_is_a_placeholder_is_that_very_buffer(device_id: str) -> None:
+def test_an_output_that_is_a_placeholder_is_the_same_buffer(device_id: str) -> None:
     device = opened(device_id)
     executable = device.compile(graph_of(lambda a, b: (b, a + b, a), (2, 3), (2, 3)))
     a, b = put(device, A), put(device, A * 2)
@@ -239,7 +239,7 @@ def test_a_buffer_of_another_device_is_refused() -> None:
         executable.run([buffer])
 
 
-def test_a_blocking_device_waits_for_what_it_must_follow() -> None:
+def test_a_blocking_device_waits_for_earlier_events() -> None:
     waited: list[str] = []
 
     class Watched(DoneEvent):

@@ -1,4 +1,4 @@
-"""The self-test passes on every device found, and fails a device that computes wrongly."""
+"""The self-test passes on every device of this machine and fails a device that computes wrongly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_wrong_arithmetic_is_found() -> None:
     assert result.gflops_matmul == 0
 
 
-def test_an_error_is_a_result() -> None:
+def test_an_error_of_the_device_is_reported_as_a_result() -> None:
     result = selftest(Broken(opened("numpy:cpu:0").info))
     assert (result.ok, result.message) == (False, "the board is on fire")
 

@@ -1,5 +1,7 @@
-"""Steps, launches and starts are measured: the losses are torch's, all figures are there, and no
-time is asserted."""
+"""Steps, launches and starts are measured: losses equal torch's and all figures exist.
+
+No time has a required value.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_step_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
-def test_launches_are_measured_beside_the_drivers_own() -> None:
+def test_launches_are_compared_with_the_drivers() -> None:
     device = open_device(RUNTIME)
     executable = device.compile(launches.chain(device, 5))
     assert len(executable.launches) == 5  # none has joined another
@@ -69,7 +71,7 @@ def test_a_second_load_exports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
-def test_callers_of_kernels_that_are_alike_are_written_once() -> None:
+def test_callers_of_equal_kernels_are_generated_once() -> None:
     from pyopencl import _PYOPENCL_NO_CACHE, invoker
 
     if not _PYOPENCL_NO_CACHE:
@@ -100,7 +102,7 @@ def _loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_memory_of_eager_torch_is_counted() -> None:
-    """Weight, momentum and gradient, or the result and what is made of it, are there at once."""
+    """The peak holds weight, momentum and gradient, or the result and its derived tensors."""
     rows, width = 512, 64
     model, x, y = _regression(rows, width)
     eager = Eager(model, _loss, optim.sgd(lr=0.1, momentum=0.9))
@@ -113,7 +115,7 @@ def test_the_memory_of_eager_torch_is_counted() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo and autograd without inductor, whose C++ takes long to compile."""
+    """Use Dynamo and autograd without inductor, whose C++ takes long to compile."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     monkeypatch.setattr(compiled, "_lacks_compiler", lambda: "")
 
@@ -130,7 +132,7 @@ def test_a_compiled_step_trains_as_eager_torch() -> None:
     assert second == pytest.approx([eager.step(x, y, [8]) for _ in range(2)][1], rel=1e-5)
 
 
-def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise InvalidCxxCompiler
 
@@ -142,7 +144,7 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_cannot_be_compiled_is_told() -> None:
+def test_a_loss_that_cannot_be_compiled_is_reported() -> None:
     def broken(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such loss")
 
@@ -154,8 +156,8 @@ def test_what_cannot_be_compiled_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
-def test_gradients_and_intermediates_lie_where_saved_tensors_were() -> None:
-    """Together they need less memory of their own than gradients alone would."""
+def test_gradients_and_intermediates_reuse_saved_tensors() -> None:
+    """The memory beside saved tensors is smaller than the gradients alone."""
     workload = RandomModel(
         lambda: GPT(64, 32, 192, 2, 2), language(64, 32), 16, optim.adamw(lr=1e-3), token_loss
     ).workload("gpt")

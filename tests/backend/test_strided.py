@@ -1,4 +1,4 @@
-"""`as_strided`, which torch's decompositions write for views of tensors that are row-major."""
+"""`as_strided`, which torch's decompositions use for views of row-major tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def strided(x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("device_id", DEVICES)
-def test_it_runs_on_every_device(device_id: str) -> None:
+def test_as_strided_runs_on_every_device(device_id: str) -> None:
     device = opened(device_id)
     graph = trace(strided, [X], get_backend(device.info.backend).decompositions())
     assert [device.supports(node) for node in graph_calls(graph) if "strided" in str(node)] == [
@@ -40,8 +40,8 @@ def test_it_runs_on_every_device(device_id: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", DEVICES)
-def test_it_reads_a_view_as_if_that_were_row_major(device_id: str) -> None:
-    """Strides of other tensors than inputs and outputs do not bind a backend."""
+def test_as_strided_treats_a_view_as_row_major(device_id: str) -> None:
+    """A backend need not follow the strides of tensors other than inputs and outputs."""
     device = opened(device_id)
     graph = trace(lambda x: aten.permute(x, [0, 2, 1]) + 0, [X], {})
     (permuted,) = graph.graph.find_nodes(op="call_function", target=aten.permute.default)
@@ -55,7 +55,7 @@ def test_it_reads_a_view_as_if_that_were_row_major(device_id: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", [i for i in DEVICES if not i.startswith("pytorch")])
-def test_one_that_reads_past_the_tensor_is_refused_when_planning(device_id: str) -> None:
+def test_reading_past_the_tensor_is_refused_when_planning(device_id: str) -> None:
     graph = trace(lambda x: aten.as_strided(x, [5], [6]), [torch.zeros(100)], {})
     x, call = list(graph.graph.nodes)[:2]
     x.meta["val"] = torch.empty(24, device="meta")
