@@ -1,4 +1,4 @@
-"""The resource sheet of the kernels of FPGAs, and the costs of boards that it feeds."""
+"""The resource sheet of the FPGA kernels, and the board costs computed from it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_the_source_declares_the_parameters_and_their_sheet() -> None:
     ]  # fmt: skip
 
 
-def test_few_turns_make_an_addition_wait_for_the_last_one() -> None:
+def test_little_interleaving_makes_additions_wait() -> None:
     assert multiplying(replace(ARRAY, interleave_rows=2, interleave_cols=2)).interval == 4
     assert multiplying(replace(ARRAY, interleave_rows=4, interleave_cols=4)).interval == 1
 
 
-def test_a_stage_has_each_kernel_once_and_names_those_without_a_sheet() -> None:
+def test_a_stage_counts_each_kernel_once_and_names_kernels_without_a_sheet() -> None:
     options = (*ARRAY.options, "-DCHANNELS")
     kernels = [
         Kernel("a", "convolution_load", options), Kernel("a", "array", options),
@@ -98,7 +98,7 @@ def test_a_board_has_as_many_arrays_as_fit() -> None:
         DESIGN.arrays(board("t4"))
 
 
-def test_products_take_the_cycles_of_the_design_and_all_else_those_of_the_dsps() -> None:
+def test_the_design_times_products_and_the_dsps_time_the_other_kernels() -> None:
     assert STRATIX.fabric is not None
     shape = ProductShape(1, 640, 1280, 2000)
     product = Work(2.0 * shape.macs, 4_000, (shape,))
@@ -110,8 +110,8 @@ def test_products_take_the_cycles_of_the_design_and_all_else_those_of_the_dsps()
     assert fpga.kernels_s(STRATIX, [other], design=DESIGN) == rest_s
 
 
-def test_a_plan_for_boards_may_have_a_design() -> None:
-    """A batch of 8 fills an eighth of a tile's rows: the design says so."""
+def test_a_design_changes_the_costs_of_a_board() -> None:
+    """A batch of 8 fills an eighth of a tile's rows, and the costs with a design show it."""
     model = nn.Sequential(nn.Linear(216, 256), nn.Tanh(), nn.Linear(256, 4))
     batch = (torch.randn(8, 216), torch.randint(4, (8,)))
     captured = Captured(model, nn.functional.cross_entropy, batch)
@@ -123,7 +123,7 @@ def test_a_plan_for_boards_may_have_a_design() -> None:
     cycles = DESIGN.cycles(ProductShape(1, 8, 256, 216), DESIGN.arrays(STRATIX))
     assert first.forward_s == pytest.approx(STRATIX.launch_s + cycles / 273e6, rel=0.01)
     assert same.forward_s < first.forward_s
-    assert same.update_s == first.update_s  # it has no product
+    assert same.update_s == first.update_s  # the layer's update has no product
 
 
 def test_the_page_on_boards_has_the_numbers_of_the_design() -> None:

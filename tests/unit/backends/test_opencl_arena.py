@@ -1,4 +1,4 @@
-"""Placement of intermediates: what lives at once never overlaps."""
+"""Placement of intermediates: tensors that are live at the same time never overlap."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_no_two_live_tensors_overlap(seed: int) -> None:
             apart = offsets[a] + one.nbytes <= offsets[b] or offsets[b] + other.nbytes <= offsets[a]
             if a == b or one.last < other.first or other.last < one.first or apart:
                 continue
-            # Only a tensor that dies where the other is born, element by element, may be under it.
+            # Two tensors may overlap only if the launch that creates one reads the other for the
+            # last time, element by element.
             old, new = (a, b) if one.first < other.first else (b, a)
             assert life[old].last == life[new].first
             assert old in launches[life[new].first].inplace
@@ -47,8 +48,8 @@ def test_no_two_live_tensors_overlap(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_nothing_overlaps_what_is_fixed(seed: int) -> None:
-    """Some tensors lie in the room already: dead from a launch on, or alive from one on."""
+def test_nothing_overlaps_fixed_tensors(seed: int) -> None:
+    """Keep some tensors at fixed offsets: they die at a launch, or live from one onwards."""
     choose = random.Random(seed)
     launches = random_launches(seed)
     life = lives(launches)
@@ -81,7 +82,7 @@ def test_nothing_overlaps_what_is_fixed(seed: int) -> None:
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_scratch_of_a_launch_is_apart_from_its_operands(is_fixed: bool) -> None:
-    """An operand and the scratch of the launch that reads it last have one size."""
+    """The operand and the scratch of its last reader have the same size."""
     operand, scratch, result = (Value(i, (32,), "float32") for i in range(3))
     kernel = Kernel("", "k")
     ids = frozenset({operand.id}), frozenset({scratch.id})
@@ -96,14 +97,14 @@ def test_scratch_of_a_launch_is_apart_from_its_operands(is_fixed: bool) -> None:
     assert offsets[result.id] == offsets[operand.id], "a result takes the operand's place"
 
 
-def test_results_lie_as_far_up_as_they_can() -> None:
+def test_results_take_the_highest_offsets() -> None:
     values = [Value(i, (32,), "float32") for i in range(3)]
     launches = [Launch(Kernel("", "k"), (1,), None, (value,)) for value in values]
     life = {key: replace(span, last=3) for key, span in lives(launches).items()}
     assert place(life, launches, ALIGNMENT, most=300)[0] == {0: 128, 1: 0}
 
 
-def test_a_chain_needs_two_tensors_of_room_and_one_in_place() -> None:
+def test_a_chain_needs_two_tensors_of_memory_or_one_if_in_place() -> None:
     values = [Value(i, (32,), "float32") for i in range(10)]
     pairs = [(values[0],), *itertools.pairwise(values)]
     apart = [Launch(Kernel("", "k"), (1,), None, pair) for pair in pairs]

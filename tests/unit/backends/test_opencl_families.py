@@ -1,4 +1,4 @@
-"""Which kernels a device gets, and who may choose."""
+"""Which kernels a device gets, and who may choose them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def device(kind: str, emulated: bool = False) -> DeviceInfo:
         (device("gpu"), "gpu"),
         (device("other"), "cpu"),
         (device("fpga"), "fpga"),
-        (device("fpga", emulated=True), "cpu"),  # it computes on the host's cores
+        (device("fpga", emulated=True), "cpu"),  # the emulator computes on the host's cores
     ],
 )
-def test_the_default_is_of_the_kind_of_the_hardware(info: DeviceInfo, family: str) -> None:
+def test_the_default_family_follows_the_kind_of_hardware(info: DeviceInfo, family: str) -> None:
     assert default_family(info) == family
 
 
-def test_the_last_pattern_that_fits_counts_and_the_environment_goes_last(
+def test_the_last_matching_pattern_wins_and_the_environment_comes_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {"opencl:*": "gpu", "opencl:pocl:*": "cpu"}
@@ -47,7 +47,7 @@ def test_the_last_pattern_that_fits_counts_and_the_environment_goes_last(
     assert choice(options).of("opencl:intel-cpu:0") == "cpu"
 
 
-def test_a_choice_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match=r"families.*'cpu', 'gpu' or 'fpga'"):
         OpenCLBackend().configure({"families": {"opencl:pocl:0": "asic"}}, Path())
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The order of lowering: masks and copies at their first reader, results at their operands."""
+"""The order of lowering: masks and copies before first readers, results after operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names(fn: Any, *inputs: torch.Tensor) -> list[str]:
 
 
 def test_masks_and_copies_come_at_their_first_reader() -> None:
-    """As in a backward, which repeats them: the trace has them first."""
+    """Order the masks and copies that a backward repeats; the trace has them first."""
 
     def backward(x: torch.Tensor, w: torch.Tensor, saved: torch.Tensor, rng: torch.Tensor) -> Any:
         mask = KEPT(rng, 0, [4, 4], 0.5, 0, 4).to(torch.float32)

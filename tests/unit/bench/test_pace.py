@@ -1,4 +1,4 @@
-"""The benchmark's pace: long steps do not make a run that takes for ever."""
+"""The benchmark's pace: long steps get few repetitions, so that a run ends in reasonable time."""
 
 from __future__ import annotations
 

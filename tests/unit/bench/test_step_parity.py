@@ -1,4 +1,6 @@
-"""A step beside torch: what counts as equal, which tensors float32 does not determine."""
+"""A step compared with torch: which steps count as equal, and which tensors float32 cannot
+determine.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_errors_are_relative_to_each_tensor() -> None:
     assert errors["tiny"] == pytest.approx(0.1, rel=1e-3)
 
 
-def test_a_gradient_that_is_zero_is_compared_with_all() -> None:
+def test_the_error_of_a_zero_gradient_is_relative_to_all_gradients() -> None:
     right = {"weight": torch.full((4,), 3.0), "bias": torch.full((4,), 1e-17)}
     noise, wrong = torch.full((4,), 3e-7), torch.full((4,), 0.3)
     assert gradient_errors({**right, "bias": noise}, right)["bias"] < 2e-7
@@ -49,7 +51,7 @@ def test_a_gradient_that_is_zero_is_compared_with_all() -> None:
     assert errors["bias"] == pytest.approx(0.1, rel=1e-3)
 
 
-def test_what_is_missing_or_not_finite_is_infinitely_wrong() -> None:
+def test_missing_and_non_finite_gradients_have_infinite_error() -> None:
     right = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "none": torch.zeros(2)}
     found = {"b": torch.tensor([1.0, math.nan]), "c": torch.ones(2), "more": torch.ones(2)}
     assert gradient_errors(found, right) == {
@@ -72,14 +74,14 @@ def test_each_part_must_be_equal(part: str) -> None:
 GOOD = Errors(1e-7, 1e-6, "w", 3, 1e-8)
 BEYOND = replace(GOOD, gradient=2e-2)
 OWN = replace(GOOD, gradient=1e-2)
-"""Of torch's own step in float32."""
+"""Errors of torch's own step in float32."""
 
 
 def row_of(errors: Errors, **more: Any) -> Parity:
     return Parity("m", "d", 4, 10, 0.1, {}, {}, errors, **more)
 
 
-def test_layers_stand_for_a_model_that_is_near() -> None:
+def test_a_nearly_equal_model_is_judged_by_its_layers() -> None:
     row = row_of(BEYOND, torch=OWN, layers=GOOD)
     assert row.verdict == "by layers"
     for errors in (replace(GOOD, gradient=5e-2), replace(BEYOND, loss=1e-3)):
@@ -90,7 +92,7 @@ def test_layers_stand_for_a_model_that_is_near() -> None:
     assert replace(row, layers=None).verdict == "no"
 
 
-def test_a_loss_may_be_off_where_torchs_own_is() -> None:
+def test_a_loss_may_differ_where_torch_in_float32_differs() -> None:
     row = row_of(replace(BEYOND, loss=3e-3), torch=replace(OWN, loss=1e-3), layers=GOOD)
     assert row.is_equal
     for loss in (9e-5, 5e-4):
@@ -102,14 +104,16 @@ def test_a_loss_may_be_off_where_torchs_own_is() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
 @pytest.mark.parametrize("name", ["mlp", "residual-lstm-small"])
-def test_a_device_that_is_right_is_equal(device: str, name: str) -> None:
+def test_a_correct_device_is_equal(device: str, name: str) -> None:
     row = parity(load_workload(name), open_device(device))
     assert row.is_strict, row
     assert not row.refused
 
 
 class Crossing(nn.Module):
-    """Its ends share a weight, a skip passes by what lies between, and a batch norm keeps sums."""
+    """Its first and last layer share a weight, a skip connection crosses the layers between, and a
+    batch norm keeps running sums.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +135,7 @@ def summed_loss(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.slow
-def test_stages_in_turn_are_the_whole_model() -> None:
+def test_stages_in_sequence_equal_the_whole_model() -> None:
     torch.manual_seed(0)
     own = replace(workload(Crossing(), torch.tensor([5, 0, 5, 6]), 7), loss_fn=summed_loss)
     row = parity(own, open_device("numpy:cpu:0"), stages=4)
@@ -149,7 +153,7 @@ def test_more_stages_than_layers_are_refused() -> None:
         parity(small, open_device("pytorch:cpu:0"), stages=9)
 
 
-def test_torch_leaves_the_model_as_it_was() -> None:
+def test_a_step_of_torch_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
     first = nn.Linear(3, 3)
     model = nn.Sequential(first, nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -182,8 +186,9 @@ def test_an_update_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_wrong_gradient_is_found() -> None:
-    """A model whose backward torch computes otherwise than the device: half of it is detached
-    while torch runs the model, and not while it is captured."""
+    """Use a model whose backward differs between torch and the device: torch's own run detaches a
+    tenth of the weight's gradient, and the captured model does not.
+    """
 
     class Two(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +204,7 @@ def test_a_wrong_gradient_is_found() -> None:
 
 
 class Close(nn.Module):
-    """Float32 sees 0 for a hidden element that is 2^-30, and of little weight."""
+    """One hidden element is 2^-30 and has a small weight; float32 rounds it to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +221,7 @@ class Close(nn.Module):
 
 
 @pytest.mark.slow
-def test_decisions_within_rounding_are_told_layer_by_layer() -> None:
+def test_decisions_within_rounding_are_judged_layer_by_layer() -> None:
     torch.manual_seed(0)
     row = parity(workload(Close(), torch.ones(4, 3), 2), open_device("numpy:cpu:0"))
     assert row.errors is not None
@@ -230,8 +235,8 @@ def test_decisions_within_rounding_are_told_layer_by_layer() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_has_right_must_be_right() -> None:
-    """A hundredth off, as gradients may be where decisions differ."""
+def test_a_device_must_be_right_where_torch_in_float32_is() -> None:
+    """The gradient is off by 1 %, as it may be where rounding changes decisions."""
 
     class Slightly(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -251,10 +256,11 @@ PAIRS = 32
 
 
 class Cancelling(nn.Module):
-    """Its first weight's gradient is a small sum of large terms, in which rounding errors stay.
+    """The first weight's gradient is a small sum of large terms, so rounding errors stay in it.
 
-    The last hidden unit is zero, with weights of 3000 to both classes: of its tangent the rest of
-    large products is left. Samples come in pairs with opposite labels, whose tangents cancel.
+    The last hidden unit is zero and has weights of about 3000 to both classes, so its tangent is
+    the small difference of large products. Samples come in pairs with opposite labels, whose
+    tangents cancel.
     """
 
     def __init__(self) -> None:
@@ -278,7 +284,7 @@ def cancelling(model: type[nn.Module] = Cancelling) -> Workload:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
-def test_what_cancels_is_told_layer_by_layer(device: str) -> None:
+def test_cancellation_is_judged_layer_by_layer(device: str) -> None:
     row = parity(cancelling(), open_device(device), 2 * PAIRS)
     assert row.errors is not None
     assert row.torch is not None
@@ -291,7 +297,7 @@ def test_what_cancels_is_told_layer_by_layer(device: str) -> None:
 
 @pytest.mark.slow
 def test_a_layer_with_a_wrong_gradient_is_refused() -> None:
-    """Two thousandths off, a share of what torch's own float32 is."""
+    """The gradient is off by 0.2 %, a fraction of the error of torch's own float32 step."""
 
     class Slightly(Cancelling):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,13 +316,13 @@ def test_a_layer_with_a_wrong_gradient_is_refused() -> None:
 
 
 class Exact(ExactDevice):
-    """With the operators of a backend that is there."""
+    """The exact device, under the name of an installed backend, so that its operators count."""
 
     info = replace(ExactDevice.info, backend="pytorch")
 
 
 @pytest.mark.slow
-def test_the_exact_device_rounds_results_alone() -> None:
+def test_the_exact_device_rounds_only_results() -> None:
     row = parity(cancelling(), Exact(), 2 * PAIRS, stages=2)
     assert row.errors is not None
     assert row.errors.gradient < 1e-6
@@ -324,9 +330,9 @@ def test_the_exact_device_rounds_results_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
+def test_a_wrong_tangent_at_a_cut_is_refused() -> None:
     class Off(Exact):
-        """Tensors that cross the cut are two thousandths off."""
+        """Tensors that cross the cut are off by 0.2 %."""
 
         def _run(self, program: Any, inputs: Any, donate: frozenset[int]) -> list[Any]:
             results = super()._run(program, inputs, donate)
@@ -346,7 +352,7 @@ def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
 
 
 class Chaotic(nn.Module):
-    """Each layer makes errors about 20 times as large."""
+    """Each layer multiplies errors by about 20."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +372,7 @@ def chaotic(model: type[nn.Module] = Chaotic) -> Workload:
 
 
 @pytest.mark.slow
-def test_what_amplifies_without_end_is_told_layer_by_layer() -> None:
+def test_a_chaotic_model_is_judged_layer_by_layer() -> None:
     row = parity(chaotic(), open_device("numpy:cpu:0"))
     assert row.errors is not None
     assert row.errors.loss > 1e-2
@@ -400,7 +406,9 @@ def test_steps_in_float32_show_how_far_rounding_moves_a_loss(amplifies: bool) ->
 
 
 class Undone(nn.Module):
-    """The next norm undoes the scale of the first: its gradient is a rest of terms that cancel."""
+    """The second norm undoes the scale of the first, so the first norm's gradient is what remains
+    after large terms cancel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +426,7 @@ def undone(model: type[nn.Module] = Undone) -> Workload:
 
 
 @pytest.mark.slow
-def test_a_rest_of_one_layer_is_compared_with_torchs_own() -> None:
+def test_a_cancelled_gradient_is_compared_with_torch_in_float32() -> None:
     row = parity(undone(), open_device("numpy:cpu:0"), 64)
     assert row.layers is not None, row
     assert row.layers.undetermined == ("first.weight",)
@@ -427,7 +435,7 @@ def test_a_rest_of_one_layer_is_compared_with_torchs_own() -> None:
 
 
 class Tied(nn.Module):
-    """Float32 sees equal elements in a window where float64 sees the second as the larger."""
+    """Float32 rounds the elements of a window to equal values; in float64 the second is larger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +451,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.slow
-def test_maxima_that_rounding_makes_equal_are_compared_with_torchs_own() -> None:
+def test_maxima_equal_in_float32_are_compared_with_torch_in_float32() -> None:
     torch.manual_seed(0)
     row = parity(workload(Tied(), torch.ones(4, 2), 2), open_device("numpy:cpu:0"))
     assert row.errors is not None
@@ -455,7 +463,7 @@ def test_maxima_that_rounding_makes_equal_are_compared_with_torchs_own() -> None
 
 
 @pytest.mark.slow
-def test_the_rounding_device_is_off_where_torch_is() -> None:
+def test_the_rounding_device_errs_where_torch_errs() -> None:
     class Rounding(RoundingDevice):
         info = Exact.info
 
@@ -466,7 +474,7 @@ def test_the_rounding_device_is_off_where_torch_is() -> None:
     assert row.verdict == "by layers"
 
 
-def test_filed_tensors_are_as_they_were() -> None:
+def test_filed_tensors_are_read_back_unchanged() -> None:
     filed = Filed()
     tensors = {"a": torch.randn(3, 4).T, "b": torch.tensor(2.5), "c": torch.empty(0, 2),
                "d": torch.tensor([True, False]), "e": torch.arange(5)}  # fmt: skip

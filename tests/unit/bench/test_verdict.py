@@ -1,4 +1,4 @@
-"""The benchmark's last lines: what to do on this machine."""
+"""The benchmark's last lines: advice for this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetpipe.bench.show import closing
 
 
 def outcome(*rates: float, label: str = "measured", stages: int = 2) -> Any:
-    """Rows at these rates, where plain torch on all cores does 100."""
+    """Return an outcome with these rates, where plain torch on all cores reaches 100."""
     rows = []
     for n, rate in enumerate(rates):
         devices = [(f"d{n}",), ("e",)] if stages == 2 else [(f"d{n}", "e")]
@@ -39,7 +39,7 @@ def test_the_best_pipeline_decides(rates: tuple[float, ...], line: str) -> None:
     assert closing([outcome(*rates)])[0].startswith(line)
 
 
-def test_replicas_are_told_from_a_pipeline() -> None:
+def test_the_advice_distinguishes_replicas_from_a_pipeline() -> None:
     line = closing([outcome(120.0, stages=1)])[0]
     assert line.startswith("m: data parallelism pays: d0 + e each with the whole model train 1.20")
 

@@ -1,4 +1,4 @@
-"""The benches of planners and simulator, at sizes of no weight: their figures are for people."""
+"""The benchmarks of planners and simulator, at tiny sizes: people read their figures."""
 
 from __future__ import annotations
 

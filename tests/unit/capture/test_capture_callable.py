@@ -32,8 +32,8 @@ assert callable(hp.capture)
         "import hetpipe, hetpipe as hp; hp.Pipeline; import hetpipe.capture",
     ],
 )
-def test_in_any_order(imports: str) -> None:
-    """A module by that name was all one got: `TypeError: 'module' object is not callable`."""
+def test_capture_is_callable_after_imports_in_any_order(imports: str) -> None:
+    """Guard against a former error: `TypeError: 'module' object is not callable`."""
     subprocess.run([sys.executable, "-c", f"import sys; {imports}\n{CALL}"], check=True)
 
 

@@ -1,8 +1,7 @@
 """torch's operator database between transposes, from the capture to the kernels of each backend.
 
-Inputs and results are transposed views, and so are the incoming gradients; the gradient of a
-result with fewer than two dimensions is an expanded view. Everything is compared with autograd in
-float64.
+Inputs, results and the incoming gradients are transposed views; the gradient of a result with fewer
+than two dimensions is an expanded view. Autograd in float64 gives the expected values.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.support import require_support
 
 PARTS = 64
-"""The database is divided into so many cases, since its import takes seconds."""
+"""The number of test cases that share the database, whose import takes seconds."""
 LOOKED_AT = 4
-"""The samples of an entry that are looked at, until one can be asked."""
+"""The most samples of an entry to try until one can be checked."""
 ILL_CONDITIONED = 8
-"""The allowed error in units of torch's own in float32."""
+"""The allowed error, in units of torch's own float32 error."""
 LIBRARY_SIZES = {"nn_functional_embedding_bag"}
-"""Entries with results whose sizes are the library's own: no host can read them."""
-pytestmark = pytest.mark.filterwarnings("ignore")  # of samples that are odd on purpose
+"""Entries whose result sizes only the library knows: no host can read them."""
+pytestmark = pytest.mark.filterwarnings("ignore")  # some samples are odd on purpose
 
 Values = dict[Key, torch.Tensor]
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """All dimensions in reverse."""
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Return a view with all dimensions in reverse order."""
     return x.permute(*reversed(range(x.ndim)))
 
 
@@ -62,20 +61,20 @@ class Between(nn.Module):
         self.fn = fn
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = tensors_of(self.fn(*[turned(x) for x in tensors]))
-        return tuple(turned(y) if y.ndim > 1 or not y.requires_grad else y.sum() for y in found)
+        found = tensors_of(self.fn(*[transposed(x) for x in tensors]))
+        return tuple(transposed(y) if y.ndim > 1 or not y.requires_grad else y.sum() for y in found)
 
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor | None]]
 
 
 class Case:
-    """A sample of an entry: its tensors as a stage gets them, and its gradients' tangents."""
+    """A sample of an entry: its tensors as a stage gets them, and the tangents of its results."""
 
     def __init__(self, question: Question) -> None:
         self.module = Between(question.fn)
-        # One tensor twice would be one input.
-        self.leaves = [turned(tensor).contiguous().clone() for tensor in question.tensors]
+        # The capture would take the same tensor twice for one input.
+        self.leaves = [transposed(tensor).contiguous().clone() for tensor in question.tensors]
         self.tangents: dict[int, torch.Tensor] = {}
         outputs, _ = self.autograd()
         generator = torch.Generator().manual_seed(1)
@@ -86,7 +85,9 @@ class Case:
         }
 
     def autograd(self, wide: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Results, and gradients of the inputs by the tangents; in float64 if `wide`."""
+        """Return the results and the gradients of the inputs for the tangents; in float64 if
+        `wide`.
+        """
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if wide else before)
         try:
@@ -104,7 +105,7 @@ class Case:
             torch.set_default_dtype(before)
 
     def piece(self) -> StagePiece:
-        """The module as the piece of a stage whose floating inputs come from the stage before."""
+        """Return the module as a stage's piece; the previous stage sends the floating inputs."""
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.leaves]
         program = torch.export.export(self.module, tuple(leaves), strict=False)
         program = program.run_decompositions(before_cut())
@@ -125,14 +126,14 @@ class Case:
         return StagePiece(0, program.graph_module, tuple(keys), tuple(outputs), differentiable)
 
     def programs(self, piece: StagePiece, table: Any) -> PassPrograms:
-        """Forward and backward for a backend's decompositions."""
+        """Return the forward and backward programs for a backend's decompositions."""
         crossing = frozenset(f"y{index}" for index in self.tangents)
         return partition(trace_joint(piece, crossing, table), 1)
 
     def check(
         self, programs: PassPrograms, piece: StagePiece, execute: Callable[..., Values]
     ) -> None:
-        """Run both programs, and compare with autograd."""
+        """Run both programs and compare their results with autograd."""
         given = dict(zip(piece.inputs, self.leaves, strict=True))
         found = execute(programs.forward, given)
         wide, gradients_wide = self.exact
@@ -163,7 +164,7 @@ class Case:
 
 
 def case_of(name: str) -> tuple[Case, StagePiece] | None:
-    """The first sample of an entry that torch can export and differentiate."""
+    """Return the first sample of an entry that torch can export and differentiate."""
     for question, _ in zip(questions(name), range(LOOKED_AT), strict=False):
         if isinstance(question, Unasked):
             continue
@@ -172,7 +173,7 @@ def case_of(name: str) -> tuple[Case, StagePiece] | None:
             case.exact, case.single = case.autograd(wide=True), case.autograd()
             piece = case.piece()
             case.programs(piece, {})
-        except Exception:  # torch cannot export it, or has no derivative
+        except Exception:  # torch cannot export the sample, or has no derivative
             continue
         if name not in LIBRARY_SIZES and not any(
             torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -182,8 +183,8 @@ def case_of(name: str) -> tuple[Case, StagePiece] | None:
     return None
 
 
-def ask(case: Case, piece: StagePiece, device_id: str) -> bool:
-    """Check the sample on a device, and return whether the device has its operators."""
+def check_on_device(case: Case, piece: StagePiece, device_id: str) -> bool:
+    """Check the sample on a device; return whether the device has its operators."""
     device = opened(device_id)
     programs = case.programs(piece, get_backend(device.info.backend).decompositions())
     try:
@@ -205,7 +206,7 @@ def test_a_part_of_the_database_between_transposes(part: int) -> None:
             continue
         for device_id in DEVICES:
             try:
-                asked[device_id] += ask(*found, device_id)
+                asked[device_id] += check_on_device(*found, device_id)
             except BrokenRule as broken:
                 wrong.append(f"{name} on {device_id}: {broken}")
     assert wrong == []

@@ -1,4 +1,4 @@
-"""Recompute, halves and evaluation on one device of every backend, against torch."""
+"""Recompute, halves and evaluation on one device of each backend, compared with torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _on(device: Device, program: Program, env: Env) -> Env:
 
 @functools.cache
 def _case(name: str) -> tuple[nn.Module, Any, Any, Captured]:
-    """In float32."""
+    """Return a case in float32: model, loss function, batch and capture."""
     torch.manual_seed(3)
     case = CASES[name]
     x, y = case.batch()
@@ -54,7 +54,9 @@ def _close(value: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", ["residual", "attention"])
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_gradients(device_id: str, name: str, mode: str) -> None:
-    """Halves give the whole backward's bits on the backends that run operator by operator."""
+    """Compare gradients with torch; on backends without fusion, halves give the same bits as the
+    whole backward.
+    """
     model, loss_fn, batch, captured = _case(name)
     device = opened(device_id)
     tables = [get_backend(device.info.backend).decompositions()] * 2

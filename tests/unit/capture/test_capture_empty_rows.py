@@ -1,4 +1,4 @@
-"""A row of attention without any key: zeros and no gradient, as in torch, on every backend."""
+"""Attention rows without any key give zeros and no gradient, as in torch, on every backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 class Plain(nn.Module):
-    """`scaled_dot_product_attention` with a mask from the batch, and with a trained bias in it."""
+    """`scaled_dot_product_attention` with a mask from the batch, optionally with a trained bias in
+    it.
+    """
 
     def __init__(self, additive: bool, biased: bool = False) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Plain(nn.Module):
 
 
 class Masked(nn.Module):
-    """Self-attention of torch with a causal mask and one of padding."""
+    """torch's self-attention with a causal mask and a padding mask."""
 
     def __init__(self, encoder: bool) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Masked(nn.Module):
 
 
 def batch(wide: bool = False) -> Batch:
-    """Samples padded on the left, and one of padding alone; the mask is causal too."""
+    """Return samples padded on the left, some by padding alone, with a causal mask."""
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, LENGTH, WIDTH)
     padding = torch.arange(SAMPLES) % (LENGTH + 1)

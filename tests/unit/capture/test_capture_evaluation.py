@@ -1,4 +1,4 @@
-"""Forward programs in eval mode against eager evaluation."""
+"""Forward programs in eval mode, compared with eager evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARES = [8 / 12, 4 / 12]
 
 
 class Regular(nn.Module):
-    """What differs between the modes: dropout and batch norm."""
+    """A model with dropout and batch norm, which behave differently in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Regular(nn.Module):
 
 
 def _trained() -> nn.Module:
-    """With running statistics unlike those of any batch."""
+    """Return a model whose running statistics differ from those of any batch."""
     torch.manual_seed(0)
     model = Regular().double()
     with torch.no_grad():
@@ -55,7 +55,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _eager(model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[Any, Any]) -> float:
-    """The loss in eval mode, weighted as the programs weight it."""
+    """Return the loss in eval mode, with the weights that the programs use."""
     model.eval()
     loss, lo = 0.0, 0
     with torch.no_grad():
@@ -87,7 +87,9 @@ def test_losses_equal_eager(cuts: list[int], table: str) -> None:
     "name", ["residual", "masked", "embedder", "repeated", "recurrent", "bert"]
 )
 def test_other_models(name: str) -> None:
-    """Inputs and frozen parameters of all kinds; layers that training joins are joined here too."""
+    """Evaluate models with all kinds of inputs and frozen parameters; layers merged in training are
+    merged here too.
+    """
     model, loss_fn, batch = make(name)
     got = captured(name)
     cuts = even_cuts(got, 3)
@@ -99,7 +101,7 @@ def test_other_models(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_stages_are_those_of_training_without_gradients() -> None:
+def test_evaluation_stages_match_training_stages_without_gradients() -> None:
     got = captured("repeated")
     cuts = even_cuts(got, 3)
     tables = [TABLES["core"]] * (len(cuts) + 1)
@@ -126,7 +128,7 @@ def test_the_model_stays_in_its_mode(training: bool) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_training_is_captured_first_whatever_is_asked_first() -> None:
+def test_training_is_captured_before_evaluation() -> None:
     got = Captured(_trained(), F.cross_entropy, _batch())
     evaluation = got.evaluation_graphs([1], [{}, {}], [4])
     training = got.stage_graphs([1], [{}, {}], [4], None)
@@ -136,7 +138,7 @@ def test_training_is_captured_first_whatever_is_asked_first() -> None:
 
 @pytest.mark.slow
 def test_a_frozen_encoder_layer_keeps_its_layers() -> None:
-    """torch would run it as one operator that nothing here knows."""
+    """Evaluate an encoder layer that torch would run as one operator, which no backend knows."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), nn.Flatten(), nn.Linear(40, 4)

@@ -1,4 +1,4 @@
-"""An exception inside the user's model or loss is shown as theirs, with the line."""
+"""An exception in the user's model or loss is reported as the user's, with its line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _branch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wrong_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(out.reshape(2, 2, 2), y)  # 8 elements by 3
+    return F.mse_loss(out.reshape(2, 2, 2), y)  # 8 elements instead of 12
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Products of an embedding's rows: a table is multiplied where a batch repeats its rows."""
+"""Products of an embedding's rows: where a batch repeats rows, the table is multiplied instead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetpipe.sdk.graph import core_decompositions, operator_name
 
 ROWS, WIDTH, OUT, CLASSES, STEPS = 7, 5, 6, 3, 5
 ENOUGH, TOO_FEW = 3, 2
-"""Samples with twice as many tokens as the table has rows, and with fewer."""
+"""Sample counts with at least twice as many tokens as the table has rows, and with fewer."""
 SUMS, LSTM = "aten.embedding_dense_backward", ("hetpipe.lstm", "hetpipe.lstm_backward")
 KEPT = core_decompositions(keep=(SUMS, *LSTM))
 
 
 class Matrix(nn.Module):
-    """Rows times a matrix, in either order of its memory."""
+    """Multiply rows by a matrix, stored plainly or transposed."""
 
     def __init__(self, transposed: bool) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ READERS = {
     "lstm": lambda: nn.LSTM(WIDTH, OUT),
     "lstm, samples first": lambda: nn.LSTM(WIDTH, OUT, batch_first=True),
 }
-"""What reads the rows. LSTMs have a fourth product over all tokens, of their own states."""
+"""Modules that read the rows. LSTMs have a fourth product over all tokens, with their states."""
 
 
 class Model(nn.Module):
-    """Tokens (n, STEPS) -> scores."""
+    """Map tokens (n, STEPS) to class scores."""
 
     def __init__(self, reader: nn.Module, **settings: Any) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Model(nn.Module):
         return self.head(y.tanh().mean(0 if turned else 1))
 
 
-def products(model: nn.Module, samples: int, table: Mapping[Any, Any] = KEPT) -> int:
-    """How many products of the passes sum or yield rows for all tokens; they equal eager torch."""
+def row_products(model: nn.Module, samples: int, table: Mapping[Any, Any] = KEPT) -> int:
+    """Check the passes against eager torch, and count their products that have a row per token."""
     batch = torch.randint(0, ROWS, (samples, STEPS)), torch.randint(0, CLASSES, (samples,))
     case = model.double(), F.cross_entropy, batch
     captured = Captured(*case)
@@ -79,40 +79,40 @@ def products(model: nn.Module, samples: int, table: Mapping[Any, Any] = KEPT) ->
 def test_tables_are_multiplied_where_tokens_repeat_rows(reader: str) -> None:
     torch.manual_seed(2)
     left = int("lstm" in reader)
-    assert products(Model(READERS[reader]()), ENOUGH) == left
-    assert products(Model(READERS[reader]()), TOO_FEW) == left + 3
+    assert row_products(Model(READERS[reader]()), ENOUGH) == left
+    assert row_products(Model(READERS[reader]()), TOO_FEW) == left + 3
 
 
 def test_a_padding_row_and_a_frozen_table() -> None:
-    """A gradient that leaves out a row is not the sum that the matrix needs."""
+    """The gradient of a table with a padding row omits that row, so the matrix cannot use it."""
     torch.manual_seed(3)
-    assert products(Model(nn.Linear(WIDTH, OUT), padding_idx=1), ENOUGH) == 3
+    assert row_products(Model(nn.Linear(WIDTH, OUT), padding_idx=1), ENOUGH) == 3
     frozen = Model(nn.Linear(WIDTH, OUT))
     frozen.table.weight.requires_grad_(False)
-    assert products(frozen, ENOUGH) == 0
+    assert row_products(frozen, ENOUGH) == 0
 
 
 @pytest.mark.parametrize("table", [{}, KEPT], ids=["aten", "core"])
 def test_halves_of_a_backward(table: Mapping[Any, Any]) -> None:
-    """The sums of rows belong to the half of the weights; operators may be torch's own."""
+    """The half with the weight gradients sums the rows, also with torch's own operators."""
     torch.manual_seed(6)
     batch = torch.randint(0, ROWS, (ENOUGH, STEPS)), torch.randint(0, CLASSES, (ENOUGH,))
     case = Model(nn.Linear(WIDTH, OUT)).double(), F.cross_entropy, batch
     captured = Captured(*case)
     graphs = captured.stage_graphs([2], [table] * 2, [ENOUGH], None, halves=True)
     found = total(Stages(captured, graphs, halves=True).step(batch, [ENOUGH], [1.0]))
-    assert products(case[0], ENOUGH, table) == 0
+    assert row_products(case[0], ENOUGH, table) == 0
     for name, value in eager(*case, [ENOUGH], [1.0])[2].items():
         compare(found[name], value, name)
 
 
-def test_sums_of_rows_that_are_decomposed_are_not_used() -> None:
+def test_decomposed_row_sums_are_not_used() -> None:
     torch.manual_seed(4)
-    assert products(Model(nn.Linear(WIDTH, OUT)), ENOUGH, core_decompositions(keep=LSTM)) == 2
+    assert row_products(Model(nn.Linear(WIDTH, OUT)), ENOUGH, core_decompositions(keep=LSTM)) == 2
 
 
 def test_rows_with_another_reader_and_a_tied_table() -> None:
-    """Rows that another operator reads as well stay, and so do the sums of their gradients."""
+    """The pass keeps rows that another operator reads too, and the sums of their gradients."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -126,4 +126,4 @@ def test_rows_with_another_reader_and_a_tied_table() -> None:
             return F.linear(y.mean(1), self.table.weight)[:, :CLASSES]
 
     torch.manual_seed(5)
-    assert products(Two(), ENOUGH) == 4  # of the second, and the first's gradient of its rows
+    assert row_products(Two(), ENOUGH) == 4  # three of `second`, and a gradient of `first`

@@ -1,4 +1,4 @@
-"""A backward in two halves: the previous stage waits for the first alone."""
+"""A backward split in two halves: the previous stage waits only for the first half."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ def test_halves_equal_the_backward_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_branch", "residual", "tied"])
 def test_a_stage_per_layer(name: str) -> None:
-    """Tensors that skip stages: their tangents come and go under one name."""
+    """Cut between all layers, so that tensors skip stages and their tangents arrive and leave under
+    the same name."""
     model = captured(name)
     cuts = list(range(1, len(model.layer_graph(8))))
     graphs = model.stage_graphs(cuts, [{}] * (len(cuts) + 1), SIZES, None, (), True)
     _check_equal(model, graphs, make(name)[2])
 
 
-def test_an_incoming_tangent_survives_the_outgoing_one_of_its_name() -> None:
+def test_an_incoming_tangent_survives_an_outgoing_one_with_the_same_name() -> None:
     class Reused(nn.Module):
-        """The second layer adds a parameter to what both it and the third layer read."""
+        """The second layer adds a parameter to tensors that both it and the third layer read."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -125,7 +126,7 @@ def test_products_of_weight_gradients_are_in_the_weight_half(name: str) -> None:
             assert _products(before) == _products(passes.backward) - _products(after) > 0
 
 
-def test_halves_repeat_nothing_but_views() -> None:
+def test_halves_repeat_only_views() -> None:
     for name in ("mlp", "attention", "gpt2"):
         passes = _graphs(name, 2)[1][1].passes[8]
         assert passes.halves is not None
@@ -170,7 +171,7 @@ def test_slots(name: str) -> None:
         assert passes.deferred_nbytes > 0
 
 
-def test_all_of_the_first_stage_can_wait() -> None:
+def test_the_first_stage_can_defer_its_whole_backward() -> None:
     passes = _graphs("mlp", 2)[1][0].passes[8]
     assert passes.halves is not None
     before, after = passes.halves
@@ -179,7 +180,7 @@ def test_all_of_the_first_stage_can_wait() -> None:
     assert TANGENT in {slot.role for slot in after.inputs}
 
 
-def test_a_stage_that_trains_nothing_has_nothing_that_can_wait() -> None:
+def test_a_frozen_stage_defers_nothing() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     net[1].requires_grad_(False)
@@ -194,7 +195,7 @@ def test_a_stage_that_trains_nothing_has_nothing_that_can_wait() -> None:
     _check_equal(model, graphs, batch)
 
 
-def test_only_on_request_and_with_a_backward() -> None:
+def test_halves_exist_only_on_request_and_with_a_backward() -> None:
     assert captured("mlp").stage_graphs([], [{}], [8], None)[0].passes[8].halves is None
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))

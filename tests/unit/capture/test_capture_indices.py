@@ -1,4 +1,4 @@
-"""Indices in a batch are checked on the host: numpy wraps -1, and devices disagree beyond."""
+"""The host checks the indices of a batch: numpy wraps -1, and devices disagree on larger errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.errors import HetpipeError
 
 
 class Net(nn.Module):
-    """Every way of using an index: lookups, gathers, one-hot, and a mask that is none."""
+    """Uses indices for lookups, gathers and one-hot; `kind` also feeds a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def _loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A next-token loss: the first class is shifted out, the last position is ignored."""
+    """Return a next-token loss: it shifts out the first class and ignores the last position."""
     shifted = F.pad(y, (0, 1), value=-1)[:, 1:].reshape(-1)
     return F.cross_entropy(out.repeat_interleave(2, 0), shifted, ignore_index=-1)
 
@@ -126,8 +126,8 @@ def test_losses(loss_fn: Any, shape: tuple[int, ...]) -> None:
         captured.leaves(x, y)
 
 
-def test_what_is_computed_is_not_judged() -> None:
-    """The model may have its own way with numbers that are no index yet."""
+def test_computed_indices_are_not_checked() -> None:
+    """The model may compute an index from numbers that would be no valid index themselves."""
 
     class Hashed(nn.Module):
         def __init__(self) -> None:

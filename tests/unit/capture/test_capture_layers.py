@@ -1,4 +1,4 @@
-"""Layers: what is one, what it is called, and the bytes between."""
+"""Layers: where they begin, their names, and the bytes that cross between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_convolution_norm_and_activation_are_one_layer() -> None:
     assert "aten.cross_entropy_loss.default" in graph.layers[-1].operators
 
 
-def test_operators_begin_layers_where_they_are_asked_to() -> None:
+def test_chosen_operators_begin_layers() -> None:
     model, loss_fn, example = make("residual")
     pooled = Captured(model, loss_fn, example, starting=("aten.max_pool2d.default",))
     graph = pooled.layer_graph(8)
@@ -35,14 +35,15 @@ def test_operators_begin_layers_where_they_are_asked_to() -> None:
 
 
 def test_cut_bytes_count_skips() -> None:
-    """Behind stem: x (8 x 4 x 3 x 3 doubles); behind conv1 x and y; behind conv2 the pooled sum."""
+    """After stem x crosses (8 x 4 x 3 x 3 doubles); after conv1, x and y; after conv2, the pooled
+    sum."""
     one = 8 * 4 * 9 * 8
     assert captured("residual").layer_graph(8).cut_nbytes == (one, 2 * one, 8 * 4 * 8)
     assert captured("residual").layer_graph(4).cut_nbytes == (one // 2, one, 4 * 4 * 8)
 
 
 def test_a_module_called_twice_is_two_layers() -> None:
-    """But what shares statistics that both calls update stays together."""
+    """Calls that update the same statistics stay in one layer."""
     assert names(captured("repeated")) == ["entry", "shared", "shared#2", "head"]
 
 
@@ -67,7 +68,7 @@ def test_a_model_without_matrices_is_one_layer() -> None:
 
 
 @pytest.mark.slow
-def test_the_fingerprint_is_of_structure() -> None:
+def test_the_fingerprint_depends_only_on_structure() -> None:
     torch.manual_seed(5)
     batch = make("residual")[2]
     other = Captured(Residual().double(), F.cross_entropy, batch)

@@ -1,8 +1,8 @@
-"""Every layer of `torch.nn` between transposes, on a device of every backend, against float64.
+"""Every layer of `torch.nn` between transposes, on a device of each backend, compared with float64.
 
-A captured graph has no strides: input, output and incoming gradient of the layer are transposed
-views, which eager autograd copies for kernels that ignore strides. `nn.LSTM` is left out: torch
-keeps its workspace on the device, see tests/engine/test_torch_lstm.py.
+A captured graph has no strides: the layer's input, output and incoming gradient are transposed
+views, which eager autograd copies for kernels that ignore strides. `nn.LSTM` is absent: torch keeps
+its workspace on the device, see tests/engine/test_torch_lstm.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetpipe.sdk.host.registry import get_backend
 
 
 class First(nn.Module):
-    """A layer of several results, of which the first is taken; `same` inputs are one tensor."""
+    """Return a layer's first result; call it with the same tensor for `same` inputs."""
 
     def __init__(self, layer: nn.Module, same: int = 1, **options: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class First(nn.Module):
 
 
 class OfSquares(nn.Module):
-    """A function of square matrices that are far from singular, and not symmetric."""
+    """A function of square matrices that are asymmetric and far from singular."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OfSquares(nn.Module):
 
 
 class Between(nn.Module):
-    """A layer whose input and output are transposed views of what lies around it."""
+    """A layer whose input and output are transposed views of its neighbours' tensors."""
 
     def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Between(nn.Module):
 
 
 def reversed_view(x: torch.Tensor) -> torch.Tensor:
-    """All dimensions behind the samples in reverse."""
+    """Return a view with all dimensions after the samples in reverse order."""
     return x.permute(0, *range(x.ndim - 1, 0, -1))
 
 
@@ -216,7 +216,7 @@ def test_a_layer_between_transposes(name: str) -> None:
 
 
 class Flattened(nn.Module):
-    """Results of operators whose decompositions return another layout, viewed flat."""
+    """Flat views of results whose decompositions return another memory layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Flattened(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_view_behind_a_decomposition() -> None:
+def test_a_view_after_a_decomposition() -> None:
     torch.manual_seed(0)
     model, x = Flattened(), torch.randn(sum(SIZES), 5, 4)
     batch = x, torch.rand(len(x))

@@ -1,4 +1,4 @@
-"""A wrong shape in a model is one error: torch does not log its own traceback as well."""
+"""A wrong shape in a model gives one error, and torch does not log another traceback."""
 
 from __future__ import annotations
 

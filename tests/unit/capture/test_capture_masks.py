@@ -1,4 +1,4 @@
-"""Masks of rectifiers: what a forward saves for them, and gradients that equal torch's."""
+"""Masks of rectifiers: the tensors that a forward saves, and gradients equal to torch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGE = (SAMPLES, CHANNELS, SIDE, SIDE)
 
 
 class Pooled(nn.Module):
-    """Images -> scores, by the maxima of a rectifier's or another activation's image."""
+    """Map images to class scores through max pooling of an activation's image."""
 
     def __init__(self, activation: nn.Module, skip: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pooled(nn.Module):
 
 
 def passes(model: nn.Module, table: Mapping[Any, Any], x: torch.Tensor) -> PassPrograms:
-    """The passes of one stage, which equal eager torch."""
+    """Check one stage against eager torch; return its passes."""
     case = model.double(), F.cross_entropy, (x.double(), torch.randint(0, CLASSES, (SAMPLES,)))
     captured = Captured(*case)
     graphs = captured.stage_graphs([], [table], [SAMPLES], None)
@@ -49,7 +49,7 @@ def passes(model: nn.Module, table: Mapping[Any, Any], x: torch.Tensor) -> PassP
 
 
 def saved(programs: PassPrograms) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the saved tensors, but of single numbers."""
+    """Return the shapes and dtypes of the saved tensors, except single numbers."""
     slots = [slot for slot in programs.forward.outputs if slot.role == SAVED]
     return [(slot.shape, slot.dtype) for slot in slots if slot.shape]
 
@@ -84,7 +84,7 @@ def test_maxima_of_zero_have_no_gradient(table: str) -> None:
     ],
     ids=["skip", "threshold", "value", "relu6", "leaky"],
 )
-def test_other_masks_of_an_image_are_left(table: str, model: Any) -> None:
+def test_other_masks_of_an_image_stay_saved(table: str, model: Any) -> None:
     torch.manual_seed(1)
     programs = passes(model(), TABLES[table], torch.randn(IMAGE))
     assert any(shape == IMAGE for shape, _ in saved(programs))
@@ -113,7 +113,7 @@ def test_a_mask_whose_rectifier_is_not_saved_is_saved() -> None:
 def test_a_stage_that_begins_with_an_activation_reads_its_input_again(
     activation: nn.Module,
 ) -> None:
-    """The comparison of what enters is not saved: what enters is there for the backward, too."""
+    """The backward has the stage's input, so the forward does not save its comparison."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 6), activation, nn.Linear(6, CLASSES)).double()
     x = torch.randn(SAMPLES, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Every module trains in the mode in which the user left it, as in plain torch."""
+"""Every module trains in the mode that the user chose for it, as in plain torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _check(
     tables: Sequence[Any] = (TABLES["core"],) * 2,
     execute: Callable[..., Env] = run,
 ) -> None:
-    """One mini-batch against torch, which trains `net` in the modes that it is in."""
+    """Run one mini-batch and compare it with torch, which trains `net` in its current modes."""
     (x, y), shares = _batch(), [size / 12 for size in sizes]
     state = Stages(captured, captured.stage_graphs([1], tables, sizes, None), execute=execute)
     gradients = total(state.step((x, y), sizes, shares))
@@ -90,7 +90,8 @@ def _check(
 @pytest.mark.wide
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_a_backbone_in_eval_mode_on_every_backend(device_id: str) -> None:
-    """It trained with batch statistics and dropout, and its running statistics changed."""
+    """The frozen backbone uses no batch statistics and no dropout, and its statistics stay
+    unchanged."""
     net = _net()
     net.backbone.eval()
     tables = [get_backend(device_id.partition(":")[0]).decompositions()] * 2
@@ -101,14 +102,14 @@ def test_a_backbone_in_eval_mode_on_every_backend(device_id: str) -> None:
     _check(net, captured, tables=tables, execute=functools.partial(_on, device_id))
 
 
-def test_dropout_that_is_off_in_one_part() -> None:
+def test_dropout_in_eval_mode_stays_off() -> None:
     net = _net()
     net.backbone[3].eval()
     _check(net, Captured(net, F.cross_entropy, _batch()))
 
 
 def test_dropout_elsewhere_stays_on() -> None:
-    """With the backbone alone in eval mode, masks are drawn for the last dropout only."""
+    """With only the backbone in eval mode, the stages draw masks only for the last dropout."""
     net = _net(dropout=0.5)
     net.backbone.eval()
     captured = Captured(net, F.cross_entropy, _batch())
@@ -144,7 +145,7 @@ def test_one_part_in_train_mode_does_not_warn() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [nn.Module.eval, nn.Module.train])
 def test_a_mode_changed_after_capture_does_not_count(change: Callable[[nn.Module], Any]) -> None:
-    """A validation between steps calls model.eval(), and later sizes are exported after it."""
+    """Validation between steps calls model.eval(); the capture may export sizes after it."""
     net = _net()
     net.backbone.eval()
     captured = Captured(net, F.cross_entropy, _batch())
@@ -173,8 +174,8 @@ def test_evaluation_is_in_eval_mode_throughout() -> None:
 
 
 @pytest.mark.slow
-def test_a_norm_without_momentum_is_welcome_in_eval_mode() -> None:
-    """In train mode its factor depends on the number of batches, which is refused."""
+def test_a_norm_without_momentum_is_accepted_in_eval_mode() -> None:
+    """In train mode its factor depends on the number of batches, so the capture refuses it."""
     net = _net()
     net.backbone[1].momentum = None
     net.backbone.eval()

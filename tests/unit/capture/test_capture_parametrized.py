@@ -1,4 +1,4 @@
-"""Parametrised modules: weight norm and spectral norm, of today and of old."""
+"""Parametrised modules: weight norm and spectral norm, in torch's new and old form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Norm = Callable[[nn.Module], nn.Module]
 def _net(norm: Norm) -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates the old ones
+        warnings.simplefilter("ignore")  # torch deprecates the old forms
         return nn.Sequential(
             norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(), norm(nn.Linear(64, 6)), nn.Tanh(),
             norm(nn.Linear(6, 5)),
@@ -45,8 +45,8 @@ def _captured(net: nn.Module) -> Captured:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("norm", NORMS)
-def test_they_are_cut_like_other_models(norm: Norm) -> None:
-    """The whole model was one layer."""
+def test_parametrised_models_are_cut_like_other_models(norm: Norm) -> None:
+    """The capture finds each parametrised layer, not one layer for the whole model."""
     layers = _captured(_net(norm)).layer_graph(4).layers
     assert [layer.name for layer in layers] == ["0", "3", "5"]
     for layer in layers:
@@ -56,20 +56,20 @@ def test_they_are_cut_like_other_models(norm: Norm) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_and_buffers_are_torchs(norm: Norm, mode: bool) -> None:
-    """Spectral norm iterates on its vectors in every forward in train mode; in eval mode never."""
+def test_gradients_and_buffers_equal_those_of_torch(norm: Norm, mode: bool) -> None:
+    """Spectral norm updates its vectors in each forward in train mode, and never in eval mode."""
     net, twin = _net(norm), _net(norm)
     for module in (net[0], net[3], twin[0], twin[3]):
         module.train(mode)
     captured = _captured(net)
     graphs = captured.stage_graphs([1, 2], [TABLES["core"]] * 3, [8, 4], None)
-    twin.train = lambda training=True: twin  # type: ignore[method-assign] # modes stay as they are
+    twin.train = lambda training=True: twin  # keep all modes
     check((twin, F.cross_entropy, _batch()), captured, graphs, [8, 4])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_model_stays_as_it_was(norm: Norm) -> None:
+def test_capture_leaves_the_model_unchanged(norm: Norm) -> None:
     net = _net(norm)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     _captured(net)
@@ -79,7 +79,7 @@ def test_the_model_stays_as_it_was(norm: Norm) -> None:
     net(_batch()[0]).sum().backward()
 
 
-def test_one_weight_parametrised_and_read_by_two() -> None:
+def test_a_parametrised_weight_may_have_two_readers() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

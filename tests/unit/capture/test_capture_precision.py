@@ -1,4 +1,4 @@
-"""What autocast makes of a captured model: which layers are narrow, and what stays as it was."""
+"""Autocast in a captured model: which layers use narrow types, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF = Precision("bfloat16")
 
 
 class Guarded(nn.Module):
-    """The user's own casts, and a region without autocast."""
+    """A model with its own casts and a region without autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def stage(model: nn.Module, precision: Precision = HALF) -> StageGraphs:
 
 
 def dtypes(graphs: StageGraphs) -> dict[str, set[str]]:
-    """Of the products of each layer."""
+    """Return the dtypes of each layer's products."""
     found: dict[str, set[str]] = {}
     for node in graph_calls(graphs.passes[4].forward.graph):
         name = operator_name(node)
@@ -73,8 +73,8 @@ def test_parameters_and_their_gradients_stay_wide() -> None:
     assert "bfloat16" in saved
 
 
-def test_a_region_without_autocast_is_one() -> None:
-    """Its operators count with the layer before: export keeps no modules inside."""
+def test_a_region_without_autocast_stays_wide() -> None:
+    """Its operators belong to the layer before it: the export drops modules inside."""
     found = dtypes(stage(Guarded()))
     assert found == {"first": {"bfloat16", "float32"}, "third": {"bfloat16"}}
 

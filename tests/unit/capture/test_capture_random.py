@@ -17,7 +17,7 @@ from hetpipe.sdk.operators.random import keep_mask, philox, uniform
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    [  # Random123's kat_vectors for philox4x32-10
+    [  # known answers of Random123 for philox4x32-10
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         (
             (0xFFFFFFFF,) * 4,
@@ -40,7 +40,8 @@ def test_philox_known_answers(
 
 
 def test_counter_layout() -> None:
-    """Element e of sample s is word e % 4 of block (e // 4, first_sample + s, site, step)."""
+    """Check that element e of sample s is word e % 4 of block (e // 4, first_sample + s, site,
+    step)."""
     seed, step, first, site = (7 << 32) + 5, 9, 3, 2
     drawn = uniform(torch.tensor([seed, step, first]), site, [2, 2, 3], 0, 2).reshape(2, 6)
     key = torch.tensor(5), torch.tensor(7)
@@ -64,7 +65,7 @@ def test_masks_do_not_depend_on_micro_batches(shape: tuple[int, ...], dim: int) 
     torch.testing.assert_close(torch.cat([mask(0, 5), mask(5, 4), mask(9, 3)], dim), whole)
 
 
-def test_negative_seeds_and_large_steps_are_words() -> None:
+def test_negative_seeds_and_large_steps_wrap_to_32_bits() -> None:
     a = uniform(torch.tensor([-1, 2**32 + 4, 0]), 0, [1, 8], 0, 1)
     b = uniform(torch.tensor([-1, 4, 0]), 0, [1, 8], 0, 1)
     assert torch.equal(a, b)
@@ -81,7 +82,7 @@ class Noisy(nn.Module):
 
 
 def _drawn(draw: Any) -> torch.Tensor:
-    """The numbers that a model draws: the gradient of their sum of products."""
+    """Return the numbers that a model draws: the gradients of a sum of products with them."""
     batch = torch.full((2, 4000), 0.25), torch.ones(2)
     model = Captured(Noisy(draw), lambda out, y: (out[0] * 1.0).sum(), batch)
     (gradients,) = Stages(model, model.stage_graphs([], [{}], [2], None)).step(batch, [2], [1.0])
@@ -117,6 +118,6 @@ def test_distributions(draw: Any, mean: float, std: float) -> None:
         (lambda x: torch.rand(3, 5).sum() + x, r"draws the shape \(3, 5\).*2 samples"),
     ],
 )
-def test_what_cannot_be_reproduced_is_refused(draw: Any, message: str) -> None:
+def test_irreproducible_draws_are_refused(draw: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         _drawn(draw)

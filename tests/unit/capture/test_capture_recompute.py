@@ -1,4 +1,4 @@
-"""Backwards that compute their forward again, in part or as a whole."""
+"""Backward programs that repeat their forward, in part or as a whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _roles(passes: PassPrograms, role: str) -> set[str]:
 @pytest.mark.parametrize(("stages", "table", "mode"), PLANS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_eager(name: str, stages: int, table: str, mode: str) -> None:
-    """And losses, counts, and running statistics, which change once."""
+    """Losses, counts and running statistics agree too, and the statistics change once."""
     model = captured(name)
     cuts = even_cuts(model, stages)
     count = len(cuts) + 1
@@ -79,13 +79,13 @@ def _costly(graph: fx.GraphModule) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", ["gpt2", "attention"])
-def test_a_transformer_keeps_less_and_less(name: str, table: str) -> None:
+def test_each_mode_of_recomputing_saves_less_than_the_one_before(name: str, table: str) -> None:
     sizes = {mode: sum(p.saved_nbytes for p in _passes(name, mode, 2, table)) for mode in MODES}
     assert sizes[INPUTS] < sizes[MIN_CUT] < sizes[NONE]
 
 
 @pytest.mark.parametrize("mode", AGAIN)
-def test_masks_are_drawn_again_alike(mode: str) -> None:
+def test_recomputed_masks_are_the_same(mode: str) -> None:
     torch.manual_seed(0)
     batch = torch.randn(12, 6).double(), torch.randint(0, 4, (12,))
     model = Captured(Dropout().double(), F.cross_entropy, batch)
@@ -101,7 +101,7 @@ def test_masks_are_drawn_again_alike(mode: str) -> None:
 
 
 class _Norms(nn.Module):
-    """Batch norm as torch has it, and one whose running mean the gradient does read."""
+    """torch's batch norm, and a norm whose gradient reads its running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Norms(nn.Module):
 @pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("mode", MODES)
-def test_statistics_that_the_gradient_reads_are_kept_as_they_were(mode: str, table: str) -> None:
+def test_a_backward_reads_the_statistics_of_its_own_forward(mode: str, table: str) -> None:
     torch.manual_seed(0)
     case = _Norms().double(), F.cross_entropy, (torch.randn(12, 6).double(), torch.arange(12) % 4)
     model = Captured(*case)
@@ -133,8 +133,8 @@ def test_statistics_that_the_gradient_reads_are_kept_as_they_were(mode: str, tab
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "attention"])
-def test_what_is_repeated_uses_the_parameters_that_the_backward_is_given(name: str) -> None:
-    """As if both passes had seen the newer version."""
+def test_recomputation_uses_the_parameters_given_to_the_backward(name: str) -> None:
+    """The result is as if both passes had used the newer parameters."""
     model, loss_fn, batch = make(name)
     got = captured(name)
     state = Stages(got, got.stage_graphs([], [{}], [12], None, [INPUTS]))
@@ -174,7 +174,7 @@ def test_wrong_modes_are_refused(modes: list[str], message: str) -> None:
 
 
 def test_the_cut_is_minimal() -> None:
-    """Against every set of nodes, on random graphs of unary and binary operators."""
+    """Compare with every set of nodes, on random graphs of unary and binary operators."""
     generator = torch.Generator().manual_seed(0)
 
     def pick(count: int) -> int:

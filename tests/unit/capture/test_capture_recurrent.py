@@ -1,4 +1,4 @@
-"""Recurrent networks: an LSTM layer is one operator, whatever the settings."""
+"""Recurrent networks: an LSTM layer is one operator, with any settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES, STEPS, FEATURES = 12, 3, 5
 
 
 class Recurrent(nn.Module):
-    """All three results are used; the batch comes samples first."""
+    """A model that uses all three results and takes the samples first."""
 
     def __init__(self, network: nn.Module, features: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_every_form_equals_eager(settings: dict[str, Any], table: str) -> None:
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=str)
 def test_gradients_of_the_operator(given: tuple[bool, bool], biased: bool) -> None:
-    """By finite differences, for y alone, the last c alone, and both."""
+    """Check by finite differences, for y alone, for the last c alone, and for both."""
     torch.manual_seed(5)
     shapes = [(3, 2, 4), (2, 3), (2, 3), (12, 4), (12, 3), (12,)][: 6 if biased else 5]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -91,7 +91,7 @@ def _names(captured: Captured, table: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_layer_is_one_operator_for_those_who_keep_it() -> None:
+def test_a_layer_is_one_operator_if_the_table_keeps_it() -> None:
     captured = Captured(model(num_layers=2), F.cross_entropy, batch())
     loop = core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
     for table, kept in (({}, "lstm_layer"), (loop, "lstm")):
@@ -103,7 +103,7 @@ def test_a_layer_is_one_operator_for_those_who_keep_it() -> None:
 
 
 def _dropout_gradients(sizes: list[int], step: int) -> dict[str, torch.Tensor]:
-    # As many steps as samples: the dimension of the samples must be told from that of the steps.
+    # With as many steps as samples, the size of a dimension does not show which one it is.
     x = torch.randn(SAMPLES, SAMPLES, FEATURES, generator=torch.Generator().manual_seed(4)).double()
     made = model(num_layers=2, dropout=0.5)
     captured = Captured(made, F.cross_entropy, (x, batch()[1]))
@@ -113,7 +113,7 @@ def _dropout_gradients(sizes: list[int], step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_dropout_between_layers_depends_on_the_sample_alone() -> None:
+def test_dropout_between_layers_depends_only_on_the_sample() -> None:
     whole, parts, other = (_dropout_gradients(*how) for how in (([12], 0), ([8, 4], 0), ([12], 1)))
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=0, atol=1e-6)
@@ -130,8 +130,8 @@ def test_dropout_between_layers_depends_on_the_sample_alone() -> None:
     ],
     ids=["gru", "rnn", "lstm_projected"],
 )
-def test_dropout_that_would_be_lost_is_refused(network: nn.Module) -> None:
-    """torch's decompositions of these leave out the dropout between layers, silently."""
+def test_dropout_inside_decomposed_networks_is_refused(network: nn.Module) -> None:
+    """torch's decompositions of these networks silently omit the dropout between layers."""
 
     class First(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What capture refuses, and that each refusal names the place and the cure."""
+"""Models that capture refuses; each refusal names the place and the cure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = r"test_capture_refusals\.py:\d+"
 
 
 class Model(nn.Module):
-    """A linear layer around any function."""
+    """A linear layer, any function, and another linear layer."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _jagged(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor:
-    """The values are right whatever export makes of it, since a constant depends on nothing."""
+    """Compute a gradient with `grad` inside the model."""
     (found,) = grad((x**2).sum(), x)
     return found
 
@@ -245,8 +245,8 @@ def test_leaves_of_other_batches() -> None:
             model.leaves(x, y)
 
 
-def test_a_custom_operator_keeps_its_own_derivative() -> None:
-    """The cure that the refusal of autograd.Function recommends is exact."""
+def test_a_custom_operator_keeps_its_derivative() -> None:
+    """The operator that the refusal of autograd.Function recommends gives exact gradients."""
 
     @torch.library.custom_op("hetpipe_tests::triple", mutates_args=())
     def triple(x: torch.Tensor) -> torch.Tensor:
@@ -261,8 +261,8 @@ def test_a_custom_operator_keeps_its_own_derivative() -> None:
     check((model, F.cross_entropy, batch), got, graphs, [4])
 
 
-def test_a_ctc_loss_in_operators_of_ones_own() -> None:
-    """The cure that the refusal of the CTC loss recommends is exact."""
+def test_a_ctc_loss_in_custom_operators() -> None:
+    """The operators that the refusal of the CTC loss recommends give exact gradients."""
 
     def lengths(rows: torch.Tensor) -> tuple[list[int], list[int]]:
         return [rows.shape[1]] * len(rows), [2] * len(rows)
@@ -363,7 +363,7 @@ def test_a_refusal_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Masked(nn.Module):
-    """It writes at the places of a mask, in one of several ways."""
+    """Write to the places of a mask with the function `write`."""
 
     def __init__(self, write: Callable[[Any, torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def _rising(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def _routed(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
-    h[mask] = torch.tanh(h[mask])  # how many rows there are depends on values
+    h[mask] = torch.tanh(h[mask])  # the number of rows depends on values
 
 
 @pytest.mark.parametrize("write", [_rising, _routed])
@@ -432,7 +432,7 @@ def test_a_complex_buffer_is_a_constant() -> None:
             return self.last(torch.view_as_real(pairs * self.turn).flatten(1))
 
     x, y = _batch()
-    for angle in (1.0, 2.0):  # a second start has the present values
+    for angle in (1.0, 2.0):  # a second model with other values gives another loss
         model = Rotated(angle)
         found = Captured(model, F.cross_entropy, (x, y))
         stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))

@@ -1,4 +1,4 @@
-"""Stage programs against eager autograd, over stages, micro-batches and decompositions."""
+"""Stage programs compared with eager autograd, over stages, micro-batches and decompositions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hetpipe.sdk.graph import operator_name
 
 SIZES = [8, 4]
 PLANS = [(1, "aten"), (2, "core"), (3, "aten"), (3, "core")]
-ONE_PLAN = ("gpt2_eager", "bert_eager", "recurrent")  # the others' twins, or long
+ONE_PLAN = ("gpt2_eager", "bert_eager", "recurrent")  # twins of other models, or slow ones
 
 
 @pytest.mark.wide
@@ -48,7 +48,7 @@ def test_programs_equal_eager(name: str, stages: int, table: str) -> None:
 
 
 def test_a_pool_of_another_layout_reads_no_strides() -> None:
-    """Only the trace of a whole stage would show them, after the profile of its layers."""
+    """Only the trace of a whole stage would show strides, after the profile of its layers."""
     (stage,) = captured("channels_last").stage_graphs([], [TABLES["core"]], [8], None)
     programs = stage.passes[8].programs
     operators = {str(node.target) for program in programs for node in program.graph.graph.nodes}
@@ -57,7 +57,7 @@ def test_a_pool_of_another_layout_reads_no_strides() -> None:
 
 
 class Windowed(nn.Module):
-    """It normalises channels last, so the windows that it takes of a convolution have gaps."""
+    """The layer norm makes the convolution channels-last, so the windows over it have gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Windowed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.conv(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
-        scale = torch.arange(1.0, 4.0)  # places of a window count differently
+        scale = torch.arange(1.0, 4.0)  # each place of a window has another weight
         windows = (y.unfold(2, 2, 1) * scale[:2]).unfold(3, 3, 2)
         logits: torch.Tensor = self.head((windows * scale).mean((2, 3, 4, 5)))
         return logits
 
 
-def test_strides_of_another_layout_become_those_of_a_row_major_tensor() -> None:
-    """torch's decomposition of `unfold` takes the strides of a tensor with channels last."""
+def test_strides_of_another_layout_become_row_major() -> None:
+    """torch's decomposition of `unfold` uses the strides of a channels-last tensor."""
     from torch._decomp import get_decompositions
 
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_a_stage_per_layer(name: str) -> None:
 
 
 def _depends_on(program: Program, roles: tuple[str, ...]) -> set[str]:
-    """Names of the outputs that depend on an input of those roles."""
+    """Return the names of the outputs that depend on an input with one of these roles."""
     nodes = list(program.graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     updated = {slot.key for slot in program.outputs if slot.role == BUFFER}
@@ -119,7 +119,7 @@ def _depends_on(program: Program, roles: tuple[str, ...]) -> set[str]:
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", [*CASES, "dropout"])
 def test_nothing_saved_depends_on_parameters_alone(name: str, table: str) -> None:
-    """Else the backward would mix weight versions, silently."""
+    """Otherwise the backward would silently mix weight versions."""
     model = _dropout() if name == "dropout" else captured(name)
     cuts = even_cuts(model, 3)
     for graph in model.stage_graphs(cuts, [TABLES[table]] * (len(cuts) + 1), [8], None):
@@ -174,8 +174,9 @@ def test_nodes_name_their_layer(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recurrent", "attention", "gpt2", "residual"])
-def test_no_operator_of_one_device_is_baked_in(name: str) -> None:
-    """Tracing on a CPU once put oneDNN's LSTM and the CPU's flash attention into float32 graphs."""
+def test_graphs_hold_no_operator_of_one_device(name: str) -> None:
+    """Check that a trace on the CPU puts neither oneDNN's LSTM nor the CPU's flash attention
+    into graphs."""
     torch.manual_seed(0)
     case = CASES[name]
     x, y = case.batch()
@@ -238,7 +239,7 @@ def test_dropout_is_the_same_on_every_plan(cuts: list[int]) -> None:
 
 
 def test_constants_that_depend_on_the_samples_stay_apart() -> None:
-    """The last micro-batch size's value once served all sizes: wrong losses, silently."""
+    """One size's constant must not serve all sizes, which would give wrong losses silently."""
 
     def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (out - y).square().sum() / torch.tensor(float(len(out)))
@@ -314,12 +315,13 @@ def test_a_frozen_front_has_no_backward() -> None:
     check((net, F.cross_entropy, batch), model, graphs, [2, 2])
 
 
-def test_without_optimizer_there_is_no_update() -> None:
+def test_stages_without_an_optimizer_have_no_update() -> None:
     assert captured("mlp").stage_graphs([], [{}], [8], None)[0].update is None
 
 
 def test_views_are_not_saved_beside_their_base() -> None:
-    """Attention reads queries, keys and values in several shapes; one copy of each is enough."""
+    """Attention reads queries, keys and values in several shapes; one saved copy of each is
+    enough."""
     (graph,) = captured("attention").stage_graphs([], [{}], [8], None)
     backward: Any = graph.passes[8].backward
     forward = graph.passes[8].forward
@@ -339,8 +341,8 @@ def test_views_are_not_saved_beside_their_base() -> None:
 
 
 @pytest.mark.slow
-def test_stages_that_nobody_has_are_gone() -> None:
-    """Autograd's nodes, which garbage collection does not see through, must not keep a trace."""
+def test_unreferenced_stages_are_freed() -> None:
+    """Garbage collection cannot follow autograd's nodes, so they must not keep a trace alive."""
 
     def trace() -> None:
         captured("mlp").stage_graphs([2], [{}] * 2, [4], sgd(0.1))
@@ -349,7 +351,7 @@ def test_stages_that_nobody_has_are_gone() -> None:
     def count() -> int:
         return sum(issubclass(type(each), fx.GraphModule) for each in gc.get_objects())
 
-    trace()  # what is exported for this size, stays
+    trace()  # its exports for this size stay in memory
     before = count()
     trace()
     assert count() == before

@@ -1,4 +1,5 @@
-"""State and chance in the forward, which an export would fix: refused by name, or kept right."""
+"""State and randomness in a forward, which an export would freeze: refused by name, or kept
+right."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ GRID: torch.Tensor | None = None
 
 
 class Tables:
-    """Where code may keep what it has computed."""
+    """Places where code may store computed tensors."""
 
     known: ClassVar[dict[int, torch.Tensor]] = {}
 
@@ -43,7 +44,7 @@ OBJECT = Tables()
 
 
 class Model(nn.Module):
-    """A linear layer around a method of the model."""
+    """A linear layer, a function of the model, and another linear layer."""
 
     def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ def in_place(model: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def constant(model: Any, h: torch.Tensor) -> torch.Tensor:
-    model.h = model.h + 1  # depends on nothing, and is another tensor each time
+    model.h = model.h + 1  # independent of the input, yet a new tensor in each call
     return h - model.h
 
 
@@ -134,7 +135,7 @@ def clock(model: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def computed_on_values(model: Any, h: torch.Tensor) -> torch.Tensor:
-    model.calls += int(torch.tensor(1))  # needs values, so it cannot be rehearsed without
+    model.calls += int(torch.tensor(1))  # needs values, so a rehearsal without values fails
     return h * model.calls
 
 
@@ -180,7 +181,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_state_is_refused(
     function: Callable[[Any, torch.Tensor], torch.Tensor], message: str
 ) -> None:
-    """On the first start, and on one for which an earlier capture may be kept."""
+    """Check the first start, and a second one that could find a stored capture."""
     states = random.getstate(), np.random.get_state()[1].tolist(), NUMBERS.bit_generator.state
     for _ in range(2):
         with pytest.raises(CaptureError, match=message):
@@ -198,8 +199,8 @@ def kept_mask(model: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def kept_result(model: Any, h: torch.Tensor) -> torch.Tensor:
-    model.h = torch.tanh(h)  # for somebody who looks at it
-    model.calls += 1  # and so is this
+    model.h = torch.tanh(h)  # for inspection
+    model.calls += 1  # for inspection too
     return model.h
 
 
@@ -208,12 +209,12 @@ def kept_in_containers(model: Any, h: torch.Tensor) -> torch.Tensor:
     model.state["features"] = {"h": [model.items[-1], h.detach()]}
     model.state["step"] += 1
     model.seen.add(h.shape[0])
-    model.last_features = h * 2  # an attribute that is new
+    model.last_features = h * 2  # a new attribute
     return model.items[-1]
 
 
 def checked_distribution(model: Any, h: torch.Tensor) -> torch.Tensor:
-    normal = torch.distributions.Normal(h, F.softplus(h) + 0.1)  # looks at its arguments' values
+    normal = torch.distributions.Normal(h, F.softplus(h) + 0.1)  # checks its arguments' values
     return h - 0.1 * normal.log_prob(torch.ones(4))
 
 
@@ -291,7 +292,7 @@ def reassigned(model: Any, h: torch.Tensor) -> torch.Tensor:
         reassigned,
     ],
 )  # fmt: skip
-def test_what_is_no_state_trains_as_in_torch(
+def test_harmless_attributes_train_as_in_torch(
     function: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
     global GRID
@@ -320,8 +321,9 @@ def test_what_is_no_state_trains_as_in_torch(
 
 
 @pytest.mark.parametrize("is_called", [False, True], ids=["new", "called"])
-def test_what_code_keeps_for_inspection_stays_the_users(is_called: bool) -> None:
-    """Capture leaves attributes as they were, and can copy what an earlier call kept in them."""
+def test_capture_leaves_stored_attributes_unchanged(is_called: bool) -> None:
+    """Capture keeps all attributes unchanged, and copes with values that an earlier call stored
+    in them."""
 
     class Loss(nn.Module):
         def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

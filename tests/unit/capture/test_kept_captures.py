@@ -1,4 +1,4 @@
-"""A second capture of the same model comes from the disk; anything else is captured anew."""
+"""A second capture of the same model comes from the disk; a changed model is captured again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
-    """Imports the model's module as it is written now."""
+    """Return a function that imports the model's module from its current source."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -76,8 +76,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         sys.modules.pop(name, None)
 
 
-def exports(model: nn.Module, loss_fn: Any = F.cross_entropy, **options: Any) -> int:
-    """The exports of a capture and its stages."""
+def count_exports(model: nn.Module, loss_fn: Any = F.cross_entropy, **options: Any) -> int:
+    """Capture a model and its stages; return the number of exports."""
     captured = Captured(model, loss_fn, BATCH, **options)
     cuts = [1] if len(captured.layer_names) > 1 else []
     captured.stage_graphs(cuts, [{}] * (len(cuts) + 1), [2], hp.optim.adam())
@@ -132,24 +132,24 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_code_is_captured_anew(module: Callable[..., ModuleType], change: str) -> None:
-    assert exports(module().Model()) > 0
-    assert exports(module().Model()) == 0
+def test_changed_code_is_captured_again(module: Callable[..., ModuleType], change: str) -> None:
+    assert count_exports(module().Model()) > 0
+    assert count_exports(module().Model()) == 0
     model, helper = CHANGES[change]
-    assert exports(module(model, helper).Model()) > 0
+    assert count_exports(module(model, helper).Model()) > 0
 
 
 @pytest.mark.slow
-def test_a_value_that_is_set_in_a_run_counts(module: Callable[..., ModuleType]) -> None:
+def test_a_value_set_at_run_time_counts(module: Callable[..., ModuleType]) -> None:
     loaded = module()
-    exports(loaded.Model())
+    count_exports(loaded.Model())
     loaded.SCALE = 5.0
-    assert exports(loaded.Model()) > 0
+    assert count_exports(loaded.Model()) > 0
     loaded.SCALE = 2.0
-    assert exports(loaded.Model()) == 0
+    assert count_exports(loaded.Model()) == 0
     model = loaded.Model()
     model.table = model.table + 1
-    assert exports(model) > 0
+    assert count_exports(model) > 0
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -167,46 +167,46 @@ def smooth_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 OTHERS: dict[str, Callable[[nn.Module], int]] = {
-    "frozen": lambda model: exports(frozen(model)),
-    "eval mode of a part": lambda model: exports(partly_evaluated(model)),
-    "loss": lambda model: exports(model, smooth_loss),
-    "precision": lambda model: exports(model, precision=Precision("bfloat16")),
+    "frozen": lambda model: count_exports(frozen(model)),
+    "eval mode of a part": lambda model: count_exports(partly_evaluated(model)),
+    "loss": lambda model: count_exports(model, smooth_loss),
+    "precision": lambda model: count_exports(model, precision=Precision("bfloat16")),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_captures_of_one_model_are_their_own(
+def test_other_captures_of_one_model_are_stored_separately(
     module: Callable[..., ModuleType], other: str
 ) -> None:
     loaded = module()
-    exports(loaded.Model())
+    count_exports(loaded.Model())
     assert OTHERS[other](loaded.Model()) > 0
-    assert exports(loaded.Model()) == 0
+    assert count_exports(loaded.Model()) == 0
 
 
 @pytest.mark.slow
 def test_a_damaged_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
-    exports(module().Model())
+    count_exports(module().Model())
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(CacheWarning, match="will be made again: its checksum"):
-        assert exports(module().Model()) > 0
-    assert exports(module().Model()) == 0
+        assert count_exports(module().Model()) > 0
+    assert count_exports(module().Model()) == 0
 
 
 @pytest.mark.slow
 def test_an_entry_of_another_user_is_not_read(
     module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exports(module().Model())
+    count_exports(module().Model())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.warns(CacheWarning, match="belongs to user"):
-        assert exports(module().Model()) > 0
+        assert count_exports(module().Model()) > 0
 
 
 class Attack:
-    """Pickles as a call."""
+    """An object whose pickle calls a function."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -216,7 +216,7 @@ class Attack:
 
 
 class Outside:
-    """Pickles as a reference that the reader resolves."""
+    """An object whose pickle is a reference for the reader to resolve."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -228,7 +228,8 @@ class _Planter(pickle.Pickler):
 
 
 def pointer(array: Any) -> Any:
-    """An array of objects whose bytes are no objects: who reads or drops it reads at 0x41414141."""
+    """Return an attack: an array of objects with false bytes, so that a reader dereferences
+    0x41414141."""
     dtype = Attack(np.dtype, "V8", False, True)
     state = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 5)
     dtype.call = (*dtype.call, state)  # type: ignore[assignment]
@@ -274,8 +275,10 @@ ATTACKS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_entry_is_data_alone(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has written it: with the right name, owner and checksum."""
+def test_an_entry_with_more_than_data_is_refused(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse an entry with harmful content even if its name, owner and checksum are right."""
     monkeypatch.chdir(cache.parent.parent)
     content, reason = ATTACKS[name]
     file = io.BytesIO()
@@ -302,30 +305,30 @@ def test_damaged_opcodes_are_refused(name: str) -> None:
         assert disk_cache.load("0" * 64) is None
 
 
-def test_deep_data_is_data() -> None:
+def test_deeply_nested_data_is_accepted() -> None:
     disk_cache.ENTRIES.store("0" * 64, b"\x80\x05" + b"]" * 200_000 + b"a" * 199_999 + b".")
     assert disk_cache.load("0" * 64) is not None
 
 
 @pytest.mark.slow
 def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
-    exports(module().Model())
+    count_exports(module().Model())
     file = io.BytesIO()
     _Planter(file, protocol=5).dump(Attack(os.mkdir, str(cache / "attacked")))
     for path in cache.iterdir():
         disk_cache.ENTRIES.store(path.stem, file.getvalue())
     with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir"):
-        assert exports(module().Model()) > 0
+        assert count_exports(module().Model()) > 0
     assert not (cache / "attacked").exists()
 
 
 @pytest.mark.slow
-def test_code_without_a_file_is_captured_anew() -> None:
+def test_code_without_a_file_is_captured_again() -> None:
     space: dict[str, Any] = {"__name__": "unwritten"}
     sys.modules["unwritten"] = ModuleType("unwritten")
     exec(MODEL.replace("from helper import activate", "activate = torch.relu"), space)
     vars(sys.modules["unwritten"]).update(space)
-    assert exports(space["Model"]()) == exports(space["Model"]()) > 0
+    assert count_exports(space["Model"]()) == count_exports(space["Model"]()) > 0
     del sys.modules["unwritten"]
 
 
@@ -355,11 +358,11 @@ class Remembers(nn.Module):
         return self.last
 
 
-def test_what_a_model_remembers_of_its_calls_stays() -> None:
+def test_capture_leaves_a_models_memory_of_its_calls_unchanged() -> None:
     model = Remembers()
-    assert exports(model) > 0
+    assert count_exports(model) > 0
     assert (model.calls, model.last, model.sizes) == (0, None, [])
-    assert exports(model) == 0
+    assert count_exports(model) == 0
 
 
 class ReadsValues(nn.Module):

@@ -1,5 +1,7 @@
-"""A loss that is no mean over samples, nor a sum with a count, is refused before micro-batches can
-train it wrong; no other loss is."""
+"""Capture refuses a loss that is neither a mean over samples nor a sum with a count.
+
+Such a loss would train wrong with micro-batches; capture accepts all other losses.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def coupled(o: Tensor, y: Tensor) -> Tensor:
     ],
     ids=range(8),
 )
-def test_others_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
+def test_other_losses_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
     text = fault(loss_fn)
     model = linear()
     whole = loss_fn(model(FEATURES), LABELS)
@@ -105,8 +107,9 @@ def test_others_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
 @pytest.mark.parametrize("labels", [[0, 1, 0, 1, 2, 1, 2, 2], [1] * 8, [2, 1, 2, 1, 2, 1, 0, 0]])
-def test_few_labels_agree_by_no_luck(samples: int, labels: list[int]) -> None:
-    """Both halves of the first pair may have the same labels, and of a drawn pair as well."""
+def test_a_wrong_loss_is_found_with_few_labels(samples: int, labels: list[int]) -> None:
+    """Both halves of the first pair may have the same labels, and so may both halves of a drawn
+    pair."""
     for loss_fn in (
         lambda o, y: F.cross_entropy(o, y, WEIGHT),
         lambda o, y: F.cross_entropy(o, y, ignore_index=0),
@@ -119,7 +122,7 @@ def test_few_labels_agree_by_no_luck(samples: int, labels: list[int]) -> None:
 
 @pytest.mark.parametrize("rare", [0, 99, 57])
 def test_the_weight_of_a_rare_class_is_found(rare: int) -> None:
-    """An outermost class is drawn at once; another one is found where a sample has it."""
+    """The check draws the first and last class at once, and other classes if a sample has them."""
     weight = torch.ones(100)
     weight[rare] = 0.1
     labels = torch.arange(10, 50).repeat(2)[: 16 * 4]
@@ -133,7 +136,7 @@ def test_the_weight_of_a_rare_class_is_found(rare: int) -> None:
     assert "no mean over samples" in text
 
 
-def test_a_root_that_small_outputs_hardly_show_is_found() -> None:
+def test_a_root_is_found_with_small_outputs() -> None:
     def root(o: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(o.softmax(1), F.one_hot(y, 100).float()).sqrt()
 
@@ -142,14 +145,14 @@ def test_a_root_that_small_outputs_hardly_show_is_found() -> None:
     assert "no mean over samples" in fault(root, nn.Linear(6, 100), x, y, samples=8, classes=100)
 
 
-def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
+def test_class_weights_are_found_with_labels_of_one_class() -> None:
     def weighted(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o, y, WEIGHT)
 
     assert "their gradients differ" in fault(weighted, y=torch.ones_like(LABELS))
 
 
-def test_samples_chosen_by_a_comparison_are_found_where_few_outputs_agree() -> None:
+def test_a_choice_of_samples_by_comparison_is_found() -> None:
     def hard_ones(o: Tensor, y: Tensor) -> Tensor:
         losses = F.cross_entropy(o, y, reduction="none")
         return (losses * (losses > losses.mean())).mean()
@@ -159,7 +162,7 @@ def test_samples_chosen_by_a_comparison_are_found_where_few_outputs_agree() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_a_mask_of_ones_stands_for_other_masks(dtype: torch.dtype) -> None:
+def test_a_loss_is_also_tried_with_other_masks(dtype: torch.dtype) -> None:
     def masked(o: Tensor, y: dict[str, Tensor]) -> Tensor:
         return ((o - y["target"]).square() * y["mask"]).sum() / y["mask"].sum()
 
@@ -174,10 +177,8 @@ def test_a_mask_of_ones_stands_for_other_masks(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("is_called", [False, True], ids=["new", "called"])
-def test_a_loss_that_reads_what_forward_keeps_is_compared_with_it(
-    mixes: bool, is_called: bool
-) -> None:
-    """It may mix samples in training alone, as routers of experts do."""
+def test_a_loss_may_read_an_attribute_of_the_model(mixes: bool, is_called: bool) -> None:
+    """The loss may mix samples in training only, as mixture-of-experts routers do."""
 
     class Balanced(nn.Linear):
         auxiliary: Tensor
@@ -195,7 +196,7 @@ def test_a_loss_that_reads_what_forward_keeps_is_compared_with_it(
     assert ("no mean over samples" in text) == mixes
 
 
-def test_a_gradient_that_mixes_samples_is_found_where_no_value_does() -> None:
+def test_a_gradient_that_mixes_samples_is_found() -> None:
     def straight_through(o: Tensor, y: Tensor) -> Tensor:
         mixed = (o * o.detach().mean(0)).sum()
         return F.cross_entropy(o, y) + mixed - mixed.detach()
@@ -204,7 +205,8 @@ def test_a_gradient_that_mixes_samples_is_found_where_no_value_does() -> None:
 
 
 class Probabilities(nn.Module):
-    """Outputs that a loss may take the logarithm of; batch norm and dropout mix and draw."""
+    """A model whose outputs a loss may take the logarithm of; its batch norm mixes samples, and
+    its dropout is random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ def test_batch_norm_and_dropout_do_not_disturb() -> None:
     model = Probabilities()
 
     def strict(o: dict[str, Tensor], y: Tensor) -> Tensor:
-        assert o["p"].sum(1).allclose(torch.ones(()))  # no random output meets this
+        assert o["p"].sum(1).allclose(torch.ones(()))  # random outputs fail this
         return F.nll_loss(o["p"].log(), y)
 
     def plain(o: dict[str, Tensor], y: Tensor) -> Tensor:
@@ -240,7 +242,8 @@ class Returned(NamedTuple):
 
 
 class ReturnsLoss(nn.Module):
-    """A model that returns its loss, as those of transformers do, with dropout by a function."""
+    """A model that returns its loss, as models of transformers do, and calls dropout as a
+    function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +254,7 @@ class ReturnsLoss(nn.Module):
         return Returned(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
-def test_a_model_that_returns_its_loss_is_compared_by_whole_and_parts() -> None:
+def test_a_model_that_returns_its_loss_is_compared_with_its_parts() -> None:
     ids = torch.randint(9, (8, 5), generator=torch.Generator().manual_seed(0))
     padded = ids.clone()
     padded[[0, 3], 2:] = -100
@@ -265,9 +268,9 @@ class TimeFirst(nn.Module):
         return input[..., None].repeat(1, 1, 3).transpose(0, 1)
 
 
-def test_outputs_that_are_not_batch_first_are_right() -> None:
-    """With as many times as samples random outputs have the wrong shape, and the true ones
-    decide."""
+def test_outputs_that_are_not_batch_first_pass() -> None:
+    """With as many time steps as samples, random outputs have the wrong shape, and the true
+    outputs decide."""
 
     def loss_fn(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o.flatten(0, 1), y.T.flatten())
@@ -276,7 +279,7 @@ def test_outputs_that_are_not_batch_first_are_right() -> None:
     assert fault(loss_fn, TimeFirst(), x, y) == ""
 
 
-def test_a_loss_that_cannot_be_computed_for_the_whole_warns() -> None:
+def test_a_loss_that_fails_for_several_micro_batches_warns() -> None:
     def of_four(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o.reshape(4, 3), y)
 
@@ -300,11 +303,15 @@ def test_the_verdict_is_kept_with_the_labels(
     assert all("no mean over samples" in text for text in faults)
 
 
-def test_labels_to_leave_out_must_be_spread_evenly() -> None:
-    """The example has none, so its mean is one over samples; a later batch may have some."""
+def test_ignored_labels_must_be_spread_evenly() -> None:
+    """The example has no ignored labels, so its loss is a mean over samples; a later batch may
+    have some."""
     captured = Captured(linear(), F.cross_entropy, (FEATURES, LABELS), samples=4)
     assert captured.loss_fault(4) == ""
-    uneven = {"x": FEATURES.numpy(), "y": LABELS.where(LABELS != 0, -100).numpy()}  # 2 and 0
+    uneven = {
+        "x": FEATURES.numpy(),
+        "y": LABELS.where(LABELS != 0, -100).numpy(),
+    }  # 2 and 0
     with pytest.raises(
         HetpipeError, match=r"y has 0 labels -100 in samples 4 to 7 and 2 in samples 0 to 3"
     ):

@@ -1,4 +1,4 @@
-"""Odd tensors and arrays, in an example batch and in a later one."""
+"""Unusual tensors and arrays, in an example batch and in a later one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.errors import CaptureError
 
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls them a prototype
+        warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
@@ -31,7 +31,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_a_batch_of_such_tensors_is_refused(odd: str) -> None:
+def test_a_batch_of_odd_tensors_is_refused(odd: str) -> None:
     make, why = ODD[odd]
     with pytest.raises(CaptureError, match=f"^x of the batch is .*{why}"):
         Example(make(), torch.zeros(3))
@@ -67,7 +67,7 @@ def read_only() -> np.ndarray:
 def test_a_batch_in_an_odd_form_has_the_same_numbers(
     odd: torch.Tensor | np.ndarray, plain: np.ndarray
 ) -> None:
-    """torch itself makes no tensor, or no array, of most of these."""
+    """torch itself cannot convert most of these to a tensor or an array."""
     label = np.zeros(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Predicted weights against formulas in float64 and updates to come; the norm of gradients."""
+"""Predicted weights, compared with float64 formulas and later updates; the norm of gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lamb_direction(p: Any, m: Any, v: Any, t: int) -> Any:
 
 
 def sgd_steps(p: Any, m: Any, s: int, nesterov: bool) -> Any:
-    """The updates one by one; decay by the weights of today."""
+    """Apply the updates one by one, with decay by today's weights."""
     today, total = p, 0.0 * p
     for _ in range(s):
         g = W * today
@@ -131,8 +131,8 @@ def test_nothing_is_predicted_before_the_first_update(name: str, eps: float) -> 
 
 
 @NAMES
-def test_prediction_is_nearer_to_the_weights_of_later(name: str) -> None:
-    """A gradient that stays, and a prediction of 3 updates behind 20."""
+def test_predicted_weights_are_nearer_to_later_weights(name: str) -> None:
+    """Train 20 updates with one constant gradient, then predict 3 more."""
     rule, _ = PREDICTING[name]
     param, state = random_state(rule)
     gradient = torch.randn_like(param)
@@ -144,8 +144,8 @@ def test_prediction_is_nearer_to_the_weights_of_later(name: str) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_multi_step_is_exact_where_its_expectation_holds(nesterov: bool) -> None:
-    """SGD without decay whose gradients vanish coasts on its momentum."""
+def test_multi_step_is_exact_if_gradients_vanish(nesterov: bool) -> None:
+    """SGD without decay coasts on its momentum while gradients vanish."""
     rule = optim.multi_step(optim.sgd(LR, U, nesterov=nesterov))
     param, state = random_state(rule)
     later, _ = train(rule, param, state, range(6, 11), torch.zeros_like(param))
@@ -162,7 +162,7 @@ def test_multi_step_is_nearer_where_gradients_vanish(make: Callable[..., Optimiz
     assert steps < 0.5 * once
 
 
-def test_what_has_no_direction_predicts_nothing() -> None:
+def test_rules_without_a_direction_predict_nothing() -> None:
     shapes = {"a": torch.empty(3)}
     for rule in (optim.sgd(LR), optim.rmsprop(LR), optim.adagrad(LR)):
         assert rule.predict is None
@@ -187,7 +187,7 @@ def test_program_equals_rule(name: str, table: str) -> None:
     check_program(PREDICTING[name][0], TABLES[table])
 
 
-def test_program_knows_exclusions() -> None:
+def test_program_applies_exclusions() -> None:
     check_program(optim.lamb(LR, BETAS, EPS, W, decay_exclude="b".__eq__), {})
 
 
@@ -228,8 +228,8 @@ def test_norm(table: str, dtype: torch.dtype) -> None:
     assert trace_norm({}, Formulas(TABLES[table])) is None
 
 
-def test_stages_have_predictions_and_norms_of_what_they_own() -> None:
-    """The tied weight is the first stage's alone."""
+def test_stages_predict_and_measure_the_parameters_that_they_own() -> None:
+    """Only the first stage owns the tied weight."""
     model, tables = captured("tied"), [{}, TABLES["core"]]
     stages = model.stage_graphs([1], tables, [4], optim.adam())
     owned: list[str] = []

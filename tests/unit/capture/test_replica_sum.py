@@ -1,4 +1,4 @@
-"""Sums over replicas: batch norm by them, their gradient, and passes that are divided there."""
+"""Sums over replicas: batch norm with them, their gradient, and programs divided at them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SUM = "hetpipe.replica_sum.default"
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (3, 4, 5, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_batch_norm_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Also far from zero, where the difference of mean squares would have no digit left."""
+    """Check values far from zero too, where a difference of mean squares would lose all digits."""
     torch.manual_seed(0)
     x = (torch.randn(shape, dtype=dtype) + 300.0).requires_grad_()
     weight, bias = (torch.randn(4, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -73,7 +73,7 @@ def test_the_gradient_is_the_sum_of_the_gradients() -> None:
 
 
 class Norms(nn.Module):
-    """Of samples, of each sample by itself, and of weights, which all replicas have."""
+    """Norms over samples, over each sample alone, and over weights, which all replicas share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Norms(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "inputs", "min-cut"])
-def test_only_what_replicas_divide_is_summed_and_once(recompute: str) -> None:
-    """The backward repeats no exchange, whatever else it repeats."""
+def test_only_divided_tensors_are_summed_and_only_once(recompute: str) -> None:
+    """The backward repeats no exchange, even when it repeats other operators."""
     example = (torch.randn(6, 1, 6, 6), torch.arange(6) % 5)
     counts = []
     for sync in (True, False):
@@ -110,8 +110,11 @@ def program_of(function: Any, slots: list[Slot], outputs: int) -> Program:
 
 
 def test_a_divided_program() -> None:
-    """Inputs, sums and sums of inputs as outputs; a view and a tensor that a later part reads; two
-    sums at once; an accumulator that is given away."""
+    """Divide a program whose outputs include inputs and sums.
+
+    A later part reads a view and a tensor of an earlier part, two sums are exchanged together,
+    and the caller donates an accumulator.
+    """
     slots = [
         Slot(CUT, "x", (2, 3), "float32"), Slot(PARAM, "w", (3, 3), "float32"),
         Slot(GRAD, "g", (3,), "float32"),

@@ -1,4 +1,4 @@
-"""Layers that are split by output channels: records, graphs against autograd, and refusals."""
+"""Layers split by output channels: records, graphs compared with autograd, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLAN = Plan(
 
 
 class Net(nn.Module):
-    """Any modules one after another, then the mean over all but samples and channels."""
+    """Modules in sequence, then the mean over all dimensions except samples and channels."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 def task(model: nn.Module, *shape: int) -> tuple[nn.Module, Any, Any]:
-    """The model in training on 4 samples of this shape."""
+    """Return the model, a loss function and a batch of 4 samples with this shape."""
     return model, F.cross_entropy, (torch.randn(4, *shape), torch.randint(0, 3, (4,)))
 
 
@@ -81,7 +81,7 @@ NAMES = ["linear", "no bias", "sequences", "conv1d", "conv2d", "batch norm"]
 
 
 def last(model: nn.Module) -> str:
-    """The last layer before the head."""
+    """Return the name of the last layer before the head."""
     return [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d))
             and n != "head"][-1]  # fmt: skip
 
@@ -201,7 +201,7 @@ class Twice(nn.Module):
         ({"deep": 1, "none of these": 1}, r"no layer 'none of these': table, lin, rnn, grouped"),
     ],
 )
-def test_what_cannot_be_split_is_refused(split: dict[str, int], message: str) -> None:
+def test_layers_that_cannot_be_split_are_refused(split: dict[str, int], message: str) -> None:
     torch.manual_seed(0)
     example = torch.randint(0, 9, (6, 4)), torch.randint(0, 5, (6,))
     with pytest.raises(PlanError, match=message):
@@ -233,7 +233,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_elementwise_optimizers_are_told(name: str) -> None:
+def test_elementwise_optimizers_are_accepted(name: str) -> None:
     check_elementwise(RULES[name], {"w": 3}, {"w": np.zeros((7, 4))})
 
 
@@ -257,7 +257,7 @@ def test_optimizers_that_see_whole_tensors_are_refused(rule: Any, message: str) 
         check_elementwise(rule, {"w": 3}, {"w": np.zeros((7, 4))})
 
 
-def test_a_part_decays_if_its_parameter_does() -> None:
+def test_a_part_decays_if_its_whole_parameter_decays() -> None:
     parts = SplitParameters({"a.weight": 2, "a.bias": 2})
     rules = parts.rules(hp.optim.adamw(decay_exclude=lambda name: name.endswith("bias")))
     names = ("a.weight[:2]", "a.weight[2:]", "a.bias[:2]", "a.bias[2:]", "b.bias", "b.weight")
@@ -266,7 +266,7 @@ def test_a_part_decays_if_its_parameter_does() -> None:
     ]  # fmt: skip
 
 
-def test_values_have_the_names_of_the_model_or_of_the_graphs() -> None:
+def test_values_are_split_and_joined_by_name() -> None:
     parts = SplitParameters({"a.weight": 2})
     values = {
         "a.weight": np.arange(15.0).reshape(5, 3),
@@ -293,7 +293,7 @@ def test_a_plan_keeps_its_splits() -> None:
     assert Plan.from_json({**before, "version": 4}) == replace(PLAN, splits=())
 
 
-def test_a_plan_with_splits_that_its_layers_lack_is_refused() -> None:
+def test_a_plan_whose_splits_differ_from_its_layers_is_refused() -> None:
     document = json.loads(json.dumps(PLAN.to_json()))
     with pytest.raises(PlanError, match=r"layers b\[:2\] and b\[2:\], and the plan's 3 layers"):
         Plan.from_json({**document, "splits": [{"layer": "b", "channels": 2}]})
@@ -302,6 +302,6 @@ def test_a_plan_with_splits_that_its_layers_lack_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [{"b": 0}, {"b": True}, {"b": 2.0}, {3: 2}, ["b"], "b"])
-def test_an_option_of_another_kind_is_refused(value: Any) -> None:
+def test_a_split_option_of_a_wrong_type_is_refused(value: Any) -> None:
     with pytest.raises(PlanError, match=r"split=.*: give "):
         splits_of(value)

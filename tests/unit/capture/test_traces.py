@@ -1,5 +1,5 @@
-"""Pieces of a model that are alike are traced once, and their programs are those of their own
-trace."""
+"""Equal pieces of a model are traced once, and each gets the programs that its own trace would
+give."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def captured(depth: int, dropout: float = 0.0) -> Captured:
 
 
 def rows(program: Program | None) -> Any:
-    """Everything in a program, node names apart."""
+    """Return everything in a program except node names."""
     if program is None:
         return None
     return dump_graph(program.graph), program.inputs, program.outputs
@@ -48,15 +48,15 @@ def programs(passes: PassPrograms) -> list[Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("dropout", [0.0, 0.1])  # every dropout draws numbers of its own
+@pytest.mark.parametrize("dropout", [0.0, 0.1])  # each dropout draws different numbers
 @pytest.mark.parametrize("recompute", ["none", "inputs", "min-cut"])
-def test_a_copied_trace_is_the_piece_s_own(
+def test_a_copied_trace_equals_a_new_trace(
     recompute: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = captured(5, dropout)
     count = len(subject.layer_names)
     args: Any = (range(1, count), [{}] * count, [2], hp.optim.adam(), [recompute] * count, True)
-    subject._identity._sources = None  # else the graphs come from the disk
+    subject._identity._sources = None  # otherwise the graphs come from the disk
     once = subject.stage_graphs(*args)
     own = Traces()
     monkeypatch.setattr(Traces, "_first", property(lambda _: {}, lambda *_: None), raising=False)
@@ -71,7 +71,7 @@ def test_a_copied_trace_is_the_piece_s_own(
 
 
 @pytest.mark.slow
-def test_traces_grow_with_unlike_layers_alone() -> None:
+def test_only_unlike_layers_are_traced() -> None:
     counts = []
     for depth in (4, 8):
         subject = captured(depth)

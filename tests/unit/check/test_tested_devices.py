@@ -1,4 +1,5 @@
-"""Self-tests run apart, and a device of another package joins a cluster once it has passed."""
+"""Self-tests run in a separate process; a device of another package joins a cluster after it
+passes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 
 class Theirs(NumpyBackend):
-    """An accelerator of another package, as far as anybody can see."""
+    """A backend that looks like another package's accelerator."""
 
     name = "theirs"
 
@@ -59,7 +60,7 @@ class _EndlessDevice(NumpyDevice):
 
 
 class Endless(Theirs):
-    """A device whose `run` never returns."""
+    """A backend whose device never returns from `run`."""
 
     name = "endless"
 
@@ -78,7 +79,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Unknown(Theirs):
-    """A device of our own backend, of a runtime that it does not know."""
+    """A backend whose device has an untested runtime, which crashes."""
 
     name = "unknown"
 
@@ -103,9 +104,7 @@ def test_a_device_of_an_unknown_runtime_is_tested(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-3", "inf", "nan"])
-def test_a_wrong_time_limit_is_no_fault_of_a_device(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_wrong_time_limit_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     registry.register_backend(Theirs)
     monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", text)
     infos, _ = registry.discover_devices()
@@ -115,7 +114,7 @@ def test_a_wrong_time_limit_is_no_fault_of_a_device(
 
 
 @pytest.mark.slow
-def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashes_and_hangs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (Crashing, Endless, Hanging, Theirs):
         registry.register_backend(backend)
     monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", "5")
@@ -150,7 +149,7 @@ def test_conformance_names_a_hang_and_does_not_wait_for_each_check(
 
 
 @pytest.mark.slow
-def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_joins_after_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.register_backend(Theirs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -161,7 +160,7 @@ def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_it_stays_out_if_it_fails_unless_it_is_named() -> None:
+def test_a_failing_device_joins_only_if_it_is_named() -> None:
     registry.register_backend(Theirs)
     registry.register_backend(Crashing)
     with pytest.warns(DeviceWarning, match=r"crashing:unit:0 stays out .* signal 11"):

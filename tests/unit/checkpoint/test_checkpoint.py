@@ -1,4 +1,5 @@
-"""Checkpoints: what is saved comes back, damage is refused, and a kill never costs the last one."""
+"""Checkpoints: loading returns the saved values, damage is refused, and a kill keeps the last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ ROLES = ("param", "buffer", "state")
 
 
 def arrays(step):
-    """A small training's tensors; every one tells the step."""
+    """Return the tensors of a small training; each tensor's values tell the step."""
     return {
         "param": {"a.weight": np.full((3, 4), step, "float32"), "a.bias": np.full(3, step, "f4")},
         "buffer": {"norm.count": np.array(step)},
@@ -48,7 +49,7 @@ def assert_same(found, expected):
 
 
 def assert_holds(directory, step):
-    """The checkpoint of that step, whole, and nothing beside it."""
+    """Assert that the folder holds the whole checkpoint of that step and nothing else."""
     found = checkpoint.load(directory)
     assert found.manifest == {"step": step, "lr": step / 8}
     assert_same(found.tensors, arrays(step))
@@ -56,7 +57,7 @@ def assert_holds(directory, step):
 
 
 def files(directory):
-    """Every file by its role; the manifest by its name."""
+    """Return each file's path by its role, and the manifest's by its name."""
     return {path.name.split("-")[0]: path for path in directory.iterdir()}
 
 
@@ -92,7 +93,7 @@ def test_round_trip(tmp_path):
         },
         "state": {},
     }
-    tensors["param"]["float64"].view("int64")[0] += 1  # another of the numbers that are no number
+    tensors["param"]["float64"].view("int64")[0] += 1  # a NaN with other bits
     manifest = {"step": 0, "epoch": 1.25, "order": [3, None, True], "rng": {"seed": 2**70}, "": ""}
     checkpoint.save(tmp_path / "new" / "folder", tensors, manifest)
     found = checkpoint.load(tmp_path / "new" / "folder")
@@ -102,7 +103,7 @@ def test_round_trip(tmp_path):
     assert_same(found.tensors, tensors)
 
 
-def test_only_the_roles_that_are_given_have_files(tmp_path):
+def test_only_given_roles_have_files(tmp_path):
     checkpoint.save(tmp_path, {"param": {"w": np.ones(2)}}, {"step": 3})
     assert sorted(files(tmp_path)) == ["manifest.json", "param"]
     assert checkpoint.load(tmp_path).tensors.keys() == {"param"}
@@ -192,7 +193,7 @@ def test_a_truncated_file_is_named(saved, role):
     assert_refused(saved, path)
 
 
-def test_a_truncated_file_is_told_with_both_sizes(saved):
+def test_the_error_of_a_truncated_file_names_both_sizes(saved):
     path = files(saved)["param"]
     raw = path.read_bytes()
     path.write_bytes(raw[:-1])
@@ -212,12 +213,12 @@ def test_every_altered_byte_is_noticed(saved, role):
 
 
 @pytest.mark.parametrize("raw", [b"", b"7", b"null", b"\xff\xfe", b"{}", b"[" * 100_000])
-def test_a_manifest_that_is_none(saved, raw):
+def test_an_invalid_manifest_is_refused(saved, raw):
     (saved / "manifest.json").write_bytes(raw)
     assert_refused(saved, saved / "manifest.json")
 
 
-def test_a_folder_in_a_files_place(saved):
+def test_a_folder_instead_of_a_file_is_refused(saved):
     path = files(saved)["param"]
     path.unlink()
     path.mkdir()
@@ -234,7 +235,7 @@ def test_no_checkpoint(tmp_path, name):
     assert_refused(tmp_path / name, tmp_path / name, "give the folder that a checkpoint was saved")
 
 
-# Manifests whose checksum is right, but which this version would not have written.
+# Manifests with a correct checksum that this version would not have written.
 
 
 def rewrite(directory, change):
@@ -257,7 +258,7 @@ def test_another_version_is_refused(saved, version):
     assert_refused(saved, saved, "this hetpipe reads 1; load it with hetpipe 9.9")
 
 
-def of_role(role, entry):
+def with_role(role, entry):
     return {**entry, "name": entry["name"].replace("param", role)}
 
 
@@ -272,7 +273,7 @@ def of_role(role, entry):
         (lambda d: d.update(files=[]), r"files is \[\], it should be an object"),
         (lambda d: d["files"].update(param=3), r"files\.param is 3, it should be an object"),
         (
-            lambda d: d["files"].update(grad=of_role("grad", d["files"]["param"])),
+            lambda d: d["files"].update(grad=with_role("grad", d["files"]["param"])),
             r"files\.grad is of no role; there are param",
         ),
         (lambda d: d["files"]["param"].update(name="../x"), "'../x', not 'param-00000007-"),
@@ -297,7 +298,7 @@ def test_a_foreign_file_is_refused(saved, raw):
     assert_refused(saved, saved / name, "is no safetensors file")
 
 
-# What cannot be stored is refused before anything is written.
+# Values that cannot be stored: `save` refuses them before it writes anything.
 
 
 def circle():
@@ -327,14 +328,14 @@ def test_keys_of_the_manifest_are_strings(saved):
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
-def test_a_step_is_a_count(saved, step):
+def test_a_step_must_be_a_count(saved, step):
     with pytest.raises(CheckpointError, match="give the number of steps done"):
         checkpoint.save(saved, arrays(8), {"step": step})
     assert_holds(saved, 7)
 
 
 def test_a_manifest_too_deep_for_the_stack(saved):
-    """From far too deep down to the first depth that is accepted, and that comes back."""
+    """Start far too deep and go up to the first depth that `save` accepts; it loads again."""
     deep = 1
     for _ in range(sys.getrecursionlimit() + 100):
         deep = [deep]
@@ -367,12 +368,12 @@ def test_tensors_that_cannot_be_stored(saved, tensors, match):
     assert_holds(saved, 7)
 
 
-# Places that cannot be written to.
+# Folders without write access, and full disks.
 
 
 @pytest.fixture
 def powerless():
-    """Not root, for whom every folder is writable."""
+    """Run the test without root's rights, since root can write to every folder."""
     if os.geteuid() != 0:
         yield
         return
@@ -385,7 +386,7 @@ def powerless():
 
 
 def test_a_read_only_folder(saved, monkeypatch, request):
-    monkeypatch.chdir(saved)  # the folders above may not be searched by another user
+    monkeypatch.chdir(saved)  # another user may lack access to the parent folders
     for path in saved.iterdir():
         path.chmod(0o444)
     saved.chmod(0o555)
@@ -397,15 +398,15 @@ def test_a_read_only_folder(saved, monkeypatch, request):
     assert_holds(Path(), 7)
 
 
-def test_a_file_in_the_folders_place(tmp_path):
+def test_a_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="choose another folder"):
         save(tmp_path / "file", 8)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_costs_nothing_and_is_cleared_up(saved):
-    """The limit on a file's size stands for the disk: the manifest no longer fits."""
+def test_a_failed_save_on_a_full_disk_leaves_nothing(saved):
+    """A limit on the size of files imitates a full disk: the manifest no longer fits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
     left = []
@@ -417,7 +418,7 @@ def test_a_full_disk_costs_nothing_and_is_cleared_up(saved):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.load(saved).manifest["step"] == 7
-    assert left == [4, 4]  # nothing of the save that failed
+    assert left == [4, 4]  # no file of the failed saves
     save(saved, 9)
     assert_holds(saved, 9)
 
@@ -445,7 +446,7 @@ def test_an_interrupted_save_leaves_nothing(saved, monkeypatch):
 
 
 def test_a_failure_after_the_manifest_keeps_the_new_checkpoint(saved, monkeypatch):
-    """The last write of the folder's names fails, and the manifest is in its place already."""
+    """The last sync of the folder fails after the manifest has its final name."""
     replace = os.replace
 
     def replaced(source, target):
@@ -475,8 +476,8 @@ def test_a_planted_link_is_not_written_through(saved):
 # Several processes.
 
 
-def test_processes_that_save_into_one_folder_destroy_nothing(tmp_path):
-    """Every save is whole or refused, and so is every load in the meantime."""
+def test_concurrent_saves_into_one_folder_destroy_nothing(tmp_path):
+    """Each save is whole or refused, and so is each load meanwhile."""
     save_large(tmp_path, 1)
     children = []
     for first in (1000, 2000, 3000):
@@ -508,7 +509,7 @@ def test_processes_that_save_into_one_folder_destroy_nothing(tmp_path):
     assert len(os.listdir(tmp_path)) == len(ROLES) + 1
 
 
-def test_a_second_save_is_refused_while_one_is_under_way(saved):
+def test_a_save_is_refused_during_another_save(saved):
     with durable.locked(saved), pytest.raises(CheckpointError) as refused:
         save(saved, 8)
     assert str(refused.value).startswith(f"{saved}: another process or thread is saving")
@@ -520,13 +521,13 @@ def test_a_second_save_is_refused_while_one_is_under_way(saved):
 # Kills.
 
 TOUCH = {"open", "mkdir", "write", "flush", "fsync", "close", "__exit__", "replace", "unlink"}
-"""Functions in C by which a save touches the disk."""
+"""C functions through which a save touches the disk."""
 
 
 def save_until(directory, step, stop):
-    """Save in another process, killed before or after it touches the disk for the stop-th time.
+    """Save in another process, which a signal kills around its stop-th access to the disk.
 
-    Returns whether it was killed.
+    Return whether it was killed.
     """
     child = os.fork()
     if child == 0:
@@ -548,7 +549,7 @@ def save_until(directory, step, stop):
 
 
 @pytest.mark.slow
-def test_a_save_killed_anywhere_leaves_the_old_or_the_new(tmp_path):
+def test_a_save_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path):
     steps = []
     while True:
         directory = tmp_path / str(len(steps))
@@ -568,7 +569,7 @@ def test_a_save_killed_anywhere_leaves_the_old_or_the_new(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_first_save_killed_anywhere_is_whole_or_not_there(tmp_path):
+def test_a_first_save_killed_anywhere_is_whole_or_absent(tmp_path):
     outcomes = []
     while save_until(directory := tmp_path / str(len(outcomes)) / "new", 2, stop=len(outcomes)):
         outcomes.append((directory / "manifest.json").exists())
@@ -615,8 +616,8 @@ def save_large(directory, step):
     checkpoint.save(directory, {role: {"w": large} for role in ROLES}, {"step": step})
 
 
-def test_all_is_on_the_disk_before_the_manifest_names_it(saved, monkeypatch):
-    """A loss of power undoes writes and renames that were not synced."""
+def test_files_are_synced_before_the_manifest_names_them(saved, monkeypatch):
+    """A power loss undoes writes and renames that were not synced."""
     seen = []
     replace, fsync = os.replace, os.fsync
 

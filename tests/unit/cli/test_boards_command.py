@@ -1,4 +1,4 @@
-"""`hetpipe boards`: a table of all, a page of one, and both as JSON; and the page on adding one."""
+"""`hetpipe boards`: the table of all boards, one board's page, both as JSON, and docs/boards.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def printed(*arguments: str) -> str:
 
 
 def cells(text: str) -> dict[str, list[str]]:
-    """The cells of a printed table's rows, by the first of each."""
+    """Return the cells of a printed table's rows, by the first cell of each row."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
     return {row[0]: row[1:] for row in rows if row and row[0]}
 
@@ -66,17 +66,17 @@ def test_a_boards_page_has_every_number_with_its_unit_and_source() -> None:
     assert all(there.sources[key].startswith(row[1]) for key, row in rows.items())
 
 
-def answer(*arguments: str) -> Any:
-    """The JSON on standard output; tables go to standard error meanwhile."""
+def json_of(*arguments: str) -> Any:
+    """Return the JSON of standard output."""
     done = CliRunner().invoke(app, ["boards", *arguments, "--json", "-"])
     return json.loads(done.stdout)
 
 
-def test_json_has_all_of_a_board() -> None:
-    every = answer()
+def test_the_json_holds_all_data_of_a_board() -> None:
+    every = json_of()
     assert every["version"] == 1
     assert [there["id"] for there in every["boards"]] == list(boards())
-    (one,) = answer("vcu129")["boards"]
+    (one,) = json_of("vcu129")["boards"]
     assert one in every["boards"]
     assert one["fabric"]["dsp"] == 12288
     assert one["sources"]["fabric.dsp"] == boards()["vcu129"].sources["fabric.dsp"]
@@ -100,7 +100,7 @@ def test_the_command_needs_neither_torch_nor_a_driver() -> None:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The board of the page."""
+    """Write the documentation page's example board to a file; return its path."""
     block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     path = tmp_path / "my-card.toml"
@@ -108,12 +108,12 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_pages_board_is_one(example: Path) -> None:
+def test_the_pages_example_is_a_valid_board(example: Path) -> None:
     assert read_board(example).id == "my-card"
     assert cells(printed("--folder", str(example.parent))).keys() == {"my-card"}
 
 
-def test_the_pages_error_is_the_one_that_is_raised(example: Path) -> None:
+def test_the_pages_error_message_is_current(example: Path) -> None:
     example.write_text(example.read_text().replace("900e9", "-900e9"))
     with pytest.raises(CostError) as caught:
         read_board(example)

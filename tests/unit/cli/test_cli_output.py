@@ -1,4 +1,4 @@
-"""What commands print: log files, JSON, names with colons, notes and memory of plans."""
+"""The output of commands: log files, JSON, names with colons, notes and memory of plans."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def plan(step_s: float, *devices: str) -> Plan:
     return Plan("m", layers, stages, "1f1b", 8, 2, step_s, cuts, "measured", "balanced")
 
 
-def test_a_line_per_phase_and_one_now_and_then() -> None:
-    """Nothing once moved in a log file for minutes."""
+def test_progress_prints_a_line_per_phase_and_at_intervals() -> None:
+    """A log file must show progress within minutes."""
     lines: list[str] = []
     twice = threading.Event()
 
@@ -49,7 +49,7 @@ def test_a_line_per_phase_and_one_now_and_then() -> None:
     assert "training: 3 of 9, 0 s" in lines
 
 
-def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_between_colons_is_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     complain("package:factory:0 is wrong")
     output = Output(None)
     output.text("package:factory:1")
@@ -59,7 +59,7 @@ def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str])
     assert printed.out == "package:factory:1\npackage:factory:2\n"
 
 
-def test_json_has_a_version_its_own_or_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_keeps_its_version_or_gets_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stdout", written)
     Output("-").finish({"a": 1})
@@ -70,7 +70,7 @@ def test_json_has_a_version_its_own_or_the_first(monkeypatch: pytest.MonkeyPatch
     assert json.loads(written.getvalue()) == {"version": 2}
 
 
-def test_memory_is_shown_beside_the_plan_s() -> None:
+def test_measured_and_planned_memory_are_shown() -> None:
     assert memory_lines(plan(1.0, "a", "b"), InUse([3 * 2**19, 2**20], {"b": 2**21})) == [
         "memory of stage 0 on a: 1.5 MiB at most, measured (1 MiB planned)",
         "memory of stage 1 on b: 1 MiB at most, measured (1 MiB planned)",
@@ -78,7 +78,7 @@ def test_memory_is_shown_beside_the_plan_s() -> None:
     ]
 
 
-def test_costs_decide_the_micro_batches() -> None:
+def test_the_costs_decide_the_number_of_micro_batches() -> None:
     costs = CostTable("m", 16, (), {})
     assert microbatches_of(costs, 128, None) == 8
     assert microbatches_of(costs, 128, 8) == 8
@@ -98,7 +98,7 @@ def test_several_ranks_are_refused() -> None:
 
 
 def test_a_name_that_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON can have half of a surrogate pair; a terminal may know ASCII alone."""
+    """JSON can hold half of a surrogate pair; a terminal may know only ASCII."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stderr", terminal)
     complain("no costs for \ud800 and é")

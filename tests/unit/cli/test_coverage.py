@@ -1,4 +1,4 @@
-"""The operators that a device lacks for a model, by their share of its time."""
+"""The operators that a model needs and a device lacks, by their share of the device's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.study import coverage
 
 
-def test_a_device_that_has_all() -> None:
+def test_a_device_with_all_operators() -> None:
     answer = coverage("mlp", "numpy:cpu:0")
     assert answer.lacking == ()
     assert answer.covered == 1.0
@@ -25,7 +25,8 @@ def test_a_device_that_has_all() -> None:
 
 
 def test_a_device_without_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a perceptron's time, with the layers and the device's own reason."""
+    """Products take most of a perceptron's time; the answer names the layers and the device's
+    reason."""
     has = NumpyDevice.supports
 
     def supports(self: NumpyDevice, node: fx.Node) -> str | None:
@@ -51,7 +52,9 @@ def test_an_unknown_device() -> None:
         coverage("mlp", "numpy:cpu:7")
 
 
-def test_lent_operators_have_a_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_on_another_device_have_a_measured_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Lacking(NumpyDevice):
         def supports(self, node: fx.Node) -> str | None:
             is_product = str(node.target).startswith(("aten.mm", "aten.addmm"))

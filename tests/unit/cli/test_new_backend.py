@@ -1,4 +1,4 @@
-"""`hetpipe new-backend` writes skeletons that run as they are, and overwrites nothing."""
+"""`hetpipe new-backend` writes skeletons that run unchanged, and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_package_in_python(tmp_path: Path) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # it registers its backend
+    spec.loader.exec_module(module)  # registers the backend
     result = selftest(registry.open_device("my-npu:cpu:0"))
     assert result.ok, result.message
 

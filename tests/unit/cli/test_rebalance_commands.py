@@ -1,4 +1,4 @@
-"""`hetpipe train --rebalance`: what it refuses, what it shows, and the table of its example."""
+"""`hetpipe train --rebalance`: its refusals, its output, and the table of its example."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hetpipe.papers.rebalance import GROUP, table_of
         (["--schedule", "data-parallel"], "replicas do not move"),
     ],
 )
-def test_what_forbids_moves_is_named_at_once(words: list[str], why: str) -> None:
+def test_options_that_forbid_moves_are_refused_at_once(words: list[str], why: str) -> None:
     done = CliRunner().invoke(app, ["train", "nope", "--rebalance", "auto", *words])
     assert isinstance(done.exception, HetpipeError)
     with pytest.raises(HetpipeError, match=f"rebalance='auto': .*{why}"):
         raise done.exception
 
 
-def test_lines_that_are_logged_are_shown() -> None:
+def test_logged_lines_are_shown() -> None:
     output = Output(None)
     output.console = Console(file=io.StringIO(), width=160)
     log = logging.getLogger("hetpipe")
@@ -45,8 +45,9 @@ def test_lines_that_are_logged_are_shown() -> None:
     assert (log.level, log.handlers) == (before, [])
 
 
-def test_the_table_says_when_a_training_is_back() -> None:
-    """In the second group of the slow phase, and not in the phase after it."""
+def test_the_table_says_when_a_training_recovers() -> None:
+    """The training recovers in the second group of the slow phase, and never in the phase after
+    it."""
     rates = [100.0, 100.0, 100.0, 30.0, 58.0, 60.0, 60.0, 60.0, 60.0]
     bests = [100.0, 100.0, 100.0, 60.0, 60.0, 60.0, 100.0, 100.0, 100.0]
     lines = list(table_of(list(zip(rates, bests, strict=True)), 3 * GROUP))

@@ -1,4 +1,4 @@
-"""Clusters: which devices of a machine take part, and what a cluster file may say."""
+"""Clusters: the devices of a machine that take part, and the contents of cluster files."""
 
 import os
 import warnings
@@ -40,7 +40,8 @@ FOUND = [
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with FOUND and eight cores, 4 to 11; returns a function that changes the cores."""
+    """Imitate a machine with FOUND and the cores 4 to 11; return a function that changes the
+    cores."""
 
     def discover(names):
         found = [info for info in FOUND if names is None or info.backend in names]
@@ -124,14 +125,14 @@ def test_fewer_cores_than_workers(machine):
     assert shares == [(3,), (3,), (7,)]
 
 
-def test_a_speed_for_nobody_is_refused(machine):
+def test_a_speed_for_no_member_is_refused(machine):
     with pytest.raises(ClusterError, match="names 'gpu'; the members are soft:fast:0, "):
         Cluster.local(emulate_speed={"gpu": 0.5})
     with pytest.raises(ClusterError, match="soft:fast:0: speed is 0, it must be above 0"):
         Cluster.local(emulate_speed={"soft:fast:0": 0})
 
 
-def test_links_hold_both_ways():
+def test_links_work_in_both_directions():
     slow = Link(0.001, 1e6)
     cluster = Cluster((Member("a", "x"), Member("b", "x")), {frozenset("ab"): slow})
     assert cluster.link("a", "b") == cluster.link("b", "a") == slow
@@ -176,7 +177,7 @@ A, B = Member("a", "x"), Member("b", "x")
         ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; the cluster has none"),
     ],
 )
-def test_what_is_wrong_in_itself_is_refused(machine, members, links, transport, message):
+def test_an_invalid_cluster_is_refused(machine, members, links, transport, message):
     with pytest.raises(ClusterError, match=message):
         Cluster(members, links, transport)
 
@@ -297,7 +298,7 @@ def test_a_members_place_is_the_line_of_its_device(write):
         ('id = "slow"', 'id = ""', 5, r"device\.0\.id is '', it should be text that is not empty"),
     ],
 )  # fmt: skip
-def test_what_no_cluster_needs_is_refused_with_its_line(write, old, new, line, message):
+def test_extreme_values_are_refused_with_their_line(write, old, new, line, message):
     path = write("")
     path.write_bytes(FILE.replace(old, new, 1).encode("latin-1"))
     with pytest.raises(ClusterError, match=message) as caught:
@@ -358,12 +359,12 @@ def test_a_file_of_servers_with_boards_and_an_attached_device(write):
     )
     assert cluster.described == (*t4s, odd)
     assert cluster.places["t4.6"] == f"{path}:5"
-    assert cluster.places["t4.7"] == f"{path}:20"  # the second table's, in a server's second copy
+    assert cluster.places["t4.7"] == f"{path}:20"  # from the second table, in copy a.1
     assert cluster.places["odd"] == f"{path}:16"
 
 
-def test_more_servers_than_a_cluster_has_are_not_made(tmp_path, monkeypatch):
-    """Each table is within its bounds, and all together they are not."""
+def test_too_many_servers_are_refused_before_they_are_made(tmp_path, monkeypatch):
+    """Each table is within its bounds, but their sum is not."""
     monkeypatch.setattr(cluster_file._Server, "copies", property(lambda table: pytest.fail("made")))
     path = tmp_path / "servers.toml"
     tables = "".join(f'[[server]]\nname = "s{n}"\ncount = 100000\n' for n in range(100))
@@ -382,7 +383,7 @@ def test_a_file_in_the_home_folder(tmp_path, monkeypatch, start):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_what_is_no_regular_file_is_refused(tmp_path):
+def test_a_pipe_is_refused_as_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     with pytest.raises(ClusterError, match=r"pipe\.toml: cannot be read: it is a pipe or a device"):
         Cluster.load(tmp_path / "pipe.toml")
@@ -433,7 +434,7 @@ def test_errors_in_servers_and_networks_point_at_the_line(write, old, new, line,
 
 
 @pytest.mark.parametrize("bandwidth", ["25 GB/s", "100 GB/s", "1 Mb/s"])
-def test_a_network_that_hardly_exists_is_warned_of(write, bandwidth):
+def test_an_implausible_bandwidth_warns(write, bandwidth):
     path = write(DESCRIBED.replace("10 Gb/s", bandwidth))
     with pytest.warns(BandwidthWarning, match=r"toml:28: the network has .* write Gb/s if bits"):
         loaded = Cluster.load(path)
@@ -441,7 +442,7 @@ def test_a_network_that_hardly_exists_is_warned_of(write, bandwidth):
     assert loaded.network.bandwidth_Bps == parse_bandwidth(bandwidth)
 
 
-def test_a_bandwidth_in_bits_is_not_told_to_be_in_bits(write):
+def test_the_warning_advises_bits_only_for_bytes(write):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Cluster.load(write(DESCRIBED.replace("10 Gb/s", "400 Gb/s")))
@@ -470,8 +471,8 @@ def test_no_worker_is_started_on_a_board(transport):
         Crew.start(Cluster(members[:3], transport=transport))
 
 
-def test_boards_with_numerics_are_boards_that_a_worker_can_open(write):
-    """Several may share their numerics, which may be pinned."""
+def test_a_worker_can_open_boards_with_numerics(write):
+    """Several boards may share numerics, and `cores` may pin their worker."""
     board = 'board = "t4"\nnumerics = "torchy:cpu:0"\ncores = [4]\ncount = 3\nserver = "a"'
     text = DESCRIBED.replace('board = "t4"\ncount = 3\nserver = "a"', board)
     path = write(text)
@@ -486,7 +487,7 @@ def test_boards_with_numerics_are_boards_that_a_worker_can_open(write):
     assert cluster.places["t4.4"] == f"{path}:6"
 
 
-def test_files_that_hold_nothing(write, tmp_path):
+def test_empty_and_missing_files_are_refused(write, tmp_path):
     with pytest.raises(ClusterError, match="toml:1: the cluster has no device"):
         Cluster.load(write(""))
     with pytest.raises(ClusterError, match="No such file"):

@@ -1,4 +1,4 @@
-"""The file and the error on the page about clusters are those of today."""
+"""The file and the error message on the page about clusters are current."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text(encoding="
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's cluster file, on a machine with two cores."""
+    """Write the page's cluster file, on a machine with two cores."""
     monkeypatch.setattr(member, "available_cores", lambda: (0, 1))
     monkeypatch.chdir(tmp_path)
     block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
@@ -28,13 +28,13 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("cluster.toml")
 
 
-def test_the_pages_file_is_a_cluster(example: Path) -> None:
+def test_the_pages_file_loads(example: Path) -> None:
     loaded = Cluster.load(example)
     assert [(member.id, member.speed) for member in loaded.members] == [("fast", 1), ("slow", 0.5)]
     assert loaded.link("slow", "fast") == Link(1e-3, 1.25e8)
 
 
-def test_the_described_cluster_of_the_page_is_as_the_page_says(tmp_path: Path) -> None:
+def test_the_pages_answers_about_its_described_cluster_are_right(tmp_path: Path) -> None:
     _, block = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "described.toml"
     path.write_text(block, encoding="utf-8")
@@ -48,7 +48,7 @@ def test_the_described_cluster_of_the_page_is_as_the_page_says(tmp_path: Path) -
     ):
         assert eval(call) == eval(answer), call
     with pytest.raises(ClusterError, match="1 of 136 pairs have a separate link"):
-        cluster.levels()  # there is the FPGA board
+        cluster.levels()  # because of the FPGA board
     without = tuple(member for member in cluster.members if member.id != "fpga")
     regular = replace(cluster, members=without, links={})
     comment = re.search(r"cluster\.levels\(\) +# (\(\(.*?\)\)), but", PAGE)
@@ -62,7 +62,7 @@ def test_the_page_names_every_shape_and_every_published_cluster() -> None:
     assert {*SHAPES, *published_names()} <= set(named)
 
 
-def test_the_pages_error_is_the_one_that_is_raised(example: Path) -> None:
+def test_the_pages_error_message_is_current(example: Path) -> None:
     example.write_text(example.read_text().replace('"1 Gb/s"', '"1 Gbps"'))
     with pytest.raises(ClusterError) as caught:
         Cluster.load(example)

@@ -1,4 +1,4 @@
-"""A backend that raises, or returns nonsense, disables itself alone, and says why."""
+"""A backend that raises or returns nonsense disables only itself, and says why."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Unmade(NumpyBackend):
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other backends than numpy's and, later, the bad one."""
+    """Leave no backend except numpy's and, later, the bad one."""
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_instances", {})
     points = [EntryPoint("numpy", "hetpipe.backends.numpy:NumpyBackend", registry.GROUP)]
@@ -67,7 +67,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cls", "fields", "reason"), CASES)
-def test_it_alone_is_disabled(cls: type[NumpyBackend], fields: Any, reason: str) -> None:
+def test_only_the_bad_backend_is_disabled(
+    cls: type[NumpyBackend], fields: Any, reason: str
+) -> None:
     registry.register_backend(type("Bad", (cls,), fields))
     infos, failures = registry.discover_devices()
     assert [info.id for info in infos] == ["numpy:cpu:0"]
@@ -87,7 +89,7 @@ def test_it_alone_is_disabled(cls: type[NumpyBackend], fields: Any, reason: str)
 
 @pytest.mark.parametrize("command", [["devices"], ["doctor", "--no-selftest"]])
 @pytest.mark.parametrize(("cls", "fields", "reason"), [CASES[0], CASES[4]])
-def test_commands_name_it(
+def test_commands_name_the_bad_backend(
     cls: type[NumpyBackend], fields: Any, reason: str, command: list[str]
 ) -> None:
     registry.register_backend(type("Bad", (cls,), fields))
@@ -110,7 +112,7 @@ def test_an_entry_point_that_raises_at_import(
     }
 
 
-def test_an_interrupt_is_the_users() -> None:
+def test_an_interrupt_is_passed_on() -> None:
     registry.register_backend(type("Bad", (Raising,), {"error": KeyboardInterrupt()}))
     with pytest.raises(KeyboardInterrupt):
         registry.discover_devices()

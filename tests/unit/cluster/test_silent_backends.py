@@ -1,4 +1,5 @@
-"""A backend that blocks is off after its time limit; one with an invalid description at once."""
+"""A blocking backend is disabled after its time limit, and one with an invalid description at
+once."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
 
 
-def test_a_discovery_that_blocks_is_not_waited_for_twice() -> None:
+def test_a_blocking_discovery_is_awaited_only_once() -> None:
     registry.register_backend(Blocking)
     for _ in range(3):
         infos, failures = registry.discover_devices()
@@ -67,13 +68,13 @@ def test_a_discovery_that_blocks_is_not_waited_for_twice() -> None:
     assert backend.asked == 1
 
 
-def test_an_opening_that_blocks() -> None:
+def test_a_blocking_open_is_reported() -> None:
     registry.register_backend(type("Bad", (Blocking,), {"blocks": "open"}))
     with pytest.raises(BackendError, match=r"to open bad:cpu:0: no answer after 0\.05 s"):
         registry.open_device("bad:cpu:0")
 
 
-def test_a_description_that_blocks() -> None:
+def test_a_blocking_description_is_reported() -> None:
     registry.register_backend(type("Bad", (Blocking,), {"blocks": "describe"}))
     result = CliRunner().invoke(app, ["doctor", "--no-selftest"])
     assert result.exit_code == 0, result.output
@@ -83,7 +84,7 @@ def test_a_description_that_blocks() -> None:
     assert "backend bad" in str(named.exception)
 
 
-def test_an_import_that_blocks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocking_import_is_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_plugin.py").write_text("import threading\nthreading.Event().wait(5)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "LOAD_LIMIT_S", 0.05)
@@ -93,7 +94,7 @@ def test_an_import_that_blocks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
         registry.get_backend("bad")
 
 
-def test_a_device_that_is_named_needs_no_other_backend() -> None:
+def test_a_named_device_needs_no_other_backend() -> None:
     registry.register_backend(Blocking)
     Cluster.local(devices=["numpy:cpu:0"])
     assert "bad" not in registry._instances
@@ -115,7 +116,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("info", "problem"), INVALID)
-def test_an_invalid_description(info: Any, problem: str) -> None:
+def test_an_invalid_description_is_refused(info: Any, problem: str) -> None:
     registry.register_backend(
         type("Bad", (NumpyBackend,), {"name": "bad", "discover": lambda _: [info]})
     )
@@ -124,7 +125,7 @@ def test_an_invalid_description(info: Any, problem: str) -> None:
     assert str(raised.value).startswith("backend 'bad': ")
 
 
-def test_two_devices_with_one_id() -> None:
+def test_a_duplicate_device_id_is_refused() -> None:
     registry.register_backend(
         type("Bad", (NumpyBackend,), {"name": "bad", "discover": lambda _: [GOOD, GOOD]})
     )
@@ -132,7 +133,7 @@ def test_two_devices_with_one_id() -> None:
         registry.devices_of("bad")
 
 
-def test_what_open_returns_is_looked_at() -> None:
+def test_the_result_of_open_is_checked() -> None:
     fields = {"name": "bad", "discover": lambda _: [GOOD], "open": lambda *_: None}
     registry.register_backend(type("Bad", (NumpyBackend,), fields))
     with pytest.raises(BackendError, match="open returns None, not a Device"):
@@ -140,12 +141,12 @@ def test_what_open_returns_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Mine", "a:b", "a b", 7])
-def test_an_invalid_name(name: Any) -> None:
+def test_an_invalid_name_is_refused(name: Any) -> None:
     with pytest.raises(BackendError, match="a name is a small letter"):
         registry.register_backend(type("Bad", (NumpyBackend,), {"name": name}))
 
 
-def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_backends_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         EntryPoint("mine", "one_package:Mine", registry.GROUP),
         EntryPoint("mine", "other_package:Mine", registry.GROUP),

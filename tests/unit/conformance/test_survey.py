@@ -1,4 +1,4 @@
-"""The list of refused operators: what a run puts into it, and what its page says."""
+"""The list of refused operators: how a run fills it, and the page made from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_reasons_become_short() -> None:
     assert survey.cause("complex64 is not among its dtypes") == "complex64 is not among its dtypes"
 
 
-def test_what_a_run_has_found(some: Survey) -> None:
+def test_results_of_a_run_are_sorted(some: Survey) -> None:
     assert some.unasked == {"rand_like": "its results are random"}
     assert sorted(some.refused["opencl"]) == ["cholesky", "fft_irfft"]
     assert some.status("opencl", "acos") == some.status("mine", "cholesky") == ""
@@ -47,13 +47,13 @@ def test_what_a_run_has_found(some: Survey) -> None:
     assert some.status("mine", "rand_like") == "not asked: its results are random"
 
 
-def test_a_list_is_read_as_it_was_written(some: Survey, tmp_path: Path) -> None:
+def test_a_list_survives_writing_and_reading(some: Survey, tmp_path: Path) -> None:
     path = tmp_path / "list.toml"
     path.write_text(survey.text(some), encoding="utf-8")
     assert survey.read(path) == some
 
 
-def test_the_page_counts_what_runs(some: Survey) -> None:
+def test_the_page_counts_the_operators_that_run(some: Survey) -> None:
     lines = survey.page(some).splitlines()
     assert "| all | 4 | 4 | 2 |" in lines
     assert "| linear algebra | `cholesky` | aten.cholesky, aten.linalg_solve_triangular |" in lines
@@ -61,7 +61,7 @@ def test_the_page_counts_what_runs(some: Survey) -> None:
     assert "| 1 | its results are random |" in lines
 
 
-def test_results_of_a_run_go_into_the_files(some: Survey, tmp_path: Path) -> None:
+def test_results_of_a_run_are_written_to_the_files(some: Survey, tmp_path: Path) -> None:
     data, page, results = (tmp_path / name for name in ("list.toml", "page.md", "found.json"))
     found = {"name": "database/cholesky", "message": f"refused: {LACKING}"}
     report = {"devices": {"opencl:pocl:0": {"results": [found]}}}

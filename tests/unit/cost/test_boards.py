@@ -1,4 +1,4 @@
-"""Boards: every number has a source, a plausible size, and a place in the error if it is wrong."""
+"""Boards: every number has a source and a plausible size, and an error names its place."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def numbers(node: object, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a board, by its key in the file."""
+    """Yield every number of a board with its key in the file."""
     if isinstance(node, (Board, Fabric)):
         node = {each.name: getattr(node, each.name) for each in fields(node)}
     if isinstance(node, dict):
@@ -84,7 +84,7 @@ def numbers(node: object, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def raw_values(table: dict[str, Any]) -> Iterator[Any]:
-    """What the keys of a TOML file are set to; a number and its source are one value."""
+    """Yield the values of a TOML file's keys; a number and its source are one value."""
     for value in table.values():
         if isinstance(value, dict) and set(value) != {"value", "source"}:
             yield from raw_values(value)
@@ -92,7 +92,7 @@ def raw_values(table: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def test_the_boards_of_papers_and_data_centers_are_there() -> None:
+def test_the_boards_of_papers_and_data_centers_exist() -> None:
     assert set(boards()) == set(IDS)
 
 
@@ -128,7 +128,8 @@ PLAUSIBLE = {
     "fabric.dsp_per_mac.float16": (0.5, 2),
     "fabric.dsp_per_mac.int16": (0.5, 1),
 }
-"""Least and most: no range holds a number and a thousandth of it, a slip of units."""
+"""Least and most: no range is so wide that a number and a thousandth of it fit, as in a unit
+error."""
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -146,11 +147,11 @@ def test_numbers_are_plausible(id: str) -> None:
         assert there.host_Bps < there.memory_Bps
 
 
-def test_no_range_of_plausible_numbers_hides_a_slip_of_units() -> None:
+def test_no_plausible_range_hides_a_unit_error() -> None:
     assert all(most / least < 1000 for least, most in PLAUSIBLE.values())
 
 
-def test_variants_of_a_card_differ_in_what_they_should() -> None:
+def test_variants_of_a_card_differ_only_in_memory() -> None:
     for bus in ("pcie", "sxm"):
         small, large = (board(f"v100-{bus}-{gigabytes}") for gigabytes in (16, 32))
         assert 2 * small.memory_nbytes == large.memory_nbytes
@@ -169,7 +170,7 @@ def expected() -> Path:
 
 
 @pytest.mark.parametrize("id", ["vcu118", "vcu129"])
-def test_bapipes_boards_are_as_in_its_table(expected: Path, id: str) -> None:
+def test_bapipes_boards_match_its_table(expected: Path, id: str) -> None:
     published = tomllib.loads((expected / "bapipe.toml").read_text())["boards"][id]
     there = board(id)
     assert there.fabric is not None
@@ -189,7 +190,9 @@ def test_bapipes_boards_are_as_in_its_table(expected: Path, id: str) -> None:
         ("vcu118", "VCU1525", 250),
     ],
 )
-def test_fabrics_compute_as_measured(expected: Path, id: str, name: str, clock_MHz: int) -> None:
+def test_fabrics_reach_the_measured_speed(
+    expected: Path, id: str, name: str, clock_MHz: int
+) -> None:
     rows = tomllib.loads((expected / "fpga_gemm.toml").read_text())["board"]
     (row,) = (row for row in rows if row["name"].startswith(name))
     fabric = board(id).fabric
@@ -213,7 +216,7 @@ def test_a_users_folder(path: Path) -> None:
     assert own["own-board"].peer_Bps is None
 
 
-def test_a_folder_that_is_none(path: Path) -> None:
+def test_a_missing_folder_is_refused(path: Path) -> None:
     with pytest.raises(CostError, match="is no folder; name a folder with a TOML file"):
         boards(path)
 
@@ -249,7 +252,7 @@ def test_a_folder_that_is_none(path: Path) -> None:
         (GPU, "900e9,", "900e9", 5, "Unclosed inline table"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(
+def test_errors_name_the_line(
     path: Path, text: str, old: str, new: str, line: int, message: str
 ) -> None:
     assert old in text
@@ -260,7 +263,7 @@ def test_what_is_wrong_is_named_with_its_line(
 
 
 def refusal(path: Path) -> str | None:
-    """What is said about a file that is no board."""
+    """Return the error message for a file that is no board, or None."""
     try:
         read_board(path)
     except CostError as error:
@@ -269,7 +272,7 @@ def refusal(path: Path) -> str | None:
 
 
 @pytest.mark.parametrize("text", [FPGA, GPU])
-def test_a_damaged_file_is_one_error_with_its_place(path: Path, text: str) -> None:
+def test_a_damaged_file_gives_one_error_with_its_place(path: Path, text: str) -> None:
     rng, refusals = random.Random(0), []
     for _ in range(200):
         path.write_bytes(spoilt(text.encode(), rng))
@@ -283,17 +286,17 @@ def test_a_damaged_file_is_one_error_with_its_place(path: Path, text: str) -> No
     ("id", "near"),
     [("v100", "v100-sxm-32"), ("Alveo-U280", "near it: u280;"), ("vcu119", "vcu118")],
 )
-def test_an_unknown_board_is_answered_by_near_ones(id: str, near: str) -> None:
+def test_the_error_of_an_unknown_board_suggests_similar_names(id: str, near: str) -> None:
     with pytest.raises(CostError, match=f"no board '{id}'.*{near}.*`hetpipe boards` lists all 25"):
         board(id)
 
 
-def test_nothing_is_near_to_nonsense() -> None:
+def test_the_error_of_a_nonsense_name_suggests_nothing() -> None:
     with pytest.raises(CostError, match="no board '#####'; `hetpipe boards` lists"):
         board("#####")
 
 
-def test_what_a_caller_does_to_all_boards_stays_with_it() -> None:
+def test_callers_cannot_change_the_boards() -> None:
     boards().clear()
     assert boards()
 

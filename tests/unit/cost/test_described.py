@@ -1,4 +1,4 @@
-"""Models put on boards: their operations beside torch's own count, each pattern counted once."""
+"""Models on boards: operations compared with torch's count, each pattern counted once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.convolution.", "aten.convolution_ba
 
 
 class Net(nn.Module):
-    """Convolutions, a stride, batch norm, and three linear layers that are alike."""
+    """Convolutions, a stride, batch norm, and three equal linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ def example() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, 3, 8, 8), torch.zeros(SAMPLES, dtype=torch.int64)
 
 
-def test_products_are_as_many_as_torch_counts(captured: Captured) -> None:
-    """Over forward and backward of the whole model, in the graphs of its layers."""
+def test_operations_of_products_equal_the_count_of_torch(captured: Captured) -> None:
+    """Compare with torch over forward and backward of the whole model, in its layers' graphs."""
     x, y = example()
     with FlopCounterMode(display=False) as counter:
         nn.functional.cross_entropy(Net()(x), y).backward()
@@ -118,7 +118,7 @@ def test_a_table_has_the_boards_seconds_bytes_and_links(captured: Captured) -> N
     assert table.devices["gpu"].layers[names.index("enter")].forward_s == by_hand_s
 
 
-def test_a_board_that_lacks_the_dtype(captured: Captured) -> None:
+def test_a_board_without_the_dtype_is_refused(captured: Captured) -> None:
     with pytest.raises(CostError, match="no peak for float16"):
         described.described_table(
             captured, {"a": board("gtx-1080-ti")}, {}, SAMPLES, sgd(0.1), "float16"

@@ -1,4 +1,4 @@
-"""FPGA boards: what the chip of a stage holds, and BaPipe's table 6."""
+"""FPGA boards: the data that a stage keeps on its chip, and BaPipe's table 6."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.simulate.times import ring_s
 
 NEAR = 0.02
-"""Of a speed-up in table 6."""
+"""The allowed error of a speed-up in table 6."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def random_layers(draw: random.Random, count: int) -> list[LayerShape]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_chip_saves_as_much_traffic_as_any_order_of_filling_it(seed: int) -> None:
+def test_the_chip_saves_as_much_traffic_as_the_best_filling_order(seed: int) -> None:
     draw = random.Random(seed)
     everything = [Kept(draw.uniform(0.5, 5), draw.uniform(0, 9)) for _ in range(5)]
     on_chip_nbytes = draw.uniform(0, 16)
@@ -56,7 +56,7 @@ def test_the_chip_saves_as_much_traffic_as_any_order_of_filling_it(seed: int) ->
     assert sum(crossing_nbytes(everything, on_chip_nbytes)) == pytest.approx(least)
 
 
-def test_a_value_without_bytes_needs_no_place() -> None:
+def test_a_value_without_bytes_needs_no_space() -> None:
     assert crossing_nbytes([Kept(0, 0), Kept(4, 8)], 2) == [0, 4]
 
 
@@ -72,8 +72,9 @@ class TestStage:
         by_hand = (50 / 2, (50 + 2 * 50) / 2)
         assert stage_s(layers, self.rates, 1, weights_on_chip=False) == pytest.approx(by_hand)
 
-    def test_features_that_do_not_fit_are_written_and_read(self) -> None:
-        """Weights and gradients take 80 of 100 bytes; of 4 x 10 bytes of features 20 are left."""
+    def test_features_beyond_the_chip_are_written_and_read(self) -> None:
+        """Weights and gradients take 80 of 100 bytes, so 20 bytes remain for 4 x 10 bytes of
+        features."""
         layers = [LayerShape(1, 1, 40, 10)]
         assert stage_s(layers, self.rates, 4) == pytest.approx((10 / 2 / 2, 10 / 2 / 2))
 
@@ -88,7 +89,7 @@ class TestStage:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_slowest_stage_is_that_of_the_best_of_all_cuts(seed: int) -> None:
+def test_the_balanced_cuts_are_the_best_of_all_cuts(seed: int) -> None:
     draw = random.Random(seed)
     layers = random_layers(draw, 9)
     rates = [Rates(draw.uniform(1, 3), draw.uniform(1, 3), draw.uniform(5, 40)) for _ in range(3)]
@@ -105,8 +106,9 @@ def test_the_slowest_stage_is_that_of_the_best_of_all_cuts(seed: int) -> None:
     assert least_s <= slowest_s(cuts) <= least_s * (1 + 2 * fpga.PRECISION)
 
 
-def test_equal_layers_take_the_closed_formulas() -> None:
-    """(M + N - 1)(F + B) for the pipeline (BaPipe, table 1); M / N of all layers, and a ring."""
+def test_equal_layers_match_the_closed_formulas() -> None:
+    """Compare with (M + N - 1)(F + B) for the pipeline (BaPipe, table 1), and M / N of all
+    layers plus a ring."""
     cluster = Cluster.published("bapipe-4-vcu118")
     unlimited = fpga.Assumption("unlimited memory", 1.0, 1e9)
     layers = (LayerShape(1e9, 2e9, 1e6, 1e3),) * 8
@@ -134,7 +136,7 @@ def test_the_chip_holds_as_many_micro_batches_as_the_schedule_keeps(stages: int)
 
 class TestTable6:
     def test_the_network_is_resnet50(self, network: fpga.Network) -> None:
-        """53 convolutions and a linear layer, 25.5 million weights, 4.09 G multiply-adds."""
+        """Check 53 convolutions, a linear layer, 25.5 million weights and 4.09 G multiply-adds."""
         assert len(network.layers) == 54
         assert network.params_nbytes / fpga.NBYTES == pytest.approx(25.5e6, rel=1e-3)
         operations = sum(layer.forward_operations for layer in network.layers)
@@ -144,30 +146,30 @@ class TestTable6:
 
     @pytest.fixture(scope="class")
     def ideal(self, network: fpga.Network) -> dict[str, fpga.Speedup]:
-        """The speed-ups where every usable DSP works in every cycle."""
+        """Return the speed-ups if every usable DSP works in every cycle."""
         return {
             key: fpga.speedup(network, Cluster.published(name), fpga.IDEAL)
             for key, name in fpga.CLUSTERS.items()
         }
 
-    def test_equal_boards_gain_what_the_paper_says(self, ideal: dict[str, fpga.Speedup]) -> None:
+    def test_equal_boards_gain_as_in_the_paper(self, ideal: dict[str, fpga.Speedup]) -> None:
         assert ideal["4 vcu118"].by_speed == pytest.approx(1.00, abs=NEAR)
         assert ideal["4 vcu129"].by_speed == pytest.approx(1.14, abs=NEAR)
 
-    def test_mixed_boards_gain_between_them_but_more_than_the_paper_says(
-        self, ideal: dict[str, fpga.Speedup]
-    ) -> None:
-        """The paper has 1.05; neither the order of the boards nor the samples' division gives it.
+    def test_mixed_boards_gain_more_than_in_the_paper(self, ideal: dict[str, fpga.Speedup]) -> None:
+        """The paper has 1.05; no order of the boards and no division of the samples gives it.
 
-        Divided evenly, data parallelism waits for the smaller boards: 1.42, above both others.
+        With even division data parallelism waits for the smaller boards: 1.42, above both
+        others.
         """
         mixed = ideal["2 vcu129 + 2 vcu118"]
         assert ideal["4 vcu118"].by_speed < mixed.by_speed < ideal["4 vcu129"].by_speed
         assert 1.05 + NEAR < mixed.by_speed < 1.05 + 0.08
         assert mixed.evenly == pytest.approx(1.42, abs=NEAR)
 
-    def test_whole_layers_gain_in_the_order_of_the_paper(self, network: fpga.Network) -> None:
-        """0.995, 1.079 and 1.127: the mixed boards are 0.03 above the paper, the others nearer."""
+    def test_whole_layers_gain_in_the_papers_order(self, network: fpga.Network) -> None:
+        """The gains are 0.995, 1.079 and 1.127: the mixed boards gain 0.03 more than in the
+        paper."""
         gains = [
             fpga.speedup(network, Cluster.published(name), fpga.IDEAL, slices=1).by_speed
             for name in fpga.CLUSTERS.values()
@@ -175,7 +177,7 @@ class TestTable6:
         assert gains == sorted(gains)
         assert gains == pytest.approx([1.00, 1.05, 1.14], abs=0.03)
 
-    def test_as_measured_products_the_gain_is_smaller(
+    def test_the_gain_is_smaller_with_measured_products(
         self, network: fpga.Network, ideal: dict[str, fpga.Speedup]
     ) -> None:
         """Slower DSPs wait less for the memory: 0.99, 1.04 and 1.04, far below 1.14."""

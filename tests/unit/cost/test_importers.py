@@ -1,4 +1,4 @@
-"""Importers: other planners' JSON as chains, what is refused and where; and the exporter."""
+"""Importers: other planners' JSON read as chains, refusals with their place, and the exporter."""
 
 import json
 import os
@@ -25,7 +25,8 @@ def milliseconds(times_s):
 
 
 def changed(tmp_path, name, *changes):
-    """A copy of an example in which a value is another, by its place; None takes it away."""
+    """Return a copy of an example with some values changed, each by its place; None deletes a
+    key."""
     data = json.loads((DATA / name).read_text(encoding="utf-8"))
     for *place, last, value in changes:
         there = data
@@ -50,7 +51,7 @@ def test_a_graph_of_layers():
     assert chain.cut_nbytes == (1000, 2000, 1000, 0)  # two layers read the first
 
 
-def test_latency_and_unit_are_the_callers():
+def test_the_caller_chooses_latency_and_unit():
     chain = read_chain(DATA / "layers.json", latency="cpu", unit_s=1.0)
     assert chain.forward_s == (10.0, 2.5, 5.0, 20.0)
     assert chain.backward_s == (20.0, 5.0, 7.5, 30.0)
@@ -60,9 +61,10 @@ def test_a_graph_of_operators():
     chain = read_chain(DATA / "operators.json")
     assert chain.names == ("Gather_1", "MatMul1", "Add1", "Gelu1", "MatMul2")
     assert milliseconds(chain.forward_s) == [1.0, 3.0, 1.0, 0.5, 2.0]
-    # MatMul1 and Add1 share their class's backward; nodes without a class go to the nearest.
+    # MatMul1 and Add1 share their class's backward; nodes without a class belong to the nearest
+    # node.
     assert milliseconds(chain.backward_s) == [1.5, 0.75 * 8.0, 0.25 * 8.0, 0.125, 4.25]
-    assert chain.params_nbytes == (512, 256, 16, 0, 0)  # of the first reader
+    assert chain.params_nbytes == (512, 256, 16, 0, 0)  # counted at the first reader
     assert chain.activation_nbytes == (1024, 2048, 2048, 3000, 4096)
     assert chain.cut_nbytes == (1024, 2048, 2048, 2049, 0)
 
@@ -112,7 +114,7 @@ def test_random_workloads_keep_all_times_and_bytes(tmp_path):
 
 
 def test_resnet50_as_device_placement_writes_it(tmp_path):
-    """Its file is made of PipeDream's profile: sizes are activations plus parameters."""
+    """The published file comes from PipeDream's profile: sizes are activations plus parameters."""
     if not (folder := os.environ.get("HETPIPE_DATA")):
         pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
     profile = read_profile(Path(folder) / "profiles" / "pipedream" / "resnet50.txt")
@@ -148,7 +150,7 @@ def test_resnet50_as_device_placement_writes_it(tmp_path):
 def test_piper():
     chain = read_chain(DATA / "piper.json", unit_s=1.0)
     assert chain.names == ("Embedding.0", "Layer.1", "Layer.2")
-    assert milliseconds(chain.forward_s) == [1.0, 3.0, 2.0]  # the fastest, not recomputed
+    assert milliseconds(chain.forward_s) == [1.0, 3.0, 2.0]  # the fastest that is not recomputed
     assert milliseconds(chain.backward_s) == [2.0, 6.0, 4.0]
     assert chain.params_nbytes == (4000, 600, 600)
     assert chain.activation_nbytes == (100, 900, 901)
@@ -194,7 +196,7 @@ def test_metis():
         ("piper.json", ("nodes", None), "has neither nodes nor execution_time"),
     ],
 )
-def test_a_wrong_place_is_named(tmp_path, name, change, says):
+def test_an_error_names_the_place(tmp_path, name, change, says):
     path = changed(tmp_path, name, change)
     with pytest.raises(CostError) as error:
         read_chain(path)
@@ -225,7 +227,7 @@ def test_a_wrong_place_is_named(tmp_path, name, change, says):
         ),
     ],
 )
-def test_a_wrong_place_of_metis_is_named(tmp_path, change, says):
+def test_an_error_in_metis_names_the_place(tmp_path, change, says):
     path = changed(tmp_path, "metis.json", change)
     with pytest.raises(CostError) as error:
         read_chain(path, cut_nbytes=160)
@@ -233,7 +235,7 @@ def test_a_wrong_place_of_metis_is_named(tmp_path, change, says):
     assert says in str(error.value)
 
 
-def test_inference_has_no_backward(tmp_path):
+def test_a_workload_without_backward_nodes_is_refused(tmp_path):
     data = json.loads((DATA / "layers.json").read_text(encoding="utf-8"))
     data["nodes"], data["edges"] = data["nodes"][:4], data["edges"][:4]
     path = tmp_path / "inference.json"
@@ -242,13 +244,13 @@ def test_inference_has_no_backward(tmp_path):
         read_chain(path)
 
 
-def test_a_workload_has_a_forward_node(tmp_path):
+def test_a_workload_without_forward_nodes_is_refused(tmp_path):
     changes = [("nodes", index, "isBackwardNode", True) for index in range(4)]
     with pytest.raises(CostError, match="no forward node among 8"):
         read_chain(changed(tmp_path, "layers.json", *changes))
 
 
-def test_studies_hand_on_what_the_file_does_not_say():
+def test_studies_pass_on_the_arguments_of_importers():
     cluster = Cluster.published("pipedream-a")
     metis = of_file(DATA / "metis.json", 2, 8, "v100-pcie-16", cut_nbytes=160)
     assert [layer.cut_nbytes for layer in metis.costs(cluster, [2])[2].layers] == [160, 160, 0]
@@ -269,7 +271,7 @@ def test_a_backward_node_of_no_forward_node_is_named(tmp_path):
         read_chain(path)
 
 
-def test_arguments_fit_the_file():
+def test_arguments_that_do_not_fit_the_file_are_refused():
     with pytest.raises(CostError, match=r"metis\.json: .* lacks the bytes that cross a cut"):
         read_chain(DATA / "metis.json")
     with pytest.raises(CostError, match="cut_nbytes is -1"):
@@ -293,7 +295,7 @@ def test_arguments_fit_the_file():
         ("3", "has neither nodes nor execution_time"),
     ],
 )
-def test_what_is_no_profile_is_refused(tmp_path, text, says):
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text, says):
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(CostError) as error:
@@ -316,7 +318,7 @@ def table(*names):
 def test_an_exported_device_is_read_again(tmp_path):
     costs = table("Input block -- 1", "relu", "relu", "a\nb")
     write_profile(graph_of(costs, "gpu"), tmp_path / "graph.txt")
-    profile = read_profile(tmp_path / "graph.txt").without_inputs()  # drops none of them
+    profile = read_profile(tmp_path / "graph.txt").without_inputs()  # removes no node
     assert [node.description for node in profile.nodes] == [
         "Layer(Input block -- 1)", "Layer(relu)", "Layer(relu)", "Layer(a b)",
     ]  # fmt: skip
@@ -328,7 +330,7 @@ def test_an_exported_device_is_read_again(tmp_path):
     assert chain.activation_nbytes == tuple(layer.saved_nbytes for layer in costs.layers)
 
 
-def test_what_cannot_be_exported_is_named():
+def test_costs_that_cannot_be_exported_are_refused():
     costs = table("conv", "norm")
     with pytest.raises(CostError, match="no costs for cpu; the table has gpu"):
         graph_of(costs, "cpu")

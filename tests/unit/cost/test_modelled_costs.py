@@ -1,4 +1,4 @@
-"""Modelled costs: the roofline of processors, FPGAs, and models that are counted for boards."""
+"""Modelled costs: the roofline of processors, FPGAs, and the operations of models for boards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestRoofline:
         with pytest.raises(CostError, match="gtx-1080-ti has no peak for float16; it has float32"):
             gpu.kernels_s(board("gtx-1080-ti"), [Kernel(1, 1)], dtype="float16")
 
-    def test_calibration_finds_the_shares_of_made_up_kernels(self) -> None:
+    def test_calibration_finds_the_shares_of_artificial_kernels(self) -> None:
         v100, true = board("v100-pcie-16"), gpu.Shares(0.6, 0.4, 0.0)
         kernels = [Kernel(10.0**n, 10 ** (20 - n)) for n in range(8, 13)]
         measured = [(kernel, gpu.kernels_s(v100, [kernel], true)) for kernel in kernels]
@@ -62,7 +62,7 @@ class TestRoofline:
         assert (found.matrix, found.memory) == (0.6, 0.4)
         assert found.error < 1e-9
 
-    def test_the_shares_of_the_v100_are_those_of_published_profiles(self, data: Path) -> None:
+    def test_the_shares_of_the_v100_follow_from_published_profiles(self, data: Path) -> None:
         measured = [
             pair
             for name, samples in (("vgg16", 128), ("alexnet", 256), ("resnet50", 128))
@@ -73,8 +73,8 @@ class TestRoofline:
         assert (found.matrix, found.memory) == (gpu.V100.matrix, gpu.V100.memory)
         assert found.error == pytest.approx(gpu.V100.error, abs=0.001)
 
-    def test_on_a_model_left_out_the_error_is_larger(self, data: Path) -> None:
-        """Calibrated by VGG-16 and AlexNet, the median layer of ResNet-50 is off by 50 %."""
+    def test_the_error_is_larger_on_a_model_outside_the_calibration(self, data: Path) -> None:
+        """With shares from VGG-16 and AlexNet, the median layer of ResNet-50 is off by 50 %."""
         folder = data / "profiles" / "pipedream"
         measured = [
             pair
@@ -89,7 +89,8 @@ class TestRoofline:
 
 
 def published_kernels(path: Path, samples: int) -> Iterator[tuple[Kernel, float]]:
-    """The forwards of 0.1 ms and more of a profile, with operations by their descriptions."""
+    """Yield the forwards of a profile that take 0.1 ms or more, with operations by their
+    descriptions."""
     profile = read_profile(path)
     by_name = {node.name: node for node in profile.nodes}
     for node in profile.nodes:
@@ -118,7 +119,8 @@ def published_kernels(path: Path, samples: int) -> Iterator[tuple[Kernel, float]
 
 class TestFpga:
     def measured(self, data: Path) -> dict[str, tuple[object, float]]:
-        """Fabrics at the clocks of measured matrix products, and their operations per second."""
+        """Return fabrics at the clocks of measured matrix products, with their operations per
+        second."""
         boards = {"520N": "stratix-10-gx2800", "U280, HBM": "u280", "U280, DDR": "u280"}
         boards |= {"D5005": "pac-d5005", "VCU1525": "vcu118"}
         text = (data / "expected" / "fpga_gemm.toml").read_text(encoding="utf-8")
@@ -132,7 +134,7 @@ class TestFpga:
         return designs
 
     def error(self, designs, pair) -> float:
-        """The median error on the others, calibrated on two."""
+        """Return the median error on the other boards after a calibration on two."""
         working = fpga.calibrate([designs[name] for name in pair])
         return statistics.median(
             abs(fpga.throughput(fabric, working=working) / rate - 1)
@@ -141,9 +143,10 @@ class TestFpga:
         )
 
     def test_two_boards_predict_the_other_three(self, data: Path) -> None:
-        """One of each vendor, neither the best nor the worst of its own: 24 %, 30 % allowed.
+        """Calibrate on boards of two vendors that are neither their best nor their worst: 24 %,
+        30 % allowed.
 
-        With both of one vendor, or with the best one, it is up to 65 %.
+        With both boards of one vendor, or with the best board, the error is up to 65 %.
         """
         designs = self.measured(data)
         errors = {pair: self.error(designs, pair) for pair in itertools.combinations(designs, 2)}
@@ -185,7 +188,7 @@ def captured() -> Captured:
 
 class TestCounting:
     def test_products_by_hand(self, captured: Captured) -> None:
-        """Multiplications and additions of a convolution and a linear layer, each counted."""
+        """Compare the operations of a convolution and a linear layer with counts by hand."""
         count = len(captured.layer_graph(4).layers)
         stages = captured.stage_graphs(
             range(1, count), [{}] * count, [4], sgd(0.1, momentum=0.9), extras=()
@@ -205,7 +208,7 @@ class TestCounting:
         parameters = 8 * 36 * 10 + 10
         assert sum(k.nbytes for k in work["fc"].update) >= 4 * 3 * parameters
 
-    def test_a_table_for_boards_that_nobody_has(self, captured: Captured) -> None:
+    def test_a_table_for_boards_that_are_absent(self, captured: Captured) -> None:
         boards = {"a": board("a100-40"), "b": board("t4"), "c": board("vcu118")}
         table = described_table(captured, boards, {}, 4, sgd(0.1, momentum=0.9))
         assert {cost.label for cost in table.devices.values()} == {"modelled"}
@@ -228,7 +231,7 @@ class TestCounting:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "lstm_layer"])
 def test_our_own_operators_count_their_products(name: str) -> None:
-    """gpt's attention and lstm's layer: far more operations than numbers of the result."""
+    """Attention in gpt and the layer in lstm have far more operations than result elements."""
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload("gpt" if name == "attention" else "lstm")

@@ -1,4 +1,4 @@
-"""Published profiles: what is read, what is refused and where, and what crosses a cut."""
+"""Published profiles: reading, refusals with their line, and the bytes that cross a cut."""
 
 import os
 import random
@@ -18,7 +18,7 @@ SIZES = {"alexnet": (23, 23), "gnmt": (48, 58), "resnet50": (177, 193), "vgg16":
 
 @pytest.fixture
 def profiles():
-    """The folder of published profiles."""
+    """Return the folder of published profiles."""
     if not (folder := os.environ.get("HETPIPE_DATA")):
         pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
     return Path(folder) / "profiles"
@@ -119,7 +119,7 @@ def test_a_wrong_line_is_named(tmp_path, lines, number, says):
     assert says in str(error.value)
 
 
-def test_files_that_are_no_text_are_refused(tmp_path):
+def test_missing_and_binary_files_are_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("absent", "binary"):
         with pytest.raises(CostError, match=f"{name}:.* cannot be read|{name}:.* is not UTF-8"):
@@ -127,7 +127,7 @@ def test_files_that_are_no_text_are_refused(tmp_path):
 
 
 def test_a_partitioned_profile_is_read_with_its_stages(tmp_path):
-    """As PipeDream's optimizer writes it."""
+    """Read a profile in the form that PipeDream's optimizer writes."""
     lines = [*(f"{line} -- stage_id={stage}" for stage, line in enumerate(GOOD[:2])), GOOD[2]]
     plain = read_profile(written(tmp_path, *GOOD, "\ta -- b"))
     profile = read_profile(written(tmp_path, *lines, "\ta -- b"))
@@ -144,7 +144,7 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
 
 
 class Text(str):
-    """Counts how often names are compared."""
+    """Text that counts its comparisons."""
 
     compared = 0
     __hash__ = str.__hash__
@@ -155,7 +155,7 @@ class Text(str):
 
 
 class Nbytes(int):
-    """Counts how often bytes are added."""
+    """A number of bytes that counts its additions."""
 
     added = 0
 
@@ -170,15 +170,15 @@ def test_a_long_circle_is_found_without_comparing_all_its_edges():
     graph = ProfileGraph(tuple(map(node, names)), edges)
     Text.compared = 0
     assert sorted(graph.circle()) == sorted(edges)
-    assert Text.compared < 100_000  # half a million pairs
+    assert Text.compared < 100_000  # all pairs would be half a million
 
 
-def test_far_readers_are_not_added_to_each_cut_between():
+def test_far_readers_are_not_added_to_each_cut():
     size = 1000
     nodes = tuple(node(f"n{number}", Nbytes(4)) for number in range(size))
     chain = ProfileGraph(nodes, tuple((one.name, nodes[-1].name) for one in nodes[:-1])).chain()
     assert chain.cut_nbytes == (*(4 * number for number in range(1, size)), 0)
-    assert Nbytes.added < 10 * size  # half a million pairs
+    assert Nbytes.added < 10 * size  # all pairs would be half a million
 
 
 def test_writers_come_first_and_then_the_file_order():
@@ -189,7 +189,7 @@ def test_writers_come_first_and_then_the_file_order():
         ProfileGraph(nodes, (("a", "b"), ("b", "a"))).order()
 
 
-def test_what_crosses_a_cut_equals_its_definition():
+def test_the_bytes_across_a_cut_equal_their_definition():
     rng = random.Random(7)
     for _ in range(200):
         count = rng.randint(1, 8)

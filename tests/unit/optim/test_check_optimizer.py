@@ -1,4 +1,5 @@
-"""Whatever is not an optimizer of hetpipe's is refused with the line to write."""
+"""`check_optimizer` refuses everything except optimizers of hetpipe, and names the line to
+write."""
 
 from __future__ import annotations
 
@@ -37,21 +38,25 @@ WEIGHTS = [torch.zeros(2, requires_grad=True)]
         (lambda: None, "optimizer is a function;", "hp.optim.adamw(lr=1e-3), or"),
     ],
 )
-def test_refused(value: Any, described: str, cure: str) -> None:
+def test_other_values_are_refused_with_the_line_to_write(
+    value: Any, described: str, cure: str
+) -> None:
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(value)
     assert described in str(caught.value)
     assert cure in str(caught.value)
 
 
-def stepped(optimizer: torch.optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.Tensor:
+def trained_by_torch(
+    optimizer: torch.optim.Optimizer, weights: torch.Tensor, steps: int
+) -> torch.Tensor:
     for step in range(steps):
         weights.grad = torch.linspace(-1, 2, 6, dtype=weights.dtype).roll(step) * (step + 1)
         optimizer.step()
     return weights.detach()
 
 
-def by_rule(rule: optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.Tensor:
+def trained_by_rule(rule: optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.Tensor:
     state = tuple(torch.zeros_like(weights) for _ in rule.state)
     for step in range(steps):
         grad = torch.linspace(-1, 2, 6, dtype=weights.dtype).roll(step) * (step + 1)
@@ -65,7 +70,7 @@ def by_rule(rule: optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.T
     ("kind", "settings"),
     [
         ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-        ("SGD", {"lr": 0.1, "dampening": 0.5}),  # of no momentum
+        ("SGD", {"lr": 0.1, "dampening": 0.5}),  # dampening without momentum
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
         ("Adam", {}),
         ("Adam", {"lr": torch.tensor(0.01, dtype=torch.float64), "foreach": False}),
@@ -77,15 +82,15 @@ def by_rule(rule: optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.T
         ("Adagrad", {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1}),
     ],
 )
-def test_the_line_to_write_trains_as_torch_does(kind: str, settings: dict[str, Any]) -> None:
+def test_the_suggested_line_trains_as_torch_does(kind: str, settings: dict[str, Any]) -> None:
     weights = torch.linspace(1, -3, 6, dtype=torch.float64)
     theirs = weights.clone().requires_grad_()
     optimizer = getattr(torch.optim, kind)([theirs], **settings)
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(optimizer, [theirs])
     ours = eval(str(caught.value).partition("write hp.")[2], {"optim": optim})
-    expected = stepped(optimizer, theirs, 5)
-    torch.testing.assert_close(by_rule(ours, weights, 5), expected, rtol=1e-12, atol=1e-13)
+    expected = trained_by_torch(optimizer, theirs, 5)
+    torch.testing.assert_close(trained_by_rule(ours, weights, 5), expected, rtol=1e-12, atol=1e-13)
 
 
 GROUPS: Any = [{"params": WEIGHTS}, {"params": [torch.zeros(2)], "lr": 1.0, "weight_decay": 0}]
@@ -102,25 +107,25 @@ GROUPS: Any = [{"params": WEIGHTS}, {"params": [torch.zeros(2)], "lr": 1.0, "wei
         (torch.optim.AdamW(GROUPS), "groups of parameters with different lr and weight_decay"),
     ],
 )
-def test_settings_that_would_be_lost_are_named_and_no_line_is_given(theirs: Any, lost: str) -> None:
+def test_settings_that_would_be_lost_are_named_without_a_line(theirs: Any, lost: str) -> None:
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(theirs)
     assert f"trains otherwise, because it lacks {lost}" in str(caught.value)
     assert "write" not in str(caught.value)
 
 
-def test_steps_schedules_and_left_out_parameters_would_be_lost() -> None:
+def test_steps_schedules_and_missing_parameters_are_named() -> None:
     weights, frozen = torch.ones(6, requires_grad=True), torch.ones(2, requires_grad=True)
     optimizer = torch.optim.Adam([weights])
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    stepped(optimizer, weights, 1)
+    trained_by_torch(optimizer, weights, 1)
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(optimizer, [weights, frozen])
     for lost in ("schedule of its learning rate", "state of its earlier steps", "leaves 1 out"):
         assert lost in str(caught.value)
 
 
-def test_settings_that_are_no_numbers() -> None:
+def test_settings_must_be_numbers() -> None:
     for make in (optim.sgd, optim.adam, optim.adamw, optim.rmsprop, optim.adagrad, optim.lion):
         with pytest.raises(HetpipeError, match=r"lr is '1e-3', a str: give a number, as float"):
             make(lr="1e-3")

@@ -1,4 +1,4 @@
-"""Update rules against torch.optim and the papers, as plain functions and as traced programs."""
+"""Update rules, compared with torch.optim and the papers, as functions and as traced programs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_program_equals_reference(name: str, table: str) -> None:
 
 
 def test_programs_are_small() -> None:
-    """Few nodes per parameter: updates run once per step and parameter on every device."""
+    """Updates run once per step and parameter on every device, so few nodes per parameter
+    matter."""
     shapes = {"a": torch.empty(3), "b": torch.empty(4)}
 
     def calls(count: int) -> int:
@@ -126,8 +127,8 @@ def test_bad_settings() -> None:
         optim.lamb(eps=-1)
 
 
-def test_lamb_moves_weights_that_are_zero() -> None:
-    """The ratio of norms is 1 where the weights, or their direction, are all zero."""
+def test_lamb_moves_zero_weights() -> None:
+    """The ratio of norms is 1 if the weights, or their direction, are all zero."""
     rule, zero, grad = optim.lamb(LR, eps=0.0), torch.zeros(3), torch.tensor([1.0, -2.0, 3.0])
     scalars = (torch.tensor(1.0), torch.tensor(LR))
     param, _ = rule.update(zero, grad, (zero, zero), *scalars)
@@ -154,7 +155,7 @@ DECAYING: dict[str, Callable[..., Optimizer]] = {
 
 @pytest.mark.parametrize("make", DECAYING.values(), ids=DECAYING)
 def test_excluded_parameters_do_not_decay(make: Callable[..., Optimizer]) -> None:
-    """One program: `a.weight` as with decay, `a.bias` as without."""
+    """One program updates `a.weight` with decay and `a.bias` without."""
     plain, decayed = make(LR, weight_decay=0.0), make(LR, weight_decay=0.25)
     excluding = make(LR, weight_decay=0.25, decay_exclude=lambda name: name.endswith("bias"))
     torch.manual_seed(0)
@@ -177,7 +178,7 @@ def test_excluded_parameters_do_not_decay(make: Callable[..., Optimizer]) -> Non
 
 
 def test_exclusion_is_a_hyperparameter() -> None:
-    """A profile with it is another than one without; the optimizer's name stays."""
+    """A profile with exclusions differs from one without; the optimizer's name stays the same."""
     plain, excluding = optim.adamw(LR), optim.adamw(LR, decay_exclude=lambda name: True)
     assert (plain.name, excluding.name) == ("adamw", "adamw")
     assert dict(excluding.hyperparameters) == {**dict(plain.hyperparameters), "decay_exclude": 1.0}

@@ -1,4 +1,4 @@
-"""Trials of training methods: the same start for all, targets, the table and the command."""
+"""Trials of training methods: equal starts, targets, the table and the command."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_target_is_reached_by_the_mean_of_a_window() -> None:
     assert trial(*[0.0] * (WINDOW - 1)).reached(1.0) is None  # too short for a mean
 
 
-def test_one_good_mini_batch_is_no_target() -> None:
+def test_one_good_mini_batch_reaches_no_target() -> None:
     assert trial(*[3.0] * WINDOW, 0.0, *[3.0] * WINDOW).reached(2.0) is None
     assert trial(*[math.nan] * 2 * WINDOW).reached(2.0) is None
 
@@ -84,9 +84,7 @@ def test_stages_have_equal_layer_counts_or_the_cuts_of_the_task() -> None:
 
 
 @pytest.mark.slow
-def test_gpipe_learns_as_unpartitioned_training_in_micro_batches(
-    crew: Crew, subject: Subject
-) -> None:
+def test_gpipe_equals_unpartitioned_training_in_micro_batches(crew: Crew, subject: Subject) -> None:
     wanted = subject.trial(TASK, IN_MICROBATCHES, crew)
     found = subject.trial(TASK, GPIPE, crew)
     assert found.losses == pytest.approx(wanted.losses, rel=1e-3)
@@ -97,7 +95,7 @@ def test_gpipe_learns_as_unpartitioned_training_in_micro_batches(
 
 @pytest.mark.slow
 def test_every_trial_begins_with_the_weights_of_the_seed(crew: Crew, subject: Subject) -> None:
-    """Whatever was trained before; a stale pipeline then goes its own way."""
+    """Earlier trials change nothing; a stale pipeline then trains differently."""
     plain = subject.trial(TASK, UNPARTITIONED, crew)
     stale = subject.trial(TASK, PIPEDREAM, crew)
     assert subject.trial(TASK, UNPARTITIONED, crew).losses == plain.losses
@@ -108,7 +106,7 @@ def test_every_trial_begins_with_the_weights_of_the_seed(crew: Crew, subject: Su
     assert predicted.losses[-1] != pytest.approx(stale.losses[-1], rel=1e-3)
 
 
-def test_a_spread_says_how_many_trials_have_none() -> None:
+def test_a_spread_tells_how_many_trials_reached_the_target() -> None:
     assert spread([1.0, 2.0, 6.0], 1, of=3) == "3.0 (1.0 .. 6.0)"
     assert spread([1.0, 2.0], 0, of=3) == "2 of 3: 1 .. 2"
     assert spread([], 1, of=3) == "never"
@@ -126,10 +124,10 @@ def test_the_command(
     assert [entry["method"]["name"] for entry in written] == ["unpartitioned", "PipeDream"]
     assert len(written[1]["trials"][0]["losses"]) == 2
     assert f"{100 * written[1]['trials'][0]['figure']:.1f}" in row
-    assert "never" in row  # two mini-batches are less than a window
+    assert "never" in row  # two mini-batches are shorter than a window
 
 
-def test_devices_that_are_absent_are_named(
+def test_absent_devices_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(learning, "DEVICES", ("pytorch:cpu:0", "abacus:0"))

@@ -1,4 +1,4 @@
-"""Tables of BaPipe, DAPPLE and PipeOptim: their orders, and figures that follow from profiles."""
+"""Tables of BaPipe, DAPPLE and PipeOptim: their orders, and the figures computed from profiles."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.study.largest import Method, fits
 
 CLOSE = 0.05
-"""Relative: rows that differ by more say why."""
+"""The relative difference above which a row needs a note."""
 
 
 @pytest.fixture(scope="module")
 def data():
-    """The folder of published profiles and figures."""
+    """Return the folder of published profiles and figures."""
     if not (folder := os.environ.get("HETPIPE_DATA")):
         pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
     return Path(folder)
@@ -30,14 +30,14 @@ def data():
 
 @pytest.fixture(scope="module")
 def tables(data):
-    """All tables of three papers, each made once."""
+    """Return all tables of three papers, each made once."""
     papers = ("bapipe", "dapple", "pipeoptim")
     return {(each.paper, each.name): each for paper in papers for each in reproduce(paper)}
 
 
 @pytest.fixture(scope="module")
 def speedups(data):
-    """BaPipe's table 3: by case, links and method, the speed-up; and the plan."""
+    """Return BaPipe's table 3: the speed-ups by case, links and method, and the plans."""
     figures = expected(data, "bapipe")["speedup_over_dp"]
     factors, plans = {}, {}
     for key, figure in figures.items():
@@ -70,7 +70,7 @@ def test_rows_that_differ_say_why(tables):
 
 
 @pytest.mark.slow
-def test_every_figure_of_the_papers_is_there(tables):
+def test_every_figure_of_the_papers_has_a_row(tables):
     counts = {
         ("bapipe", "3"): 18,
         ("bapipe", "4"): 10,
@@ -84,7 +84,7 @@ def test_every_figure_of_the_papers_is_there(tables):
 
 @pytest.mark.parametrize(("devices", "ratio"), [(4, 0.62), (8, 0.55)])
 def test_data_parallelism_at_gloos_rate_has_the_papers_ratio(data, devices, ratio):
-    """The rate came from this ratio; the all-reduce that is priced with it gives it back."""
+    """The rate comes from this ratio, so the all-reduce with this rate gives the ratio again."""
     case = bapipe.case_of(data, f"vgg16_{devices}", {})
     slow = bapipe.slower(case.cluster, bapipe.gloo_Bps(data, devices))
     half, whole = (case.data_parallel(slow, batch).samples_per_s for batch in (32, 64))
@@ -100,7 +100,7 @@ def test_gnmt_is_ordered_as_in_the_paper(speedups, key):
 
 
 def test_gnmt_on_four_devices_is_near_to_the_paper(speedups):
-    """25 %: the profile is from another machine, and Gloo's rate from another model."""
+    """Allow 25 %: the profile is from another machine, and Gloo's rate from another model."""
     ours = speedups[0]["gnmt8_4", bapipe.GLOO]
     for method, paper in {"pipedream": 2.75, "gpipe": 2.93, "bapipe": 3.90}.items():
         assert ours[method] == pytest.approx(paper, rel=0.25)
@@ -113,8 +113,8 @@ def test_pipelines_beat_data_parallelism_with_slow_sums(speedups):
         assert ours["pipedream"] > 1
 
 
-def test_the_order_that_does_not_come_out(speedups):
-    """PipeDream's replicas stay ahead on VGG-16, as the rows' notes have it."""
+def test_the_order_of_pipedream_and_bapipe_differs_from_the_paper(speedups):
+    """PipeDream's replicas stay ahead on VGG-16, as the rows' notes say."""
     for key in ("vgg16_4", "vgg16_8"):
         for links in bapipe.LINKS:
             ours = speedups[0][key, links]
@@ -123,7 +123,8 @@ def test_the_order_that_does_not_come_out(speedups):
 
 
 def test_resnet50_is_data_parallel(speedups):
-    """2 %: by PCIe a pipeline may be level with it, which does not hide its sums here."""
+    """Allow 2 %: over PCIe a pipeline may equal data parallelism, which does not hide its sums
+    here."""
     for devices in (4, 8):
         key = f"resnet50_{devices}"
         assert speedups[1][key, bapipe.GLOO]["bapipe"].schedule == "data-parallel"
@@ -131,15 +132,17 @@ def test_resnet50_is_data_parallel(speedups):
         assert 1 <= speedups[0][key, bapipe.PCIE]["bapipe"] < 1.02
 
 
-def test_without_slow_sums_pipelines_have_little_to_gain(speedups):
-    """By the data sheet's PCIe no method is as far ahead as the paper's: Gloo is in its figures."""
+def test_pipelines_gain_little_without_slow_sums(speedups):
+    """Over the data sheet's PCIe no method is as far ahead as in the paper, whose figures
+    include Gloo."""
     factors = [factor for key, links in speedups[0] if links == bapipe.PCIE
                for factor in speedups[0][key, links].values()]  # fmt: skip
     assert max(factors) < 1.3
 
 
 def test_gnmt_has_the_papers_parameters(data):
-    """From the profile of 8 layers; 0.1 % is the rounding of "445.6M", 1 % that of "1.78B"."""
+    """Compute from the profile of 8 layers; 0.1 % is the rounding of "445.6M", 1 % that of
+    "1.78B"."""
     gnmt = Gnmt(data)
     for layers, millions in bapipe.GNMT_PARAMS.items():
         rounding = 1e-3 if millions < 1000 else 1e-2
@@ -147,7 +150,7 @@ def test_gnmt_has_the_papers_parameters(data):
 
 
 def test_repeated_layers_have_the_cuts_of_the_first(data):
-    """The bytes across a cut repeat with the layers, so a block was repeated at its seams."""
+    """The bytes across a cut repeat with the layers, so the repeated block ends where it should."""
     gnmt = Gnmt(data)
     cluster = Cluster.published("bapipe-4-v100")
     once, twice = (gnmt.table(cluster, 32, layers).layers for layers in (8, 10))
@@ -182,8 +185,8 @@ def test_the_largest_gnmt_is_ordered_as_in_the_paper(tables):
 
 
 @pytest.mark.parametrize(("model", "paper"), [("XLNet-36", 1.02), ("VGG-19", 1.1)])
-def test_deeper_warmups_gain_what_the_paper_has(model, paper):
-    """0.03: the paper rounds its ratios to 0.01 and the gains to 0.1 or 0.01."""
+def test_deeper_warmups_gain_as_in_the_paper(model, paper):
+    """Allow 0.03: the paper rounds its ratios to 0.01 and the gains to 0.1 or 0.01."""
     ratio, microbatches, _ = dapple.GAINS[model]
     assert dapple.gain(ratio, microbatches) == pytest.approx(paper, abs=0.03)
 
@@ -196,7 +199,7 @@ def test_no_deeper_warmup_gains_more_than_the_transfers():
 
 
 def test_bert_grows_with_the_devices_as_in_the_paper(data):
-    """1 %: a device more or less holds half a layer of 53."""
+    """Allow 1 %: one device more or less holds half of a layer among 53."""
     layers = dapple.bert_layers(data)
     for devices, (paper, _) in dapple.BERT.items():
         assert layers[devices] >= paper
@@ -207,14 +210,15 @@ def test_bert_grows_with_the_devices_as_in_the_paper(data):
 
 @pytest.mark.parametrize("layers", [48, 106, 215, 428])
 def test_bert_has_the_papers_parameters(data, layers):
-    """4 %: half of the last digit of "1.4B"."""
+    """Allow 4 %: half of the last digit of "1.4B"."""
     millions = dict(dapple.BERT.values())[layers]
     assert dapple.bert_params(data, layers) / 1e6 == pytest.approx(millions, rel=0.04)
 
 
 @pytest.mark.parametrize("model", ["GNMT-8", "GNMT-16"])
-def test_versions_of_weights_cost_batch(data, model):
-    """2BW and PipeOptim hold more than PipeDream, by a little, as in the paper: 1.03 to 1.04."""
+def test_more_versions_of_weights_allow_larger_batches(data, model):
+    """2BW and PipeOptim allow slightly larger batches than PipeDream, as in the paper: 1.03 to
+    1.04."""
     ours = pipeoptim.batches(data, model)
     assert ours["GPipe"] < ours["PipeDream"] < ours["PipeDream-2BW"] == ours["PipeOptim"]
     paper = dict(zip(pipeoptim.METHODS, pipeoptim.LARGEST[model], strict=True))
@@ -222,8 +226,9 @@ def test_versions_of_weights_cost_batch(data, model):
     assert ours["PipeDream-2BW"] / ours["PipeDream"] == pytest.approx(gain, abs=0.02)
 
 
-def test_bapipe_takes_the_exact_cuts_where_its_moves_end_above_them(data):
-    """Moves of single layers end with a stage of 2.3 times the mean, the exact cuts at 1.7."""
+def test_bapipe_uses_the_exact_cuts_if_its_moves_end_above_them(data):
+    """Moves of single layers leave a stage of 2.3 times the mean, the exact cuts one of 1.7
+    times."""
     case = bapipe.case_of(data, "gnmt8_8", {"M": 64, "B": 64})
     tables = case.subject.costs(case.cluster, (8,))
     options = PlannerOptions(512, (64,), ("1f1b-so",), replicas=False)
@@ -234,8 +239,8 @@ def test_bapipe_takes_the_exact_cuts_where_its_moves_end_above_them(data):
     assert max(passes_s) < 1.8 * sum(passes_s) / len(passes_s)
 
 
-def test_given_cuts_are_the_ones_that_must_fit(data):
-    """The whole model but its last layer on one device of two is too much where a half is not."""
+def test_given_cuts_must_fit(data):
+    """All layers except the last do not fit on one of two devices, but half of them do."""
     gnmt = Gnmt(data)
     cluster = Cluster.published("bapipe-4-v100")
     two = replace(cluster, members=cluster.members[:2])

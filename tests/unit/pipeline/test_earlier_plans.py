@@ -1,4 +1,4 @@
-"""The plan of an earlier start stays until another promises clearly more."""
+"""A pipeline keeps the plan of an earlier start unless another plan is clearly faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(samples: int, factor: float, layer_s: float = 1.0) -> CostTable:
-    """Ten layers of `layer_s` on the first device, and `factor` times that on the second."""
+    """Return ten layers that take `layer_s` on the first device and `factor * layer_s` on the
+    second."""
     rows = {
         member: DeviceCost((LayerCost(time_s, time_s, 0.0),) * len(LAYERS), 0.0, 2**40, member)
         for member, time_s in zip(MEMBERS, (layer_s, factor * layer_s), strict=True)
@@ -36,7 +37,7 @@ def table(samples: int, factor: float, layer_s: float = 1.0) -> CostTable:
 
 
 def plan_with(factor: float, model: str = "a", schedule: str = "1f1b") -> Plan:
-    """The plan of a start in which the second device takes so many times its time."""
+    """Return the plan of a start at which the second device takes `factor` times as long."""
     planning = Planning(
         "case", LAYERS, CLUSTER, 8, lambda sizes: {size: table(size, factor) for size in sizes},
         earlier=EarlierPlans({"model": model}),
@@ -44,7 +45,7 @@ def plan_with(factor: float, model: str = "a", schedule: str = "1f1b") -> Plan:
     return planning.choose(PlanOptions(schedule=schedule, microbatches=4))[0]
 
 
-def test_a_small_change_keeps_the_plan_with_the_present_times() -> None:
+def test_a_small_change_keeps_the_plan_with_new_times() -> None:
     first = plan_with(1.0)
     again = plan_with(1.04)
     assert (again.cuts, again.devices) == (first.cuts, first.devices)
@@ -59,13 +60,13 @@ def test_a_large_change_makes_a_new_plan_which_then_stays() -> None:
     assert plan_with(3.04).cuts == changed.cuts
 
 
-def test_other_questions_have_plans_of_their_own() -> None:
+def test_other_options_have_other_plans() -> None:
     plan_with(1.0)
     assert plan_with(1.0, schedule="gpipe").schedule == "gpipe"
 
 
 def test_shares_of_a_replicated_plan_stay_too() -> None:
-    """Other shares of a mini-batch are other programs."""
+    """Other shares of a mini-batch would need other programs."""
 
     def plan(factor: float) -> Plan:
         planning = Planning(
@@ -83,8 +84,8 @@ def test_shares_of_a_replicated_plan_stay_too() -> None:
     assert plan(3.0).stages[0].shares != first.stages[0].shares
 
 
-def test_a_plan_that_stays_needs_no_other_sizes() -> None:
-    """Whatever is modelled of the sizes between, only a clear gain is worth their measurement."""
+def test_keeping_a_plan_measures_no_other_sizes() -> None:
+    """Modelled times of other sizes prompt a measurement only if they promise a clear gain."""
     measured: list[int] = []
 
     def tables(sizes: Sequence[int], factor: float) -> dict[int, CostTable]:

@@ -1,4 +1,4 @@
-"""Costs that are learned from timelines, and plans that follow them, without a device."""
+"""Costs learned from timelines, and plans that follow them, without a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def table(memory_nbytes: int = 2**40) -> CostTable:
-    """Ten equal layers on two equal devices."""
+    """Return ten equal layers on two equal devices."""
     layer = LayerCost(0.001, 0.002, 0.0005)
     devices = {
         name: DeviceCost((layer,) * LAYERS, 0.0002, memory_nbytes, name) for name in ("a", "b")
@@ -41,12 +41,12 @@ def plan_of(costs: CostTable, schedule: str = "1f1b", weights: str = "flush") ->
 
 
 def measured(plan: Plan, costs: CostTable, factors: Mapping[str, float]) -> Timeline:
-    """A step as it would be if devices took these times their costs."""
+    """Return the step's timeline if each device takes `factors` times its costs."""
     return predict(plan, scale_costs(costs, factors))
 
 
 def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
-    """The first pass of that kind on stage 0 takes so long."""
+    """Return the timeline with stage 0's first pass of this kind set to `seconds`."""
     spans = list(timeline.spans)
     at = next(n for n, s in enumerate(spans) if s.action.op is op and s.action.stage == 0)
     spans[at] = spans[at]._replace(end_s=spans[at].start_s + seconds)
@@ -54,7 +54,7 @@ def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream"])
-def test_a_device_that_takes_twice_its_time_is_seen(schedule: str) -> None:
+def test_a_slow_device_is_seen(schedule: str) -> None:
     costs = table()
     plan = plan_of(costs, schedule, "stash" if schedule == "pipedream" else "flush")
     ratios = ratios_of([measured(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
@@ -62,8 +62,9 @@ def test_a_device_that_takes_twice_its_time_is_seen(schedule: str) -> None:
     assert ratios["b"] == pytest.approx([0.7], rel=0.02)
 
 
-def test_a_prediction_is_corrected_by_the_last_passes() -> None:
-    """Devices that other work slows take what their passes take, and vary as these do."""
+def test_the_last_passes_correct_a_prediction() -> None:
+    """Passes of slowed devices correct the predicted time, and their variation gives the
+    interval."""
     costs = table()
     plan = plan_of(costs)
     learning = Learning(replace(costs, contention=0.6), plan)
@@ -82,15 +83,15 @@ def test_a_prediction_is_corrected_by_the_last_passes() -> None:
         assert found.drifts == pytest.approx({"a": 3.0, "b": 1.5}, rel=0.03)
         assert "corrected by its last passes" in str(found)
         widths.append(found.interval_s)
-    assert widths[0] is None  # these costs and passes know no spread
+    assert widths[0] is None  # these costs and passes have no spread
     assert widths[1] is not None
     assert widths[1][1] / typical_s > 1.15
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.BACKWARD, Op.UPDATE])
 @pytest.mark.parametrize("seconds", [math.nan, 0.0, -0.1, math.inf, 1e9])
-def test_a_time_that_makes_no_sense_is_left_out(op: Op, seconds: float) -> None:
-    """In that mini-batch and for that device alone."""
+def test_a_senseless_time_is_ignored(op: Op, seconds: float) -> None:
+    """Skip it in that mini-batch and for that device only."""
     costs = table()
     plan = plan_of(costs)
     timeline = disturbed(measured(plan, costs, {"a": 2.0, "b": 2.0}), op, seconds)
@@ -99,7 +100,7 @@ def test_a_time_that_makes_no_sense_is_left_out(op: Op, seconds: float) -> None:
     assert ratios["b"] == pytest.approx([2.0], rel=0.02)
 
 
-def test_an_hour_among_milliseconds_moves_nothing() -> None:
+def test_one_long_time_moves_nothing() -> None:
     costs = table()
     plan = plan_of(costs)
     learning = Learning(costs, plan)
@@ -114,7 +115,7 @@ def test_an_hour_among_milliseconds_moves_nothing() -> None:
 
 
 def test_factors_stay_when_stages_change() -> None:
-    """Until passes of the new stages are measured; too few of them count for nothing."""
+    """Factors stay until the new stages have enough measured passes."""
     costs = table()
     plan = plan_of(costs)
     learning = Learning(costs, plan)
@@ -130,12 +131,12 @@ def test_factors_stay_when_stages_change() -> None:
     assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
 
 
-def test_the_typical_value_is_that_of_the_middle_half() -> None:
+def test_the_typical_value_is_the_mean_of_the_middle_half() -> None:
     assert typical([1.0, 2.0, 3.0, 1000.0]) == 2.5
     assert typical([1.0, 2.0]) == 1.5
 
 
-def test_a_promise_is_followed_when_it_comes_twice() -> None:
+def test_a_gain_is_followed_if_predicted_twice() -> None:
     hysteresis = Hysteresis()
     assert [hysteresis.moves(promise) for promise in (True, False, True, True)] == [
         False, False, False, True,
@@ -143,7 +144,7 @@ def test_a_promise_is_followed_when_it_comes_twice() -> None:
     assert not hysteresis.waits()
 
 
-def test_a_pause_doubles_when_a_promise_is_not_kept() -> None:
+def test_a_pause_doubles_after_a_missed_gain() -> None:
     hysteresis = Hysteresis()
     pauses = []
     for kept in (True, False, False, True):
@@ -153,7 +154,7 @@ def test_a_pause_doubles_when_a_promise_is_not_kept() -> None:
 
 
 class FakeTraining:
-    """Trains on devices of given speeds, and moves at once."""
+    """A training on devices of given speeds that moves layers at once."""
 
     def __init__(self, costs: CostTable, plan: Plan) -> None:
         self.costs, self.plan = costs, plan
@@ -184,7 +185,7 @@ def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebal
 
 
 def test_a_steady_machine_moves_nothing() -> None:
-    """In 500 steps with noise of some percent, and slow steps now and then."""
+    """Train 500 steps with some percent of noise and an occasional slow step."""
     training, rebalancer = rebalanced(table())
     noise = (
         {"a": 1.02 + 0.04 * math.sin(n) + (n % 31 == 0), "b": 1.0 + 0.04 * math.cos(3 * n)}
@@ -205,8 +206,8 @@ def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
     assert training.plan.step_s == pytest.approx(before.step_s)
 
 
-def test_a_plan_that_has_run_is_preferred_to_one_that_promises_little_more() -> None:
-    """When `a` recovers it is taken for a little quicker than it was."""
+def test_an_earlier_plan_is_preferred_to_a_slightly_faster_one() -> None:
+    """`a` seems slightly faster after it recovers than it was before."""
     training, rebalancer = rebalanced(table())
     before = training.plan
     factor = next(
@@ -219,8 +220,8 @@ def test_a_plan_that_has_run_is_preferred_to_one_that_promises_little_more() -> 
     assert training.plan.cuts == before.cuts
 
 
-def test_a_plan_that_memory_forbids_is_never_chosen() -> None:
-    """All would go to b, which has room for 6 layers' parameters and gradients."""
+def test_a_plan_beyond_the_memory_is_never_chosen() -> None:
+    """Speed asks for all layers on b, which has memory for 6 layers' parameters and gradients."""
     training, rebalancer = rebalanced(table(memory_nbytes=12 * MIB + 10_000))
     training.train(rebalancer, iter([{"a": 50.0}] * 40))
     assert training.moves
@@ -228,7 +229,7 @@ def test_a_plan_that_memory_forbids_is_never_chosen() -> None:
     assert max(stage.memory_nbytes for stage in training.plan.stages) <= 12 * MIB + 10_000
 
 
-def test_an_asynchronous_plan_never_parts_what_is_tied() -> None:
+def test_an_asynchronous_plan_never_separates_tied_layers() -> None:
     costs = replace(table(), tied=(TiedBytes("w", MIB, (3, 4, 5, 6)),))
     assert plan_of(costs).cuts == (6,)
     assert plan_of(costs, "pipedream", "stash").cuts in ((3,), (7,))
@@ -237,7 +238,7 @@ def test_an_asynchronous_plan_never_parts_what_is_tied() -> None:
         plan_of(whole, "pipedream", "stash")
 
 
-def test_a_plan_is_followed_only_if_that_pays() -> None:
+def test_a_move_happens_only_if_it_pays() -> None:
     training, rebalancer = rebalanced(table(), auto=False)
     training.stages.took_s = 5.0
     training.train(rebalancer, iter([{"a": 2.0}] * WINDOW))

@@ -1,4 +1,4 @@
-"""Micro-batch sizes that are not measured: their costs, and which ones the planner measures."""
+"""Unmeasured micro-batch sizes: their modelled costs, and the sizes that the planner measures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MINI_BATCH = 64
 
 
 def table(samples: int, fixed_s: float) -> CostTable:
-    """Layers that take `fixed_s`, and a second for each sample."""
+    """Return layers that take `fixed_s` plus a second for each sample."""
     time_s = fixed_s + samples
     row = DeviceCost((LayerCost(time_s, 2 * time_s, 0.5),) * len(LAYERS), 0.0, 2**40, "host")
     links = {(a, b): LinkCost(0.0, 1e12) for a in MEMBERS for b in MEMBERS if a != b}
@@ -33,7 +33,7 @@ def table(samples: int, fixed_s: float) -> CostTable:
 def planned(
     fixed_s: float, options: PlanOptions, stored: Sequence[int] = ()
 ) -> tuple[Plan, set[int]]:
-    """The plan, and the sizes that were measured for it."""
+    """Return the plan and the sizes measured for it."""
     measured: set[int] = set()
 
     def tables(sizes: Sequence[int]) -> dict[int, CostTable]:
@@ -47,7 +47,7 @@ def planned(
     return planning.choose(options)[0], measured
 
 
-def test_times_and_bytes_between_two_sizes_grow_evenly() -> None:
+def test_times_and_bytes_between_two_sizes_are_interpolated() -> None:
     tables = with_sizes_between({2: table(2, 3.0), 16: table(16, 3.0)}, [1, 2, 4, 8, 16, 32])
     assert sorted(tables) == [2, 4, 8, 16], "nothing is said beyond the measured sizes"
     for size, modelled in tables.items():
@@ -64,7 +64,7 @@ def test_times_and_bytes_between_two_sizes_grow_evenly() -> None:
     assert labels == {2: "measured", 4: "modelled", 8: "modelled", 16: "measured"}
 
 
-def test_what_a_device_cannot_run_it_cannot_run_at_any_size() -> None:
+def test_a_refused_layer_is_refused_at_all_sizes() -> None:
     never = LayerCost(math.inf, math.inf, 0.0, "no such operator")
 
     def without(samples: int) -> CostTable:
@@ -80,13 +80,13 @@ def test_what_a_device_cannot_run_it_cannot_run_at_any_size() -> None:
 @pytest.mark.parametrize(
     ("fixed_s", "microbatches", "sizes"),
     [
-        (0.0, 32, {2, 16}),  # the more the better: an end
+        (0.0, 32, {2, 16}),  # more micro-batches are always better, so an end is best
         (0.25, 16, {2, 4, 16}),
         (1.0, 8, {2, 8, 16}),
         (30.0, 4, {2, 16}),
     ],
 )
-def test_of_the_sizes_between_only_the_best_is_measured(
+def test_only_the_best_intermediate_size_is_measured(
     fixed_s: float, microbatches: int, sizes: set[int]
 ) -> None:
     plan, measured = planned(fixed_s, PlanOptions(schedule="1f1b"))
@@ -95,7 +95,7 @@ def test_of_the_sizes_between_only_the_best_is_measured(
     assert plan.label == "measured"
 
 
-def test_what_is_stored_counts_as_measured() -> None:
+def test_stored_costs_count_as_measured() -> None:
     plan, measured = planned(1.0, PlanOptions(schedule="1f1b"), stored=[2, 4, 8, 16])
     assert plan.microbatches == 8
     assert measured == set()
@@ -106,8 +106,8 @@ def test_given_cuts_need_one_size() -> None:
     assert (plan.cuts, measured) == ((2,), {16})
 
 
-def test_costs_that_lack_the_best_size_end_the_search() -> None:
-    """Given costs, as of a benchmark, have only some sizes; the others stay interpolated."""
+def test_the_search_ends_if_the_costs_lack_the_best_size() -> None:
+    """Given costs, such as a benchmark's, have only some sizes; the others stay modelled."""
     given = {size: table(size, 1.0) for size in (2, 16)}
     planning = Planning(
         "case", LAYERS, CLUSTER, MINI_BATCH,

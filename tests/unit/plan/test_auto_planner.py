@@ -1,4 +1,4 @@
-"""The planner auto, against all plans of small clusters."""
+"""The planner auto, compared with all plans of small clusters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hetpipe.words import words
 
 OPTIONS = PlannerOptions(MINI_BATCH)
 UNKNOWN = ("exact", "data-parallel"), ("pipedream", "data-parallel"), ("dapple", "pipedream")
-"""Planners, and schedules for which they plan nothing."""
+"""Planners, each with a schedule that they cannot plan."""
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("first", range(0, 200, 10))
-def test_it_is_within_2_percent_of_the_best_of_all_plans(first):
-    """Orders, subsets, replicas, cuts, schedules, depths and sizes, all of them simulated."""
+def test_the_plan_is_within_2_percent_of_the_best_plan(first):
+    """Simulate all orders, subsets, replicas, cuts, schedules, depths and sizes."""
     for seed in range(first, first + 10):
         tables, cluster = joint_case(seed)
         best_s = best_step_s(tables, cluster, OPTIONS)
@@ -39,8 +39,9 @@ def test_it_is_within_2_percent_of_the_best_of_all_plans(first):
 
 
 @pytest.mark.slow
-def test_the_best_of_all_plans_where_memory_is_short():
-    """Every cut, depth, size of micro-batches and recompute, of which memory allows some."""
+def test_the_plan_is_the_best_if_memory_is_scarce():
+    """Compare with all cuts, depths, micro-batch sizes and recompute; memory forbids some of
+    them."""
     options, bound = PlannerOptions(MINI_BATCH, recompute=True), 0
     for seed in (*range(8), 14, 18):
         tables, cluster = tight_case(seed)
@@ -64,8 +65,8 @@ def test_the_best_of_all_plans_where_memory_is_short():
     assert bound > 3, "memory should decide some of the plans"
 
 
-def test_a_depth_of_one_where_nothing_deeper_fits():
-    """Two layers on two devices: the only cut fits with one micro-batch in flight."""
+def test_the_depth_is_one_if_nothing_deeper_fits():
+    """Two layers on two devices: the only cut fits only with one micro-batch in flight."""
     tables = {
         size: make_table({"a": 1.0, "b": 1.0}, 2, samples=size, memory=21 * MIB, saved=8 * MIB)
         for size in (4, 8)
@@ -75,13 +76,13 @@ def test_a_depth_of_one_where_nothing_deeper_fits():
     assert (chosen.cuts, chosen.in_flight) == ((1,), (1, 1))
 
 
-def test_a_plan_without_replicas_where_they_are_not_allowed():
+def test_a_plan_without_replicas_on_request():
     tables, cluster = joint_case(3)
     chosen = plan(tables, cluster, PlannerOptions(MINI_BATCH, replicas=False))
     assert max(chosen.replicas) == 1
 
 
-def test_the_clusters_order_where_it_is_fixed():
+def test_the_clusters_order_is_kept_on_request():
     for seed in range(12):
         tables, cluster = joint_case(seed)
         chosen = plan(tables, cluster, PlannerOptions(MINI_BATCH, free_order=False))
@@ -89,8 +90,8 @@ def test_the_clusters_order_where_it_is_fixed():
         assert places == sorted(places)
 
 
-def test_recompute_where_nothing_else_fits():
-    """Memory for the weights and the inputs of stages, not for all that forwards save."""
+def test_recompute_if_nothing_else_fits():
+    """The memory holds weights and the stages' inputs, but not all tensors that forwards save."""
     tables = {
         size: make_table({"a": 1.0, "b": 1.0}, samples=size, memory=70 * MIB, saved=10 * MIB)
         for size in (4, 8)
@@ -102,19 +103,19 @@ def test_recompute_where_nothing_else_fits():
     chosen = plan(tables, cluster, replace(options, recompute=True))
     assert chosen.recompute
     assert all(stage.memory_nbytes <= 70 * MIB for stage in chosen.stages)
-    # a backward has its forward once more: 1 s + 2 s for each of 4 layers
+    # a backward repeats its forward: 1 s + 2 s for each of 4 layers
     assert [stage.backward_s for stage in chosen.stages] == [
         pytest.approx(3 * stage.forward_s) for stage in chosen.stages
     ]
 
 
-def test_an_unknown_planner():
+def test_an_unknown_planner_is_refused():
     tables, cluster = joint_case(0)
     with pytest.raises(PlanError, match="no planner 'best'; choose one of auto, bapipe"):
         plan(tables, cluster, OPTIONS, "best")
 
 
-def test_a_member_without_costs():
+def test_a_member_without_costs_is_refused():
     tables, cluster = joint_case(0)
     more = Cluster((*cluster.members, Member("stranger", "made:up:9")))
     with pytest.raises(PlanError, match="no costs for stranger at micro-batches of 1"):
@@ -122,8 +123,9 @@ def test_a_member_without_costs():
 
 
 @pytest.mark.parametrize("planner", ["auto", "exact", "pipedream", "bapipe"])
-def test_a_stream_that_lacks_memory_is_told_the_bytes_and_a_cure(planner):
-    """Two versions of 8 MiB of weights, and 2 mini-batches of 16 samples in flight."""
+def test_the_error_of_a_stream_names_the_missing_bytes_and_a_cure(planner):
+    """Each stage needs two versions of 8 MiB of weights, and 2 mini-batches of 16 samples in
+    flight."""
     tables = {
         size: make_table({"a": 1.0, "b": 1.0}, samples=size, memory=180 * MIB, saved=10 * MIB)
         for size in (8, 16)
@@ -140,7 +142,7 @@ def test_a_stream_that_lacks_memory_is_told_the_bytes_and_a_cure(planner):
         plan(tables, cluster, options, planner)
 
 
-def test_a_stream_whose_mini_batch_cannot_be_whole_says_so():
+def test_a_stream_refuses_divided_mini_batches():
     tables = {4: make_table({"a": 1.0, "b": 1.0}, samples=4)}
     cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
     options = PlannerOptions(16, schedules=("pipedream",))
@@ -152,8 +154,8 @@ def test_a_stream_whose_mini_batch_cannot_be_whole_says_so():
 @pytest.mark.parametrize(
     "schedules", [("pipedream",), ("gpipe",), ("1f1b", "pipedream"), ("data-parallel",)]
 )
-def test_a_plan_has_a_schedule_that_the_options_name(planner, schedules):
-    """Four layers on three devices, and links that cost nothing: replicas are quickest."""
+def test_a_plan_has_a_schedule_of_the_options(planner, schedules):
+    """With four layers on three devices and free links, replicas are fastest."""
     names = "abc"
     tables = {size: make_table(dict.fromkeys(names, 1.0), 4, samples=size) for size in (1, 4, 12)}
     cluster = Cluster(tuple(Member(name, "made:up:0") for name in names))

@@ -1,4 +1,4 @@
-"""The exact partition at scale, against all partitions of small cases."""
+"""The exact partition at scale, and compared with all partitions of small cases."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ CASES = 500
 def random_stages(
     seed: int, most_layers: int = 8, most_devices: int = 4
 ) -> tuple[list[Stage], int, int]:
-    """Unlike devices with transfers by link, some without memory for all or with layers that they
-    cannot run; half of the cases have stages of 2 or 3 replicas, too."""
+    """Return stages on unlike devices, with transfers, and their numbers of layers and devices.
+
+    Some devices lack the memory for all layers, or cannot run some layers; half of the cases
+    also have stages of 2 or 3 replicas.
+    """
     draw = random.Random(seed)
     layers = draw.randint(1, most_layers)
     devices = draw.randint(1, min(most_devices, layers))
@@ -79,7 +82,7 @@ def can_run(stage: Stage, lo: int, hi: int) -> bool:
 
 @pytest.mark.parametrize("objective", ["sum", "max"])
 @pytest.mark.parametrize("first", range(0, CASES, 50))
-def test_no_partition_has_a_quicker_slowest_stage(first, objective):
+def test_no_partition_has_a_faster_slowest_stage(first, objective):
     solved = 0
     for seed in range(first, first + 50):
         stages, layers, devices = random_stages(seed)
@@ -107,8 +110,8 @@ def test_no_partition_has_a_quicker_slowest_stage(first, objective):
 
 
 @pytest.mark.parametrize("first", range(0, 100, 25))
-def test_a_bound_leaves_exactly_what_is_below_it(first):
-    """Bounds that partitions meet exactly: the optimum and all other slowest stages."""
+def test_only_partitions_below_the_bound_are_found(first):
+    """Use bounds equal to the optimum and to each other possible slowest stage."""
     for seed in range(first, first + 25):
         stages, layers, devices = random_stages(seed)
         slowest_s = sorted(
@@ -128,7 +131,7 @@ def test_a_bound_leaves_exactly_what_is_below_it(first):
 
 
 def test_prefix_sums_far_above_a_stage():
-    """Their last digits are above those of the limit: the slow device's stage is one layer."""
+    """The slow device's stage is one layer, smaller than the last digits of the prefix sums."""
     layers = 20_000
     none, able = np.zeros(layers + 1), np.full(layers + 1, layers)
     for seed in range(4):
@@ -151,7 +154,7 @@ def test_prefix_sums_far_above_a_stage():
         assert answer[0] == pytest.approx(optimum_s + 0.01, rel=1e-9)
 
 
-def test_ill_stages_are_refused():
+def test_invalid_stages_are_refused():
     stages, layers, _ = random_stages(1)
     with pytest.raises(PlanError, match="has no device"):
         replace(stages[0], end=stages[0].first)
@@ -169,10 +172,11 @@ def test_ill_stages_are_refused():
         fixed_order([stages[0], other[0]], "sum")
 
 
-def by_recurrence(
+def slowest_stage_s(
     stages: Sequence[Stage], layers: int, devices: int, objective: Objective
 ) -> float:
-    """The lowest slowest stage by devices and layers placed, over all stages and all cuts."""
+    """Return the time of the slowest stage, minimised by dynamic programming over stages and
+    cuts."""
     least_s = np.full((devices + 1, layers + 1), math.inf)
     least_s[0, 0] = 0.0
     for stage in sorted(stages, key=lambda stage: stage.end):
@@ -185,27 +189,27 @@ def by_recurrence(
 
 @pytest.mark.parametrize("objective", ["sum", "max"])
 @pytest.mark.parametrize("first", range(0, 120, 30))
-def test_more_layers_than_all_partitions_can_be_looked_at(first, objective):
+def test_many_layers_match_the_recurrence(first, objective):
     for seed in range(first, first + 30):
         case = random_stages(seed, 30, 6)
         answer = fixed_order(case[0], objective)
         slowest_s = math.inf if answer is None else answer[0]
-        assert slowest_s == pytest.approx(by_recurrence(*case, objective), rel=1e-9)
+        assert slowest_s == pytest.approx(slowest_stage_s(*case, objective), rel=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["sum", "max"])
 @pytest.mark.parametrize(("layers", "room"), [(8, 4.0), (60, 1.3), (60, 2.2)])
 def test_replicas_of_equal_devices(layers, room, objective):
-    """Twelve devices: 8 layers cannot do without replicas."""
+    """Twelve devices: 8 layers need replicas."""
     stages = chain(layers, 12, room, (1, 2, 4))
     answer = fixed_order(stages, objective)
     assert answer is not None
-    assert answer[0] == pytest.approx(by_recurrence(stages, layers, 12, objective), rel=1e-9)
+    assert answer[0] == pytest.approx(slowest_stage_s(stages, layers, 12, objective), rel=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["sum", "max"])
-def test_many_layers_against_the_dynamic_programme(objective):
-    """The same partitions in `hetpipe.plan.exact`, which takes any matrices of costs."""
+def test_many_layers_match_the_dynamic_programme(objective):
+    """Compare with `hetpipe.plan.exact`, which accepts any matrices of costs."""
     from hetpipe.plan.exact import bottleneck, exact
 
     draw = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The lower bound of a step, against the linear programme that it bounds from below."""
+"""The lower bound of a step, compared with the linear programme that it bounds from below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetpipe.plan.bound import shared_s
 
 
 def optimum_s(times_s):
-    """The linear programme itself, by HiGHS: layers divided freely among the devices."""
+    """Return the linear programme's optimum by HiGHS, which divides layers freely among devices."""
     optimize = pytest.importorskip("scipy.optimize")
     devices, layers = times_s.shape
     count = devices * layers
@@ -29,7 +29,7 @@ def optimum_s(times_s):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_it_is_below_the_optimum_and_near_it(seed):
+def test_the_bound_is_below_the_optimum_and_near_it(seed):
     draw = np.random.default_rng(seed)
     devices, layers = draw.integers(1, 7), draw.integers(1, 30)
     speeds = 2 ** draw.uniform(-2, 2, (devices, 1))
@@ -39,7 +39,7 @@ def test_it_is_below_the_optimum_and_near_it(seed):
     assert bound_s >= 0.97 * best_s
 
 
-def test_devices_that_differ_by_a_factor_alone():
+def test_devices_with_proportional_times():
     times_s = np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
     assert shared_s(times_s) == pytest.approx(4.0)  # 6 s on one, 12 s on the other
 

@@ -1,4 +1,4 @@
-"""DAPPLE's planner: formulas by hand, every plan of small cases, published plans and figures."""
+"""DAPPLE's planner: formulas by hand, all plans of small cases, published plans and figures."""
 
 import os
 import random
@@ -43,14 +43,15 @@ EVEN_WIRE = Wire(10.0, 10.0)
 
 @pytest.fixture
 def data():
-    """The folder of DAPPLE's profiles, and of the plans in its table 4."""
+    """Return the folder of DAPPLE's profiles and of the plans in its table 4."""
     if not (folder := os.environ.get("HETPIPE_DATA")):
         pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
     return Path(folder)
 
 
 def test_the_example_of_a_late_all_reduce():
-    """Printed 384, corrected 420; the simulator, which knows the bubbles, 438."""
+    """The printed formula gives 384 and the corrected one 420; the simulator, which sees
+    bubbles, gives 438."""
     stages = [StageCost(10, 20), StageCost(8, 16, 200)]
     assert pivot_of(stages, 8) == 0
     assert latency_s(stages, 8, "printed") == 384
@@ -76,7 +77,7 @@ def test_bubbles_in_the_steady_phase_are_ignored():
 
 
 def test_an_uneven_split_beats_an_even_one():
-    """Figure 7's point, by the simulator too: more load at the front fills the bubbles."""
+    """Figure 7's point, by the simulator too: more load in the first stage fills the bubbles."""
     none = (0,) * 10
     layers = ChainCosts(tuple("abcdefghij"), (1.0,) * 10, (2.0,) * 10, none, (99,) * 10, none)
     planned = plan_dapple(layers, Machines((1, 1), EVEN_WIRE, EVEN_WIRE), samples=1, global_batch=2)
@@ -89,16 +90,17 @@ def test_an_uneven_split_beats_an_even_one():
     ("model", "ratio", "paper", "slack"),
     [("BERT-48", 0.06, 1.0, 0.04), ("XLNet-36", 0.03, 1.02, 0.02), ("VGG-19", 0.16, 1.1, 0.03)],
 )
-def test_deeper_warmups_gain_where_transfers_are_slow(model, ratio, paper, slack):
-    """Table 3 by the ratio of transfers to stages: two stages, P_B's 3 and 1 against P_A's 2, 1.
+def test_deeper_warmups_gain_with_slow_transfers(model, ratio, paper, slack):
+    """Compare with table 3, by the ratio of transfers to stages: P_B's depths 3, 1 against P_A's
+    2, 1.
 
-    GNMT-16's 1.31 at a ratio of 0.10 is left out: the next test has what the model gives there.
+    The next test covers GNMT-16's 1.31 at a ratio of 0.10, which the model does not give.
     """
     assert gain(ratio) == pytest.approx(paper, abs=slack)
 
 
 def gain(ratio, microbatches=128):
-    """How much faster P_B is, for stages of 10 and 20 and transfers of `ratio` of both."""
+    """Return the speed-up of P_B for stages of 10 and 20 and transfers of `ratio` of both."""
     link = (Transfer(0.0, ratio * 30 / 2),)
     times = StageTimes((10, 10), (20, 20), (), link, link)
     shallow, deep = (simulated_s(times, microbatches, depth) for depth in ([2, 1], [3, 1]))
@@ -106,7 +108,8 @@ def gain(ratio, microbatches=128):
 
 
 def test_gains_grow_with_the_ratio():
-    """P_B gains half of the ratio while it hides transfers; the paper's GNMT-16 six times that."""
+    """P_B gains half of the ratio while it hides transfers; the paper's GNMT-16 gains six times
+    that."""
     gains = [gain(ratio) for ratio in (0.03, 0.06, 0.10, 0.16)]
     assert gains == sorted(gains)
     assert gains[2] == pytest.approx(1.05, abs=0.005)
@@ -121,7 +124,8 @@ def random_chain(rng, layers):
 
 
 def all_plans(machines, layers, used=None, first=0):
-    """Every contiguous split, with every group that the policies give to its stages in turn."""
+    """Yield every contiguous split with every group that the policies give to its stages in
+    turn."""
     used = used or (0,) * len(machines.counts)
     left = sum(machines.counts) - sum(used)
     for last in range(first, layers):
@@ -140,7 +144,7 @@ def all_plans(machines, layers, used=None, first=0):
 
 @pytest.mark.parametrize("formula", ["corrected", "printed"])
 @pytest.mark.parametrize("limited", [False, True])
-def test_no_better_plan_was_left_out(formula, limited):
+def test_no_better_plan_exists(formula, limited):
     rng, shapes, refused, bound = random.Random(f"{formula} {limited}"), set(), 0, 0
     for _ in range(100):
         chain = random_chain(rng, rng.randint(1, 6))
@@ -174,7 +178,8 @@ def test_no_better_plan_was_left_out(formula, limited):
 
 
 def test_places_of_figure_5():
-    """Six devices of three servers of eight, where the first has five in use and the second one."""
+    """Place devices on three servers of eight, of which the first has five in use, the second
+    one."""
     counts, used = (8, 8, 8), (5, 1, 0)
     assert places(counts, used, 6) == ((0, 0, 6), (3, 3, 0))
     assert places(counts, (6, 1, 0), 6) == ((0, 0, 6), (2, 4, 0))
@@ -194,8 +199,9 @@ def test_transfers_and_sums_between_groups():
     assert two.all_reduce_s(80, (2, 2)) == pytest.approx(6 * (0.2 + 80 / 4 / 5))
 
 
-def test_costs_as_prices_have_them():
-    """Of 8 samples the fullest of 3 replicas has 3, and each pair of devices its own link."""
+def test_stage_costs_match_the_prices_of_plans():
+    """With 8 samples the fullest of 3 replicas has 3, and each pair of devices has a separate
+    link."""
     wires = Wire(100.0, 50.0, 0.1), Wire(10.0, 5.0, 0.2)
     priced = Machines((4, 4), *wires, samples=8)
     assert [priced.part(replicas) for replicas in (1, 3, 8, 16)] == [1, 3 / 8, 1 / 8, 1 / 8]
@@ -208,7 +214,8 @@ def test_costs_as_prices_have_them():
 
 
 def test_the_planner_is_no_slower_than_the_published_program(monkeypatch):
-    """Its plans, at each of 7 numbers of micro-batches and depth, by the same price."""
+    """Compare its plans, at each of 7 numbers of micro-batches and at both depths, at the same
+    prices."""
     monkeypatch.setattr("joint_cases.SIZES", (1, 2, 4, 8, 16, 32, 64))
     for seed in (0, 1, 18, 21, 23, 45, 49, 51):
         tables, cluster = joint_case(seed)
@@ -244,7 +251,7 @@ def test_memory_and_depths():
     assert (plan.in_flight(), plan.in_flight("P_B")) == ((2, 1), (3, 1))
 
 
-def test_candidates_have_data_parallel_and_straight():
+def test_candidates_include_data_parallel_and_straight_plans():
     chain = random_chain(random.Random(3), 6)
     machines = Machines((2, 2), EVEN_WIRE, EVEN_WIRE)
     plans = candidates(chain, machines, samples=2, global_batch=16, count=5)
@@ -255,7 +262,7 @@ def test_candidates_have_data_parallel_and_straight():
     assert [plan.latency_s for plan in plans] == sorted(plan.latency_s for plan in plans)
 
 
-def test_impossible_questions_are_refused():
+def test_invalid_arguments_are_refused():
     chain, machines = random_chain(random.Random(0), 3), Machines((2,), EVEN_WIRE, EVEN_WIRE)
     with pytest.raises(PlanError, match="0 bytes/s"):
         Wire(0.0, 1.0)
@@ -272,7 +279,8 @@ def test_impossible_questions_are_refused():
 
 
 def published(data, model):
-    """The profile, its samples, the expected plans, and the machines of the configurations."""
+    """Return the profile, its samples, the expected plans, and the machines of the
+    configurations."""
     (plans,) = [entry for entry in expected(data, "dapple")["plan"] if entry["model"] == model]
     return *profile_of(data, model), plans, configs(data)
 
@@ -280,14 +288,14 @@ def published(data, model):
 @pytest.mark.parametrize("config", "ABC")
 @pytest.mark.parametrize("model", PROFILES)
 def test_table_4_by_the_published_rules(data, model, config):
-    """The replicas of all nine plans. Profile nodes after `cut` are on the second stage.
+    """Compare the replicas of all nine plans. Profile nodes after `cut` are on the second stage.
 
-    The splits: VGG-19's is between convolutions and dense layers, 16 : 3 of the layers with
-    weights, as the text has it, though the table prints 13 : 6. BERT-48's has 24 : 24 encoder
-    layers; the table's 25 is the 24 and the pooler. GNMT-16's 9 : 7 of 16 LSTMs is a tie on A:
-    its block is 0.5 % longer than that of 8 : 8. On B it is an expected difference: the rules
-    take 10 : 6, whose block is 7 % shorter (0.126 against 0.136 s), since this profile's last
-    LSTM has an outlying backward (31 ms, the others 8.5), and the classifier 20 ms.
+    VGG-19 splits between convolutions and dense layers, 16 : 3 of the layers with weights, as in
+    the paper's text, though the table prints 13 : 6. BERT-48 splits its encoder layers 24 : 24;
+    the table's 25 counts the pooler too. GNMT-16's 9 : 7 of 16 LSTMs is a tie on A: its block is
+    0.5 % longer than that of 8 : 8. On B we expect a difference: the rules choose 10 : 6, whose
+    block is 7 % shorter (0.126 against 0.136 s), since in this profile the backward of the last
+    LSTM is slow (31 ms, the others 8.5) and the classifier takes 20 ms.
     """
     graph, samples, plans, machines = published(data, model)
     chain = graph.chain()
@@ -316,13 +324,13 @@ def test_table_4_by_the_published_rules(data, model, config):
 
 
 def half_block_s(chain, cut):
-    """The longer of both halves, or of the round trip of eight shares at 1e9 bytes/s."""
+    """Return the longest of both halves and the round trip of eight shares at 1e9 bytes/s."""
     times_s = [sum(pair) for pair in zip(chain.forward_s, chain.backward_s, strict=True)]
     return max(sum(times_s[:cut]), sum(times_s[cut:]), 2 * 8 * chain.cut_nbytes[cut - 1] / 1e9)
 
 
 def test_data_parallel_hides_its_sums_behind_backwards(data):
-    """VGG-19 on A: nearly all weights are at the end, so nearly nothing is left to wait for."""
+    """VGG-19 on A: nearly all weights are at the end, so nearly no sum remains to wait for."""
     graph, _, plans, machines = published(data, "VGG-19")
     chain, batch = graph.chain(), plans["global_batch"]
     asked = {"samples": 32, "global_batch": batch, "capacity_nbytes": 16e9}
@@ -335,7 +343,7 @@ def test_data_parallel_hides_its_sums_behind_backwards(data):
     ("config", "model"), [("A", "BERT-48"), ("B", "BERT-48"), ("B", "GNMT-16")]
 )
 def test_the_search_is_no_worse_than_table_4(data, config, model):
-    """By the corrected formula, with every number of stages and replicas to choose from."""
+    """Use the corrected formula, with any number of stages and replicas."""
     graph, samples, plans, machines = published(data, model)
     chain = graph.chain()
     batch, on = plans["global_batch"], machines[config]
@@ -360,15 +368,16 @@ RELEASED = {
     ("bert-48-pbs-2", "dapple-b"): ((1,) * 16, tuple(range(9, 52, 3))),
     ("bert-48-pbs-2", "dapple-c"): ((1,) * 16, tuple(range(9, 52, 3))),
 }
-"""Replicas and first states of later stages, as version 0.9.2 of the authors' planner has them."""
+"""Replicas and the first layers of later stages, from version 0.9.2 of the authors' planner."""
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("profile", "cluster"), RELEASED)
 def test_no_slower_than_the_plans_of_the_released_planner(data, profile, cluster):
-    """By the prices of all plans, at every number of micro-batches and both depths.
+    """Price all plans alike, at every number of micro-batches and at both depths.
 
-    That planner counts Input nodes, so its cuts are tried one and two layers earlier too.
+    The released planner counts Input nodes, so the test also tries its cuts one and two layers
+    earlier.
     """
     samples, mini_batch = {"vgg": (32, 2048), "ber": (2, 64)}[profile[:3]]
     on = Cluster.published(cluster)
@@ -389,6 +398,6 @@ def test_no_slower_than_the_plans_of_the_released_planner(data, profile, cluster
 
 
 def grouped_by(members, replicas):
-    """The members in order, so many for each stage."""
+    """Return the members in order, `replicas[n]` for stage n."""
     names = iter(members)
     return tuple(tuple(islice(names, count)) for count in replicas)

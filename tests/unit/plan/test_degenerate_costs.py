@@ -1,4 +1,4 @@
-"""Planners where a layer runs on no device, or on few, and where all times are zero."""
+"""Planners with layers that run on no device or on few, and with times that are all zero."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFUSED = LayerCost(math.inf, math.inf, 0.0, "no kernel for it")
 
 
 def case(devices, layers_of):
-    """Tables of 4 layers on these devices; `layers_of` changes a device's costs."""
+    """Return tables of 4 layers on these devices; `layers_of` changes a device's costs."""
     names = "abcdefghijkl"[:devices]
     tables = {size: make_table(dict.fromkeys(names, 1.0), 4, samples=size) for size in (1, 8)}
     for size, table in tables.items():
@@ -40,7 +40,7 @@ def case(devices, layers_of):
 
 
 def without(*refused):
-    """Costs without the layers of these names and numbers."""
+    """Return a change for `case` that removes the layers with these names or numbers."""
     return lambda name, layers: tuple(
         REFUSED if f"{name}{number}" in refused or str(number) in refused else layer
         for number, layer in enumerate(layers)
@@ -57,9 +57,7 @@ class TestPlanners:
             with pytest.raises(PlanError, match=rf"can run layer l{refused[0]} \(a: no kernel"):
                 plan(tables, cluster, PlannerOptions(8, schedules=schedules), planner)
 
-    def test_layers_that_run_on_some_devices_give_a_plan_or_are_named(
-        self, planner, schedules, devices
-    ):
+    def test_layers_for_some_devices_give_a_plan_or_are_named(self, planner, schedules, devices):
         for refused in (("a0", "a1", "a2", "a3"), ("a0",), ("a0", "a3", "b1")):
             tables, cluster = case(devices, without(*refused))
             refusal = ""
@@ -72,7 +70,7 @@ class TestPlanners:
             assert 0 < step_s < math.inf
             assert not refusal or "run layer l" in refusal or "that flush" in refusal
 
-    def test_no_time_at_all_is_a_plan(self, planner, schedules, devices):
+    def test_zero_times_give_a_plan(self, planner, schedules, devices):
         options = PlannerOptions(8, schedules=schedules)
         tables, cluster = case(devices, lambda name, layers: (FREE,) * 4)
         if planner == "dapple" and schedules:
@@ -84,7 +82,7 @@ class TestPlanners:
         assert plan(tables, cluster, options, planner).step_s >= 0.0
 
 
-def test_the_rules_of_papers_name_the_layer():
+def test_the_papers_planners_name_the_layer():
     costs = ((0.0, math.inf), (0.0, math.inf), (1, 1), (1, 1), (1, 0))
     chain, wire = ChainCosts(("first", "last"), *costs), Wire(1.0, 1.0)
     with pytest.raises(PlanError, match="layer last takes inf s forward"):
@@ -93,7 +91,7 @@ def test_the_rules_of_papers_name_the_layer():
         plan_dapple(chain, Machines((2,), wire, wire), samples=1, global_batch=2)
 
 
-def test_devices_that_take_no_time_are_infinitely_fast_together():
+def test_devices_without_any_time_are_infinitely_fast():
     assert together(*case(2, lambda name, layers: (FREE,) * 4)) == math.inf
 
 
@@ -104,7 +102,7 @@ def test_many_devices_are_not_all_listed():
 
 
 @pytest.mark.parametrize("speeds", [[1e12, 1, 1, 1, 1], [1, 1e9, 0.1], [100.0] + [1.0] * 7])
-def test_slow_replicas_have_a_row_where_there_are_enough(speeds):
+def test_slow_replicas_get_a_row_if_there_are_enough(speeds):
     rows = divide_samples(8, speeds)
     assert sum(rows) == 8
     assert min(rows) >= 1

@@ -1,4 +1,4 @@
-"""Devices of a few types in a free order, against all orders, and against an integer programme."""
+"""Devices of a few types in a free order, compared with all orders and an integer programme."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_types(draw, layers, most_kinds=3, most=2):
 
 
 def best_s(types, transfers_s, layers):
-    """Over all orders of all subsets, and all cuts."""
+    """Return the best slowest stage over all orders of all subsets, and all cuts."""
     devices = [kind for kind, each in enumerate(types) for _ in range(each.count)]
     best = math.inf
     for count in range(1, min(len(devices), layers) + 1):
@@ -72,7 +72,7 @@ def test_no_order_is_better(first):
         assert all(count <= each.count for count, each in zip(used, types, strict=True))
 
 
-def test_a_type_whose_overhead_is_above_the_optimum_is_left_out():
+def test_a_type_with_an_overhead_above_the_optimum_is_unused():
     types = [
         DeviceType("quick", 2, np.ones(6)),
         DeviceType("late", 2, np.full(6, 0.5), 5.0, np.ones(6), 0.5),
@@ -84,8 +84,8 @@ def test_a_type_whose_overhead_is_above_the_optimum_is_left_out():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ten_devices_against_an_integer_programme(seed):
-    """HiGHS chooses for each device type and run of layers whether it is a stage."""
+def test_ten_devices_match_an_integer_programme(seed):
+    """HiGHS chooses for each device type and run of layers whether they form a stage."""
     optimize = pytest.importorskip("scipy.optimize")
     draw = random.Random(seed)
     layers = 12
@@ -123,7 +123,8 @@ def test_ten_devices_against_an_integer_programme(seed):
 
 
 def test_prefix_sums_far_above_a_stage():
-    """Two fast devices around a slow one with one layer, whose last digits its sums do not hold."""
+    """Put one layer on the slow device between two fast ones, smaller than the last digits of
+    its sums."""
     layers = 20_000
     for seed in range(4):
         base_s = np.random.default_rng(seed).uniform(0.05, 0.2, layers)
@@ -136,7 +137,7 @@ def test_prefix_sums_far_above_a_stage():
         assert answer[0] == pytest.approx(50.0 + seed / 7, rel=1e-9)
 
 
-def test_unequal_lengths():
+def test_unequal_lengths_are_refused():
     types = [DeviceType("a", 1, np.ones(3)), DeviceType("b", 1, np.ones(4))]
     with pytest.raises(PlanError, match="b has 4 layers and 4 cuts have a transfer: give 3 layers"):
         free_order(types)
@@ -144,7 +145,7 @@ def test_unequal_lengths():
         free_order([DeviceType("a", 1, np.ones(3), nbytes=np.ones(2))])
 
 
-def test_ill_numbers_are_refused():
+def test_invalid_numbers_are_refused():
     for ill in (-1.0, math.nan):
         with pytest.raises(PlanError, match=f"a has layers_s {ill}: give 0 or more"):
             DeviceType("a", 1, np.full(3, ill))

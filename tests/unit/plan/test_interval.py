@@ -1,4 +1,4 @@
-"""The interval of a predicted step, from the spread of its costs."""
+"""The interval of a predicted step, computed from the spread of its costs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_spread_common_to_a_device_does_not_average_out_over_layers() -> None:
         assert stage_spread(plan.stages[0], table) == pytest.approx((0.1**2 + SIMULATOR**2) ** 0.5)
 
 
-def test_a_spread_of_layers_alone_does() -> None:
+def test_a_spread_of_single_layers_averages_out() -> None:
     table = spread_table(1e-9, 0.1, 16)
     stage = planned(table).stages[0]
     count = stage.hi - stage.lo
     assert stage_spread(stage, table) == pytest.approx((0.1**2 / count + SIMULATOR**2) ** 0.5)
 
 
-def test_the_interval_is_a_slower_and_a_quicker_step() -> None:
+def test_the_interval_reaches_from_a_faster_to_a_slower_step() -> None:
     table = spread_table(0.1, 0.1)
     plan = planned(table)
     assert plan.interval_s is not None
@@ -59,7 +59,7 @@ def test_the_interval_is_a_slower_and_a_quicker_step() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "zb-h1"])
-def test_a_step_lies_in_its_interval(schedule: str) -> None:
+def test_an_interval_contains_its_step(schedule: str) -> None:
     table = spread_table(0.05, 0.1, latency_s=0.1)
     weights = "stash" if schedule == "pipedream" else "flush"
     plan = make_plan(
@@ -75,7 +75,7 @@ def test_costs_without_a_spread_give_no_interval() -> None:
     assert " .. " not in str(plan).splitlines()[-1]
 
 
-def test_plans_of_baselines_have_one() -> None:
+def test_plans_of_baselines_have_an_interval() -> None:
     table = spread_table(0.1, 0.1)
     for plan in (
         even_plan(table, ["a", "b"], mini_batch=16, microbatches=4),
@@ -84,7 +84,7 @@ def test_plans_of_baselines_have_one() -> None:
         assert plan.interval_s is not None
 
 
-def test_of_all_plans_the_chosen_one_alone_is_simulated_again(
+def test_only_the_chosen_plan_gets_an_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""BaPipe's intra-layer partition: costs of parts, the split that balances, and its plan at work."""
+"""BaPipe's intra-layer partition: costs of the parts, the balancing split, and running its plan."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from hetpipe.study.models import Model
 from hetpipe.zoo.load import load_workload
 
 NAMES = ("b[:3]", "b[3:]")
-"""A layer after 3 of its 12 channels."""
+"""The parts of a layer split after 3 of its 12 channels."""
 
 
 def table(*forwards_s: tuple[float, ...], overhead_s: float = 0.0) -> CostTable:
-    """Layers a, b, c, ... on devices 0, 1, ...; a backward takes twice a forward."""
+    """Return layers a, b, c, ... on devices 0, 1, ...; a backward takes twice as long as a
+    forward."""
     devices = {
         str(number): DeviceCost(
             tuple(LayerCost(time_s, 2 * time_s, 0.0) for time_s in times_s),
@@ -48,7 +49,7 @@ def table(*forwards_s: tuple[float, ...], overhead_s: float = 0.0) -> CostTable:
     return CostTable("toy", 4, layers, devices, links)
 
 
-def test_parts_have_their_shares_and_all_of_the_fixed_overhead() -> None:
+def test_parts_have_their_shares_and_the_whole_overhead() -> None:
     whole = table((3.0, 5.0, 4.0), (1.5, 3.0, 2.0), overhead_s=1.0)
     parts = split_costs(whole, "b", NAMES, 0.25)
     assert [layer.name for layer in parts.layers] == ["a", *NAMES, "c"]
@@ -87,8 +88,9 @@ def bapipe(costs: CostTable, microbatches: int, **channels: int) -> tuple[float,
     return plan.step_s, [(split.layer, split.channels) for split in plan.splits]
 
 
-def test_the_layer_between_two_stages_is_split_so_that_both_take_as_long() -> None:
-    """1 + 6 + 1 on equal devices: 7 and 1, or 4 and 4 with two thirds of the channels moved."""
+def test_a_split_balances_two_stages() -> None:
+    """1 + 6 + 1 on equal devices: 7 and 1 without a split; a split of b balances them at 4 and
+    4."""
     costs = table((1.0, 6.0, 1.0), (1.0, 6.0, 1.0))
     whole_s, none = bapipe(costs, 16)
     split_s, splits = bapipe(costs, 16, b=12)
@@ -96,8 +98,9 @@ def test_the_layer_between_two_stages_is_split_so_that_both_take_as_long() -> No
     assert split_s == pytest.approx(whole_s * 4 / 7, rel=0.1)
 
 
-def test_a_quick_device_takes_the_larger_part() -> None:
-    """1, 6, 1 s and 2, 12, 2 s: a share x of b on the quick one, 1 + 6 x = 12 (1 - x) + 2."""
+def test_a_fast_device_gets_the_larger_part() -> None:
+    """1, 6, 1 s and 2, 12, 2 s: with a share x of b on the fast device, 1 + 6 x = 12 (1 - x) +
+    2."""
     _, splits = bapipe(table((1.0, 6.0, 1.0), (2.0, 12.0, 2.0)), 16, b=180)
     assert splits == [("b", pytest.approx(180 * 13 / 18, abs=1))]
 
@@ -107,7 +110,7 @@ def test_a_layer_that_cannot_be_split_stays_whole() -> None:
     assert bapipe(table((1.0, 6.0, 1.0), (1.0, 6.0, 1.0)), 16, b=1)[1] == []
 
 
-def test_no_split_where_stages_are_equal() -> None:
+def test_equal_stages_need_no_split() -> None:
     costs = table((4.0, 4.0), (4.0, 4.0))
     cluster = Cluster(tuple(Member(id, "x") for id in costs.devices))
     options = PlannerOptions(32, (8,), channels={"b": 12}, replicas=False)
@@ -128,7 +131,8 @@ def test_the_channels_of_a_captured_model() -> None:
 
 @pytest.mark.slow
 def test_a_plan_with_a_split_runs(tmp_path: Path) -> None:
-    """One device has three times the speed of the other: no cut between six layers fits."""
+    """One device is three times as fast as the other, and no cut between the six layers fits
+    that."""
     path = tmp_path / "two.toml"
     member = '[[device]]\nid = "{}"\ndevice = "numpy:cpu:0"\nspeed = {}\n'
     path.write_text(member.format("quick", 0.9) + member.format("slow", 0.3))
@@ -141,7 +145,7 @@ def test_a_plan_with_a_split_runs(tmp_path: Path) -> None:
     assert row.measured_s > 0
 
 
-def test_no_channels_where_the_optimizer_looks_at_whole_parameters() -> None:
+def test_no_channels_if_the_optimizer_reads_whole_parameters() -> None:
     workload = load_workload("mlp")
     assert Model(workload).channels()
     assert Model(replace(workload, optimizer=lamb(lr=0.01))).channels() == {}

@@ -1,4 +1,4 @@
-"""Partitioners against brute force."""
+"""Partitioners compared with brute force."""
 
 import math
 import random
@@ -43,7 +43,7 @@ def random_table(rng, layers, devices, unsupported=0.0, capacity=math.inf):
 
 
 def stage_by_hand(table, order, stage, lo, hi, in_flight, objective):
-    """A stage's time straight from the definitions, without prefix sums."""
+    """Return a stage's time directly from the definitions, without prefix sums."""
     layers, last = table.layers, len(table.layers)
     device = order[stage]
     need = sum(
@@ -77,7 +77,7 @@ def brute_force(table, order, depths, objective):
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_exact_is_brute_force_on_300_random_cases(block):
+def test_exact_equals_brute_force_on_300_random_cases(block):
     feasible = 0
     for seed in range(30 * block, 30 * block + 30):
         rng = random.Random(seed)

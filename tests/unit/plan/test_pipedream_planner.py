@@ -1,4 +1,4 @@
-"""PipeDream's planner: its published figures, and that no better plan was left out."""
+"""PipeDream's planner: its published figures, and a comparison with all plans of small cases."""
 
 import math
 import os
@@ -32,7 +32,7 @@ RULES = get_args(SyncRule)
 
 @pytest.fixture
 def data():
-    """The folder of PipeDream's profiles, and of what its optimizer gave for them."""
+    """Return the folder of PipeDream's profiles and of its optimizer's results for them."""
     if not (folder := os.environ.get("HETPIPE_DATA")):
         pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
     return Path(folder)
@@ -62,7 +62,7 @@ QUICK_INSIDE, TWO_SERVERS, PAIRS = (
     ((8, 25e9), (2, 3.125e9)),
     ((2, 6e9), (8, 1.25e9)),
 )
-"""Components and bandwidth of two levels, the inner one first: 16 workers each."""
+"""Count and bandwidth of the two levels, the inner one first: 16 workers each."""
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ QUICK_INSIDE, TWO_SERVERS, PAIRS = (
         ("gnmt", PAIRS, 19.2850),
     ],
 )
-def test_two_levels_as_the_published_program_has_them(data, model, levels, time_ms):
-    """The times that the recurrence of the published program gives for these profiles.
+def test_two_levels_match_the_published_program(data, model, levels, time_ms):
+    """Compare with the times that the published program's recurrence gives for these profiles.
 
-    It was written down anew from the program: a triple loop that also counts, of a stage on an
-    inner level, the transfer to the next one.
+    We wrote the recurrence again from the program: a triple loop that also counts the transfer
+    from a stage on an inner level to the next stage.
     """
     chain = published(data, model).without_inputs().chain()
     planned = plan_pipedream(chain, [Level(*level) for level in levels], "published-code")
@@ -92,8 +92,8 @@ def test_two_levels_as_the_published_program_has_them(data, model, levels, time_
     assert sum(stage.replicas for stage in planned.stages) == 16
 
 
-def test_resnet50_is_data_parallel_by_the_papers_text_alone(data):
-    """As the paper's table 1 says, with and without Input nodes."""
+def test_resnet50_is_data_parallel_only_by_the_papers_text(data):
+    """Check the paper's table 1, with and without Input nodes."""
     profile, levels = published(data, "resnet50"), [Level(16, 3.125e9)]
     for chain in (profile.chain(), profile.without_inputs().chain()):
         planned = plan_pipedream(chain, levels)
@@ -114,14 +114,15 @@ def random_levels(rng, depth):
 
 
 def compositions(total):
-    """All ways to write `total` as a sum of ordered positive parts."""
+    """Yield all ways to write `total` as a sum of ordered positive parts."""
     for parts in range(1, total + 1):
         for ends in combinations(range(1, total), parts - 1):
             yield [hi - lo for lo, hi in zip((0, *ends), (*ends, total), strict=True)]
 
 
 def sync_s(rule, compute_s, params, replicas, bandwidth_Bps, sharing):
-    """A replicated stage's time, as the three rules are printed in the paper or coded.
+    """Return a replicated stage's time, by the three rules of the paper's text, its formula and
+    its code.
 
     By the published code `sharing` devices of each copy share the sum of its gradients.
     """
@@ -134,7 +135,7 @@ def sync_s(rule, compute_s, params, replicas, bandwidth_Bps, sharing):
 
 
 def all_plans(chain, levels, rule, lo, hi, copies=1):
-    """Every partition of layers lo..hi - 1 and every replication: its time and its stages."""
+    """Yield time and stages of every partition of layers lo..hi - 1 and every replication."""
     if not levels:
         compute_s = sum(chain.forward_s[lo:hi]) + sum(chain.backward_s[lo:hi])
         yield compute_s, (PipeDreamStage(lo, hi - 1, copies),)
@@ -167,7 +168,8 @@ def all_plans(chain, levels, rule, lo, hi, copies=1):
 
 
 def needed_nbytes(chain, stages):
-    """The fullest worker: a version of weights and activations per mini-batch in flight."""
+    """Return the fullest worker's need: a version of weights and activations per mini-batch in
+    flight."""
     most = 0
     for index, stage in enumerate(stages):
         span = slice(stage.first_layer, stage.last_layer + 1)
@@ -179,7 +181,7 @@ def needed_nbytes(chain, stages):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
-def test_no_better_plan_was_left_out(rule, depth):
+def test_no_better_plan_exists(rule, depth):
     rng, shapes = random.Random(f"{rule} {depth}"), set()
     for _ in range(150):
         chain, levels = random_chain(rng, rng.randint(1, 5)), random_levels(rng, depth)
@@ -195,7 +197,7 @@ def test_no_better_plan_was_left_out(rule, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_better_plan_within_a_capacity_was_left_out(depth):
+def test_no_better_plan_exists_within_a_capacity(depth):
     rng, outcomes = random.Random(depth), {"binding": 0, "refused": 0}
     for _ in range(200):
         chain, levels = random_chain(rng, rng.randint(1, 5)), random_levels(rng, depth)
@@ -216,7 +218,7 @@ def test_no_better_plan_within_a_capacity_was_left_out(depth):
 
 
 def test_devices_of_a_server_share_the_sum_of_its_copy():
-    """4 x 2 s of compute and 4 x 3/4 x 6 bytes at 3 bytes/s between servers of 2 devices each.
+    """Compute 4 x 2 s and sum 4 x 3/4 x 6 bytes at 3 bytes/s between servers of 2 devices each.
 
     By the published code a copy of all layers on each server sums over 2 devices: 3 s, not 6.
     """
@@ -228,7 +230,7 @@ def test_devices_of_a_server_share_the_sum_of_its_copy():
 
 
 def test_mini_batches_in_flight():
-    """A straight pipeline keeps N - n; the input stage of 2-1 keeps ceil(3 / 2)."""
+    """Stage n of N in a straight pipeline keeps N - n; the input stage of 2-1 keeps ceil(3 / 2)."""
     straight = PipeDreamPlan(tuple(PipeDreamStage(n, n, 1) for n in range(4)), 1.0)
     assert straight.in_flight() == (4, 3, 2, 1)
     assert PipeDreamPlan((PipeDreamStage(0, 0, 2), PipeDreamStage(1, 1, 1)), 1.0).in_flight() == (
@@ -237,7 +239,7 @@ def test_mini_batches_in_flight():
     )
 
 
-def test_impossible_questions_are_refused():
+def test_invalid_arguments_are_refused():
     chain = random_chain(random.Random(0), 3)
     with pytest.raises(PlanError, match="0 components"):
         Level(0, 1.0)

@@ -1,4 +1,4 @@
-"""Plans as JSON, checked on the way in, and as text."""
+"""Plans as JSON, checked while they are read, and as text."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_a_missing_key_of_a_stage_is_named(key):
         Plan.from_json(data)
 
 
-def test_an_unknown_key_is_named_and_the_known_are_listed():
+def test_an_unknown_key_is_named_and_known_keys_are_listed():
     with pytest.raises(PlanError, match="unknown key 'colour'; known: model, layers, stages"):
         Plan.from_json({**document(), "colour": 1})
     data = document()
@@ -91,7 +91,7 @@ def test_a_wrong_type_is_named(key, value):
         Plan.from_json({**document(), key: value})
 
 
-def test_a_stage_that_is_not_an_object():
+def test_a_stage_that_is_no_object_is_refused():
     with pytest.raises(PlanError, match=r"the plan: stages\.0 is 7, it should be an object"):
         Plan.from_json({**document(), "stages": [7]})
 

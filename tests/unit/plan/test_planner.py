@@ -1,4 +1,4 @@
-"""The planner: what it chooses, what it refuses, and that no better partition was left out."""
+"""The planner: its choices, its refusals, and a comparison with all partitions of small cases."""
 
 import math
 import random
@@ -41,8 +41,8 @@ def test_the_prediction_is_the_simulation_and_the_overhead():
     assert plan.step_s >= 8 * 6.0  # the slowest stage: M (F + B)
 
 
-def test_cores_that_compute_also_copy_what_crosses():
-    """Half of a transfer at each end, between processors; not where a link is emulated."""
+def test_cores_that_compute_also_copy_transfers():
+    """Between processors each end pays half of a transfer, but not if the link is emulated."""
     table = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5)
     host = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5, domain=HOST_MEMORY)
     slow = {pair: replace(link, label="emulated") for pair, link in host.links.items()}
@@ -54,7 +54,8 @@ def test_cores_that_compute_also_copy_what_crosses():
 
 
 def random_table(rng):
-    """2-3 devices that are good at different layers: harder than any real cluster."""
+    """Return 2 or 3 devices that are good at different layers, which is harder than any real
+    cluster."""
     names = ["a", "b", "c"][: rng.randint(2, 3)]
     layers = rng.randint(len(names), 7)
     cost = lambda: LayerCost(rng.uniform(0.1, 2), rng.uniform(0.1, 2), 0.1)  # noqa: E731
@@ -71,8 +72,9 @@ def random_table(rng):
     )
 
 
-def quickest_of_all(table):
-    """All orders x cuts x depths, simulated; on the way, that the bound which prunes is a bound."""
+def fastest_step_s(table):
+    """Simulate all orders x cuts x depths; also check that the bound used for pruning is a
+    bound."""
     priced = Priced({table.samples: table}, PlannerOptions(24, (6,)))
     stages, layers = len(table.devices), len(table.layers)
     best_s = math.inf
@@ -88,20 +90,20 @@ def quickest_of_all(table):
     return best_s
 
 
-def test_a_short_model_gets_the_quickest_partition_of_all():
+def test_a_short_model_gets_the_fastest_partition():
     for seed in range(12):
         table = random_table(random.Random(seed))
         plan = make_plan(table, list(table.devices), mini_batch=24, microbatches=6)
-        assert plan.step_s == pytest.approx(quickest_of_all(table), rel=1e-8)
+        assert plan.step_s == pytest.approx(fastest_step_s(table), rel=1e-8)
 
 
-def test_what_the_partitioners_propose_is_near_the_quickest(monkeypatch):
+def test_the_partitioners_proposals_are_near_the_fastest_partition(monkeypatch):
     monkeypatch.setattr("hetpipe.plan.search.FEW", 0)
     gaps = []
     for seed in range(20):
         table = random_table(random.Random(seed))
         plan = make_plan(table, list(table.devices), mini_batch=24, microbatches=6)
-        gaps.append(plan.step_s / quickest_of_all(table) - 1)
+        gaps.append(plan.step_s / fastest_step_s(table) - 1)
     assert min(gaps) >= -1e-12
     assert sum(gaps) / len(gaps) < 0.02
     assert max(gaps) < 0.2
@@ -124,14 +126,14 @@ def test_the_order_avoids_a_slow_link():
     assert plan.devices[1] == "c"
 
 
-def test_more_warm_up_where_transfers_would_show_and_less_where_they_do_not():
+def test_slow_transfers_get_more_warm_up():
     slow = make_table({"a": 1.0, "b": 1.0}, latency_s=2.0)
     assert make_plan(slow, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (3, 1)
     free = make_table({"a": 1.0, "b": 1.0}, bandwidth=math.inf)
     assert make_plan(free, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (2, 1)
 
 
-def test_in_flight_is_what_the_schedule_does():
+def test_in_flight_matches_the_schedule():
     for schedule in ("1f1b", "gpipe"):
         table = make_table({"a": 1.0, "b": 1.0, "c": 2.0})
         plan = make_plan(table, list("abc"), mini_batch=8, microbatches=2, schedule=schedule)
@@ -139,8 +141,9 @@ def test_in_flight_is_what_the_schedule_does():
         assert max_in_flight(made) == list(plan.in_flight)
 
 
-def test_memory_of_a_stage_and_a_smaller_depth_where_it_is_short():
-    # Stage 0: 4 layers x (2 + 2 MiB weights, gradients, state + 10 MiB saved x K) + 2 MiB buffers.
+def test_a_lack_of_memory_reduces_the_depth():
+    # Stage 0: 4 layers x (2 + 2 MiB weights, gradients, state + 10 MiB saved x K) + 2 MiB
+    # buffers.
     table = make_table({"a": 1.0, "b": 1.0}, latency_s=2.0, saved=10 * MIB)
     ask = {"mini_batch": 64, "microbatches": 16, "cuts": [4]}
     wide = make_plan(table, ["a", "b"], **ask)
@@ -152,7 +155,7 @@ def test_memory_of_a_stage_and_a_smaller_depth_where_it_is_short():
         assert make_plan(small, ["a", "b"], **ask).in_flight == depths
 
 
-def test_memory_moves_layers_to_where_there_is_room():
+def test_a_lack_of_memory_moves_layers():
     table = make_table(SPEEDS)
     table.devices["b"] = replace(table.devices["b"], memory_nbytes=20 * MIB)
     plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
@@ -160,7 +163,7 @@ def test_memory_moves_layers_to_where_there_is_room():
     assert all(s.memory_nbytes <= s.capacity_nbytes for s in plan.stages)
 
 
-def test_without_room_the_error_says_which_stage_lacks_how_much():
+def test_an_error_names_the_stage_and_the_missing_bytes():
     table = make_table(SPEEDS, memory=10 * MIB)
     with pytest.raises(PlanError, match=r"stage \d \(layers \d\.\.\d on .\) needs (\d+) bytes .* "
                                         r"and has 10485760 .*: \d+ bytes are missing"):  # fmt: skip
@@ -178,7 +181,7 @@ def test_devices_that_share_memory_share_its_capacity():
 
 
 def without(table, device, indices):
-    """The table with layers that the device cannot run."""
+    """Return the table with some layers that the device cannot run."""
     cost = table.devices[device]
     refused = LayerCost(math.inf, math.inf, 0.0, "no kernel for it")
     layers = tuple(refused if i in indices else entry for i, entry in enumerate(cost.layers))
@@ -216,7 +219,7 @@ def test_a_layer_that_no_device_can_run_is_named_with_the_reasons():
         (["a", "b"], {"cuts": [3, 5]}, "2 devices need 1 ascending"),
     ],
 )
-def test_impossible_questions_are_refused(devices, options, message):
+def test_invalid_arguments_are_refused(devices, options, message):
     ask = {"mini_batch": 32, "microbatches": 8, **options}
     with pytest.raises(PlanError, match=message):
         make_plan(make_table(SPEEDS), devices, **ask)
@@ -247,8 +250,8 @@ def test_baselines_are_priced_by_the_true_costs():
     assert best.step_s < 0.6 * even.step_s
 
 
-def test_the_link_blind_plan_pays_for_the_link_that_it_overlooked():
-    """A cut with few bytes is worth more than balance only to who knows what the link costs."""
+def test_the_link_blind_plan_pays_for_the_link():
+    """A planner that knows the link's cost prefers a cut with few bytes to balanced stages."""
     table = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 2.0)
     layers = [replace(layer, cut_nbytes=8 * MIB) for layer in table.layers]
     layers[2] = replace(layers[2], cut_nbytes=0)
@@ -283,24 +286,24 @@ def test_a_pipeline_chooses_the_microbatches():
     assert plan.step_s == min(one.step_s for one in each)
 
 
-def search(tables, devices, mini_batch):
+def plan_without_replicas(tables, devices, mini_batch):
     options = PlannerOptions(mini_batch, replicas=False)
     return plan_on(tables, Cluster.with_ids(devices), options)
 
 
-def test_a_device_is_left_out_if_that_is_quicker():
+def test_a_device_is_unused_if_that_is_faster():
     slow_link = tables({"a": 1.0, "b": 20.0}, latency_s=30.0)
-    assert search(slow_link, ["a", "b"], 32).devices == ("b",)
+    assert plan_without_replicas(slow_link, ["a", "b"], 32).devices == ("b",)
     forced = make_pipeline(slow_link, ["a", "b"], PlannerOptions(32))
     assert len(forced.stages) == 2
 
 
-def test_of_equally_quick_plans_the_one_with_less_memory_is_chosen():
+def test_memory_decides_between_equally_fast_plans():
     plan = make_pipeline(tables({"a": 1.0}), ["a"], PlannerOptions(32))
     assert (plan.schedule, plan.microbatches, plan.in_flight) == ("1f1b", 16, (1,))
 
 
-def test_sizes_that_differ_by_one_are_used_and_no_others():
+def test_only_sizes_that_differ_by_one_are_used():
     plan = make_pipeline(tables(SPEEDS, sizes=(4, 5)), ["a", "b"], PlannerOptions(14))
     assert plan.microbatches == 4
     with pytest.raises(PlanError, match="none of these divides a mini-batch of 9"):
@@ -309,7 +312,7 @@ def test_sizes_that_differ_by_one_are_used_and_no_others():
 
 def test_the_bytes_that_every_plan_lacks_are_named():
     with pytest.raises(PlanError, match="bytes are missing"):
-        search(tables(SPEEDS, memory=MIB), ["a", "b"], 32)
+        plan_without_replicas(tables(SPEEDS, memory=MIB), ["a", "b"], 32)
 
 
 def test_more_than_four_devices_keep_their_order():
@@ -318,7 +321,7 @@ def test_more_than_four_devices_keep_their_order():
     assert plan.devices == tuple("edcba")
 
 
-def test_tied_parameters_are_priced_and_kept_apart_only_where_cut():
+def test_tied_parameters_have_a_price_only_across_cuts():
     free = make_table(SPEEDS, bandwidth=MIB)
     tied = replace(free, tied=(TiedBytes("embedding", 10 * MIB, (0, 7)),))
     ask = {"mini_batch": 32, "microbatches": 8, "cuts": [2]}
@@ -352,7 +355,8 @@ def test_a_plan_is_as_certain_as_its_least_certain_cost(labels, label):
 
 
 def test_devices_that_stream_hide_their_transfers():
-    """(M + N - 1)(F + B) and the update, as BaPipe's table 1 has it; others take longer."""
+    """The step is (M + N - 1)(F + B) and the update, as in BaPipe's table 1; other devices take
+    longer."""
     sync = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5)
     streaming = {name: replace(cost, execution="async") for name, cost in sync.devices.items()}
     table = replace(sync, devices=streaming)

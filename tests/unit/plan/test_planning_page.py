@@ -1,4 +1,4 @@
-"""The page on planning: its cluster, its commands and its Python run."""
+"""The cluster, the commands and the Python code of the page on planning run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_commands(lab: Path) -> None:
     for line in (line for line in lines if not line.startswith("reproduce")):
         arguments = shlex.split(line)
         if arguments[0] == "compare":
-            arguments += ["--planners", "exact,bapipe,even"]  # all take half a minute
+            arguments += ["--planners", "exact,bapipe,even"]  # all planners take half a minute
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, f"{line}: {done.output}"
     assert {"plan.json", "step.png", "step.json"} <= {path.name for path in lab.iterdir()}

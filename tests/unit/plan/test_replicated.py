@@ -1,4 +1,4 @@
-"""Data-parallel plans: rows by speed, against every way to divide them."""
+"""Data-parallel plans: rows by speed, compared with all ways to divide them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tables(speeds, sizes=(2, 4, 8, 16), **options):
     return {size: make_table(speeds, samples=size, **options) for size in sizes}
 
 
-def test_equal_devices_take_equal_rows():
+def test_equal_devices_get_equal_rows():
     plan = replicated_plan(tables({"a": 1.0, "b": 1.0}), ["a", "b"], mini_batch=32)
     (stage,) = plan.stages
     assert stage.devices == ("a", "b")
@@ -29,7 +29,7 @@ def test_equal_devices_take_equal_rows():
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.12), (1.0, 2.0), (3.0, 1.0), (1.0, 1.5, 2.5)])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_slowest_replica_ends_as_early_as_any_division_lets_it(speeds, microbatches):
+def test_the_division_of_rows_is_the_best(speeds, microbatches):
     named = {f"d{n}": speed for n, speed in enumerate(speeds)}
     plan = replicated_plan(
         tables(named, (1, 2, 4, 8, 16, 32)), list(named), mini_batch=32, microbatches=microbatches
@@ -46,15 +46,15 @@ def test_the_slowest_replica_ends_as_early_as_any_division_lets_it(speeds, micro
 
 
 @pytest.mark.parametrize("mini_batch", [1, 2, 3, 32])
-def test_every_number_of_rows_ends(mini_batch):
+def test_the_search_ends_for_every_number_of_rows(mini_batch):
     """One measured size, so that all times are equal, and fewer rows than devices."""
     known = tables({"a": 2.0, "b": 1.0, "c": 1.0}, (8,))
     with pytest.raises(PlanError, match="no data-parallel plan"):
         replicated_plan(known, ["a", "b", "c"], mini_batch=mini_batch)
 
 
-def test_times_that_fall_with_rows_end():
-    """Noise: the largest size was measured as quicker than half of it."""
+def test_the_search_ends_if_times_fall_with_rows():
+    """Noise: the largest size was measured as faster than half of it."""
     speeds = {2: 1.0, 16: 0.5, 32: 3.0}
     known = {
         size: make_table({"a": speed, "b": speed}, samples=size) for size, speed in speeds.items()
@@ -73,7 +73,7 @@ def test_gradients_cross_in_both_directions():
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_shares_outside_what_was_measured_are_refused():
+def test_shares_outside_the_measured_sizes_are_refused():
     with pytest.raises(PlanError, match="between the measured sizes 2 and 4"):
         replicated_plan(
             tables({"a": 1.0, "b": 1.0}, (2, 4)), ["a", "b"], mini_batch=32, microbatches=1
@@ -83,7 +83,8 @@ def test_shares_outside_what_was_measured_are_refused():
 
 
 def test_stages_hide_all_but_the_last_of_their_sums():
-    """8 layers of 1 s and 2 s; there and back of 1 MiB each takes 2 s, less than its backward."""
+    """8 layers of 1 s and 2 s; 1 MiB there and back takes 2 s, less than the backward of its
+    stage."""
     known = tables({"a": 1.0, "b": 1.0}, bandwidth=float(1 << 20))
     whole = replicated_plan(known, ["a", "b"], mini_batch=8, microbatches=1)
     cut = replicated_plan(known, ["a", "b"], [2, 4, 6], mini_batch=8, microbatches=1)
@@ -98,7 +99,7 @@ def test_stages_hide_all_but_the_last_of_their_sums():
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
-    """Per round the slowest replica's passes, and on each all its updates."""
+    """Per round the step counts the slowest replica's passes, and all updates on each replica."""
     named = {f"d{n}": 1.0 + n for n in range(replicas)}
     known = tables(named, (8,), latency_s=0.5, bandwidth=float(1 << 20))
     plan = plan_by(known, Proposal((), (tuple(named),), "asp", 1), 8, "stash")

@@ -1,4 +1,4 @@
-"""The step of an asynchronous plan is the period of a long stream, found by recursion."""
+"""The step of an asynchronous plan is the period of a long stream, computed by recursion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from hetpipe.study.simulation import simulate
 
 
 def stream_period_s(plan, times, mini_batches):
-    """Seconds between two mini-batches of a long stream, by recursion: no schedule, no clock.
+    """Return the seconds between two mini-batches of a long stream, without a schedule or a
+    clock.
 
     Replicas take mini-batches in turn and begin with their depth of forwards. After a round they
     sum and update.
@@ -92,7 +93,7 @@ def stream_period_s(plan, times, mini_batches):
 
 
 def stream_case(seed, replicated):
-    """A plan on unlike devices, and its table."""
+    """Return a plan on unlike devices, and its table."""
     draw = random.Random(seed)
     stages = draw.randint(1, 5)
     replicas = [draw.choice([1, 1, 2, 3]) if replicated else 1 for _ in range(stages)]
@@ -128,7 +129,7 @@ def stream_case(seed, replicated):
 
 
 def load_s(plan):
-    """The slowest stage's seconds for a mini-batch, its replicas in turn."""
+    """Return the slowest stage's seconds for a mini-batch, which its replicas take in turn."""
     return max(
         plan.microbatches * (stage.forward_s + stage.backward_s) / len(stage.devices)
         + stage.update_s / len(stage.devices)
@@ -149,7 +150,7 @@ def test_the_step_is_the_period_of_a_long_stream_and_above_every_bound(replicate
 
 
 def test_the_slowest_of_many_stages_sets_the_pace():
-    """The last mini-batches meet no forwards any more; they do not count."""
+    """The last mini-batches do not count: no forwards run beside them."""
     speeds = {f"d{n}": 1.5 if n == 9 else 3.0 for n in range(16)}
     table = make_table(speeds, 16)
     proposal = Proposal(tuple(range(1, 16)), single_device_groups(list(speeds)), "pipedream", 1)
@@ -157,7 +158,7 @@ def test_the_slowest_of_many_stages_sets_the_pace():
     assert plan.step_s == pytest.approx(2.0 + 0.1 / 1.5)
 
 
-def test_replicas_that_apply_every_gradient():
+def test_replicas_apply_every_gradient_under_asp():
     """Under `asp` each of 3 replicas computes 3 s of every 9 s, and does all updates."""
     table = make_table(dict.fromkeys("abc", 1.0), 1)
     options = PlannerOptions(4, (1,), ("asp",))
@@ -166,8 +167,8 @@ def test_replicas_that_apply_every_gradient():
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
-def test_a_simulated_plan_has_the_step_that_the_plan_says(schedule):
-    """Also with the controller's overhead, and in a stream per mini-batch."""
+def test_a_simulation_has_the_step_of_its_plan(schedule):
+    """Check it with the controller's overhead too, and with a stream for each mini-batch."""
     table = make_table({"a": 1.0, "b": 3.0}, overhead_s=2.0, bandwidth=MIB)
     weights = "stash" if schedule == "pipedream" else "flush"
     plan = plan_by({4: table}, Proposal((3,), (("a",), ("b",)), schedule, 1), 4, weights)
@@ -176,6 +177,6 @@ def test_a_simulated_plan_has_the_step_that_the_plan_says(schedule):
     assert simulation.to_json()["step_s"] == plan.step_s
     assert simulation.outcome.link_nbytes == {(0, 1): MIB, (1, 0): MIB}
     busy_s = [sum((stage.forward_s, stage.backward_s, stage.update_s)) for stage in plan.stages]
-    if schedule == "pipedream":  # of a step in a full pipeline
+    if schedule == "pipedream":  # for a step in a full pipeline
         shares = 1 - np.array(busy_s) / plan.step_s
         assert simulation.outcome.bubble == pytest.approx(tuple(shares), abs=1e-6)

@@ -1,4 +1,4 @@
-"""Notes on devices that a plan leaves out."""
+"""Notes on devices that a plan does not use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_note_says_if_no_pipeline_of_the_device_is_possible() -> None:
     assert note == "b is left out: no plan with a stage on each of a, b is possible"
 
 
-def test_a_note_keeps_the_number_of_micro_batches_that_was_asked() -> None:
-    """Three micro-batches of four samples: no power of two has such a size."""
+def test_a_note_keeps_the_given_number_of_micro_batches() -> None:
+    """Three micro-batches of four samples: no power of two gives this size."""
     options = PlannerOptions(12, (3,))
     alone = make_pipeline(TABLES, ["a"], options)
     (note,) = with_notes(alone, TABLES, ["a", "b"], options).notes

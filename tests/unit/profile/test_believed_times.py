@@ -1,4 +1,4 @@
-"""Times that no clock should give are left out with a warning, or refused; none makes a plan."""
+"""Impossible times are ignored with a warning, or refused; no plan uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hetpipe.worker.emulation import Emulation
 
 
 @pytest.mark.parametrize("time_s", [math.nan, 0.0, -1e-3, math.inf, 3600.0])
-def test_a_time_that_cannot_be_is_kept_apart(time_s: float) -> None:
+def test_an_impossible_time_is_separated(time_s: float) -> None:
     samples = Samples.of([1e-3, time_s, 3e-3, 2e-3])
     assert (samples.median_s, len(samples.bad)) == (2e-3, 1)
     samples.check("a: a forward")
@@ -43,7 +43,7 @@ def test_a_time_that_cannot_be_is_kept_apart(time_s: float) -> None:
 
 @pytest.mark.parametrize("jump_s", [-5.0, 3600.0, math.nan])
 def test_no_emulated_speed_waits_for_a_jump(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour at a tenth of the speed would be nine hours of waiting."""
+    """At a tenth of the speed an hour would cause nine hours of waiting."""
     begin = clock.begin()
     monkeypatch.setattr(clock, "now_s", lambda: begin.clock_s + jump_s)
     begin_s = time.perf_counter()
@@ -55,14 +55,14 @@ def test_no_emulated_speed_waits_for_a_jump(jump_s: float, monkeypatch: pytest.M
 
 @cache
 def perceptron() -> Captured:
-    """A small model, captured once for all tests."""
+    """Return the capture of a small model, made once for all tests."""
     return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
 
 
 def profiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]
 ) -> CostTable:
-    """A profile by this clock, on one device in this process."""
+    """Return a profile measured with this clock, on one device in this process."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder))
     captured = perceptron()
     with Crew.start(Cluster((Member("a", "numpy:cpu:0"),), transport="local")) as crew:
@@ -72,10 +72,10 @@ def profiled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.0, -1e-3, math.nan, 3600.0])
-def test_a_clock_without_sense_is_refused(
+def test_a_senseless_clock_is_refused(
     step_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands still, goes back, gives no number, or jumps by an hour at every look."""
+    """The clock stands still, goes back, gives no number, or jumps by an hour at every reading."""
     reading_s = [1e6]
 
     def now_s() -> float:
@@ -89,15 +89,15 @@ def test_a_clock_without_sense_is_refused(
 
 
 @pytest.mark.slow
-def test_some_jumps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on by a millisecond a look, and now and then by an hour, or back."""
+def test_some_jumps_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading advances the clock by a millisecond, and some by an hour, forward or back."""
     looks = [0]
 
     def now_s() -> float:
         looks[0] += 1
         return 1e-3 * looks[0] + 3600.0 * ((looks[0] // 11) % 2)
 
-    # The engine's part of an action is in each layer's times, and measured by a clock that runs.
+    # Each layer's times include the engine's part of an action, which a running clock measured.
     monkeypatch.setattr(measure, "engine_s", lambda crew, orders: {})
     with pytest.warns(ClockWarning, match=r"a \(numpy:cpu:0\): .* took .* which is impossible"):
         table = profiled(tmp_path, monkeypatch, now_s)
@@ -115,7 +115,7 @@ def test_costs_are_numbers_of_0_or_more(time_s: float) -> None:
 
 
 @pytest.mark.parametrize("time_s", [math.nan, 0.0, -1.0, math.inf])
-def test_a_probe_takes_time(time_s: float) -> None:
+def test_a_probe_must_take_time(time_s: float) -> None:
     with pytest.raises(CostError, match=f"a probe's product takes {time_s} s"):
         Probe(time_s, 1e-3, 0.0, 128, 1 << 20)
     with pytest.raises(CostError, match=f"a probe's pass takes {time_s} s"):

@@ -1,4 +1,4 @@
-"""Cost tables on disk: nothing is lost, and what is damaged is told and made again."""
+"""Cost tables on disk: nothing is lost; a damaged table gives a warning and is made again."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "costs"
 
 
-def test_a_table_goes_through_strict_json():
+def test_a_table_survives_strict_json():
     text = json.dumps(TABLE.to_json(), allow_nan=False)
     assert CostTable.from_json(json.loads(text)) == TABLE
 
@@ -57,17 +57,17 @@ def test_a_table_with_a_missing_or_unknown_key_is_refused(key):
         CostTable.from_json({})
 
 
-def test_load_returns_what_was_stored(folder):
+def test_load_returns_the_stored_table(folder):
     entry = cache.key({"model": "toy", "samples": 4})
     assert cache.load(entry) is None
     cache.store(entry, TABLE.to_json())
     assert CostTable.from_json(cache.load(entry)) == TABLE
     cache.store(entry, {"newer": 1})
     assert cache.load(entry) == {"newer": 1}
-    assert os.listdir(folder) == [f"{entry}.json"]  # nothing beside it is left
+    assert os.listdir(folder) == [f"{entry}.json"]  # no other file remains
 
 
-def test_keys_differ_with_every_part_and_not_with_their_order():
+def test_every_part_but_not_their_order_changes_the_key():
     parts = {"model": "f1", "driver": "535.1", "samples": 4, "cores": [0, 1]}
     assert cache.key(parts) == cache.key(dict(reversed(parts.items())))
     changed = [{**parts, name: "other"} for name in parts]
@@ -120,6 +120,6 @@ def test_a_store_that_fails_leaves_the_old_entry(folder, monkeypatch):
     assert os.listdir(folder) == ["k.json"]
 
 
-def test_the_folder_is_the_users_own_without_the_variable(monkeypatch):
+def test_without_the_variable_the_folder_is_the_users(monkeypatch):
     monkeypatch.delenv("HETPIPE_CACHE")
     assert cache.folder().parts[-2:] == ("hetpipe", "costs")

@@ -1,4 +1,4 @@
-"""Costs that were measured beside other work are kept with a mark."""
+"""Costs measured beside other work are stored with a mark."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from hetpipe.profile.contention import ContentionWarning, Usage, foreign_share, 
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.measure import profile
 
-FIELDS = "0 0"  # guest time is part of the first ones
+FIELDS = "0 0"  # the first fields include guest time
 
 
 def at(process: int, at_s: float, own_s: float, host: str = "a", **cores_s: float) -> Usage:
     return Usage(host, process, at_s, own_s, {int(k[1:]): v for k, v in cores_s.items()})
 
 
-def test_what_others_computed() -> None:
-    """Two processes on their own cores for 10 s, one of which another disturbs for 3 s."""
+def test_the_share_of_other_processes() -> None:
+    """Two processes on separate cores for 10 s; another process disturbs one of them for 3 s."""
     before = [at(1, 100.0, 7.0, c0=50.0), at(2, 100.0, 1.0, c1=20.0)]
     after = [at(1, 110.0, 16.0, c0=59.0), at(2, 110.0, 3.0, c1=25.0)]
     assert foreign_share(before, after) == pytest.approx(3 / 20)
 
 
 def test_a_shared_core_and_threads_of_one_process_count_once() -> None:
-    """On both hosts; the first has two processes on one core and two members in one of them."""
+    """Check it on two hosts; the first has two processes on one core, and two members in one
+    process."""
     before = [at(1, 0.0, 0.0, c0=0.0)] * 2 + [at(2, 0.0, 0.0, c0=0.0)]
     after = [at(1, 10.0, 4.0, c0=9.0)] * 2 + [at(2, 10.0, 3.0, c0=9.0)]
     assert foreign_share(before, after) == pytest.approx(2 / 10)
@@ -53,13 +54,13 @@ def test_a_shared_core_and_threads_of_one_process_count_once() -> None:
     assert foreign_share(before, after) == pytest.approx(7 / 30)
 
 
-def test_clock_ticks_do_not_make_it_negative_and_silence_is_none() -> None:
+def test_the_share_is_never_negative_and_0_without_cores() -> None:
     assert foreign_share([at(1, 0.0, 0.0, c0=0.0)], [at(1, 1.0, 1.0, c0=0.99)]) == 0.0
     assert foreign_share([at(1, 0.0, 0.0)], [at(1, 1.0, 0.5)]) == 0.0
 
 
 def test_cores_of_this_process_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle time and waiting for disks are no work; what a hypervisor took is."""
+    """Idle time and waiting for disks are no work; time taken by a hypervisor is."""
     core = min(os.sched_getaffinity(0))
     lines = [f"cpu  9 9 9 9 9 9 9 9 {FIELDS}", f"cpu{core} 100 20 30 5000 700 4 6 40 {FIELDS}"]
     lines += [f"cpu4096 100 20 30 5000 700 4 6 40 {FIELDS}", "intr 5 6 7"]
@@ -73,8 +74,8 @@ def test_cores_of_this_process_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not contention.STAT.exists(), reason="this system has no /proc/stat")
-def test_another_process_shows() -> None:
-    """One that computes for the cores' whole time, and this one, which sleeps."""
+def test_other_processes_are_seen() -> None:
+    """Other processes compute on all cores while this one sleeps."""
     spin = "while True: pass"
     cores = len(os.sched_getaffinity(0))
     others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(cores)]
@@ -94,7 +95,7 @@ def test_another_process_shows() -> None:
 def test_disturbed_costs_are_kept_with_a_mark(
     shares: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They serve with a warning, now and later, until they are measured again."""
+    """Disturbed costs give a warning at each use, until they are measured again."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     told = iter(shares)
     monkeypatch.setattr(contention, "foreign_share", lambda before, after: next(told))
@@ -118,7 +119,7 @@ def test_disturbed_costs_are_kept_with_a_mark(
         assert "took 30% of the cores (at most 10%" in str(warned.message)
         assert "micro-batches of 4" in str(warned.message)
         assert "unreliable here; measure again" in str(warned.message)
-        kept = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]  # nothing is measured
+        kept = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]  # measures nothing
         assert kept.contention == 0.3
         assert str(caught[1].message) == str(warned.message)
         told = iter((0.0, 0.0))
@@ -147,7 +148,8 @@ def test_the_interval_widens_with_contention() -> None:
 
 @pytest.mark.slow
 def test_each_half_measures_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first half is disturbed and does not count, though it knows all layers but one well."""
+    """The first half is disturbed and does not count, though it measures all layers but one
+    well."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     shares = iter((0.5, 0.0))
     monkeypatch.setattr(contention, "foreign_share", lambda before, after: next(shares))

@@ -31,7 +31,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[ProductShape
 
 
 def kernels(fn: Callable[..., Any], *inputs: torch.Tensor) -> list[Kernel]:
-    """The operators of a function that are matrix products."""
+    """Return the operators of a function that are matrix products."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
     return [kernel for _, kernel in count_calls(graph) if kernel.products]
 

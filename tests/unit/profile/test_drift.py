@@ -1,4 +1,5 @@
-"""Costs follow their devices: probes, drift, corrected predictions, and devices alone."""
+"""Costs follow their devices: probes, drift, corrected predictions, and devices that compute
+alone."""
 
 from __future__ import annotations
 
@@ -44,17 +45,17 @@ THEN = Probe(2e-3, 4e-3, 0.0, 256, 1 << 20)
 
 
 def probed(table: CostTable, **changes: Any) -> CostTable:
-    """The table with the same probe, and these fields, on every device."""
+    """Return the table with the same probe, and these fields, on every device."""
     devices = {id: replace(cost, probe=THEN, **changes) for id, cost in table.devices.items()}
     return replace(table, devices=devices)
 
 
 def now(**factors: float) -> dict[str, Probe]:
-    """Probes after these drifts."""
+    """Return the probes after these drifts."""
     return {id: THEN.scaled(factor, factor) for id, factor in factors.items()}
 
 
-def test_a_drift_lies_between_that_of_arithmetic_and_that_of_memory() -> None:
+def test_a_drift_is_between_arithmetic_and_memory() -> None:
     measured = drift(THEN, THEN.scaled(1.0, 4.0))
     assert measured == Drift(1.0, pytest.approx(4.0))
     assert measured.factor == pytest.approx(2.0)
@@ -62,7 +63,7 @@ def test_a_drift_lies_between_that_of_arithmetic_and_that_of_memory() -> None:
     assert drift(THEN, THEN.scaled(2.0, 2.0)).spread == 0.0
 
 
-def test_a_change_within_the_noise_of_two_probes_is_none() -> None:
+def test_a_change_within_the_noise_is_no_drift() -> None:
     then = replace(THEN, spread=0.03)
     assert drift(then, replace(THEN.scaled(1.04, 0.96), spread=0.04)) == Drift(
         1.0, 1.0, pytest.approx(0.05)
@@ -72,7 +73,7 @@ def test_a_change_within_the_noise_of_two_probes_is_none() -> None:
     assert 1.99 < beyond.memory < 2.0
 
 
-def test_a_row_is_corrected_by_all_its_turns() -> None:
+def test_all_turns_correct_a_row() -> None:
     def at(corrected_s: float) -> Correction:
         return Correction(1.0, corrected_s, (0.5 * corrected_s, 2 * corrected_s), {"a": 1.5})
 
@@ -81,7 +82,7 @@ def test_a_row_is_corrected_by_all_its_turns() -> None:
     row.steps_s = [6.0, 1.0, 2.0]
     row.corrections = [(at(3.0), at(6.0)), (at(1.0), at(2.0)), (at(2.0), at(4.0))]
     assert row.measured_s == pytest.approx(2.0)
-    correction = row.correction  # 9 s are predicted, and took 9 s
+    correction = row.correction  # predicted in sum: 9 s; measured: 9 s
     assert correction.raw_s == 1.0
     assert correction.corrected_s == pytest.approx(2.0)
     assert correction.interval_s == pytest.approx((1.0, 4.0))
@@ -91,7 +92,7 @@ def test_a_row_is_corrected_by_all_its_turns() -> None:
     assert blind.scaled(2.0) == replace(blind, corrected_s=2.0)
 
 
-def test_the_median_of_probes_has_the_spread_between_them() -> None:
+def test_a_median_probe_has_the_spread_of_all_probes() -> None:
     probes = [replace(THEN.scaled(factor, 1.0), spread=9.0) for factor in (1.0, 1.1, 0.9, 1.0, 5.0)]
     median = median_probe(probes)
     assert (median.arithmetic_s, median.memory_s) == (THEN.arithmetic_s, THEN.memory_s)
@@ -99,12 +100,12 @@ def test_the_median_of_probes_has_the_spread_between_them() -> None:
     assert median_probe(probes[:1]) == probes[0]
 
 
-def test_costs_with_probes_go_through_json() -> None:
+def test_costs_with_probes_survive_json() -> None:
     table = probed(make_table({"a": 1.0, "b": 0.5}), probe_alone=THEN, alone=0.75, spread=0.125)
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
 
 
-def test_costs_after_a_drift_have_the_probes_of_now() -> None:
+def test_costs_after_a_drift_have_new_probes() -> None:
     table = probed(make_table({"a": 1.0, "b": 0.5}))
     present = table.drifted({"a": Drift(2.0, 2.0, 0.1)})
     assert present.devices["b"] == table.devices["b"]
@@ -127,7 +128,7 @@ def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -
     )
 
 
-def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
+def test_the_slowest_replica_corrects_a_prediction() -> None:
     tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
               8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
     plan = plan_by(tables, Proposal((), (("a", "b"),), "gpipe", 2), 16)
@@ -135,8 +136,9 @@ def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
     assert correction.corrected_s == pytest.approx(3 * plan.step_s)
 
 
-def test_a_device_that_computes_alone_is_quicker() -> None:
-    """Its costs are of the time when all compute; the planner knows what it gains alone."""
+def test_a_device_that_computes_alone_is_faster() -> None:
+    """Costs hold the times with all devices computing; the planner knows how much faster one is
+    alone."""
     table = probed(make_table({"a": 1.0, "b": 0.25}), alone=0.5, probe_alone=THEN.scaled(0.5, 0.5))
     alone = make_plan(table, ["a"], mini_batch=16, microbatches=4)
     both = make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
@@ -146,7 +148,7 @@ def test_a_device_that_computes_alone_is_quicker() -> None:
     cluster, options = Cluster.with_ids("ab"), PlannerOptions(16, replicas=False)
     assert plan_on({4: table}, cluster, options).all_devices == ("a",)
     assert plan_on({4: plain}, cluster, options).all_devices == ("a", "b")
-    for plan in (alone, both):  # the timeline says the same as the plan
+    for plan in (alone, both):  # the timeline agrees with the plan
         assert predict(plan, table).total_s == pytest.approx(plan.step_s)
         assert correct_for_drift(plan, table, {}).corrected_s == plan.step_s
     assert correct_for_drift(alone, table, now(a=0.5)).corrected_s == pytest.approx(alone.step_s)
@@ -155,7 +157,7 @@ def test_a_device_that_computes_alone_is_quicker() -> None:
     )
 
 
-def test_two_of_three_devices_are_between() -> None:
+def test_two_of_three_devices_have_intermediate_times() -> None:
     table = probed(make_table({"a": 1.0, "b": 1.0, "c": 1.0}), alone=0.5, probe_alone=THEN)
     times_s = [table.beside(count).forward_s("a", 0, 1) for count in (1, 2, 3)]
     assert times_s == [0.5, 0.75, 1.0]
@@ -168,7 +170,7 @@ def test_two_of_three_devices_are_between() -> None:
 
 @pytest.fixture
 def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two devices in this process."""
+    """Start two devices in this process."""
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     members = (Member("a", "numpy:cpu:0"), Member("b", "pytorch:cpu:0"))
     with Crew.start(Cluster(members, transport="local")) as crew:
@@ -177,7 +179,7 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """A model, profiled as if nothing else were at work."""
+    """Return a captured model, to be profiled as if no other work disturbed it."""
     monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
     torch.manual_seed(0)
     return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
@@ -197,10 +199,10 @@ def test_later_probes_run_the_programs_of_the_first(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_stored_costs_are_corrected_when_they_serve_again(
+def test_stored_costs_are_corrected_when_they_are_used(
     crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a small drift they stay as they are, so that equal plans are made of them."""
+    """A small drift changes no stored costs, so that plans stay equal."""
     efforts: list[Any] = []
     first = profile(captured, crew, hp.optim.sgd(0.1), [4], report=efforts.append)[4]
     assert efforts[0].layers == len(first.layers)
@@ -224,12 +226,12 @@ def test_stored_costs_are_corrected_when_they_serve_again(
 
 
 @pytest.mark.slow
-def test_costs_of_several_profiles_are_corrected_by_the_programs_of_each(
+def test_each_profile_is_probed_with_its_programs(
     crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     def programs(samples: int, enough_s: float, *others: int) -> list[tuple[int, int]]:
-        """Of the probes of these costs, if programs must take that long."""
+        """Return the sizes of the probes of these costs, with the minimum duration `enough_s`."""
         monkeypatch.setattr("hetpipe.profile.probing.ENOUGH_S", enough_s)
         tables = profile(captured, crew, hp.optim.sgd(0.1), [samples, *others])
         return [(one.order, one.nbytes) for one in probes_of(tables[samples]).values()]

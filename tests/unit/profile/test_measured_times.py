@@ -1,4 +1,4 @@
-"""Costs made of measured times: an update with the time that it adds to the passes behind it."""
+"""Costs from measured times: an update includes the time that it adds to the passes after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hetpipe.profile.estimate import added_s, change_s
 
 
-def test_an_update_costs_the_time_that_it_adds_to_the_next_passes() -> None:
+def test_an_update_includes_the_time_added_to_the_next_passes() -> None:
     assert change_s([1.5, 1.75, 9.0], [1.0, 1.25, 1.0]) == 0.5, "the median of pairs"
     assert change_s([1.5, math.nan], [1.0, 1.0]) == 0.5, "of those that can be believed"
     assert change_s([], []) == 0.0

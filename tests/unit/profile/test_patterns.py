@@ -1,4 +1,4 @@
-"""Layers that differ in names alone are one pattern, and are compiled and run once."""
+"""Layers that differ only in names form one pattern, and are compiled and run once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (2, 4)
 
 
 class Scaled(nn.Module):
-    """Multiplies with a vector that the model holds as a constant."""
+    """Multiply by a vector that the model holds as a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Scaled(nn.Module):
 
 
 def layers_of(*modules: nn.Module) -> list[StageGraphs]:
-    """The layers of these modules in a row, of 3 values in and out."""
+    """Return the layers of these modules in sequence, with 3 values in and out."""
     model = nn.Sequential(*modules)
     captured = Captured(model, F.mse_loss, (torch.randn(8, 3), torch.randn(8, 3)))
     count = len(captured.layer_graph(SIZES[0]).layers)
@@ -46,8 +46,8 @@ def block() -> nn.Linear:
 
 
 @pytest.mark.slow
-def test_layers_between_the_ends_are_alike() -> None:
-    """The first needs no gradient of its input, and the last has the loss."""
+def test_layers_between_the_ends_are_one_pattern() -> None:
+    """The first layer needs no gradient of its input, and the last one has the loss."""
     network = Network.of(layers_of(*(block() for _ in range(5))))
     assert network.layers == (0, 1, 1, 1, 2)
     assert [stage.stage for stage in network.patterns] == list(network.firsts) == [0, 1, 4]
@@ -66,7 +66,7 @@ def test_layers_between_the_ends_are_alike() -> None:
     ],
     ids=["operator", "dropout", "rate", "constant", "other constant", "argument"],
 )
-def test_all_but_names_counts(here: nn.Module, there: nn.Module, alike: bool) -> None:
+def test_everything_except_names_counts(here: nn.Module, there: nn.Module, alike: bool) -> None:
     """A module without parameters belongs to the layer before it."""
     network = Network.of(layers_of(block(), block(), here, block(), there, block()))
     assert len(network.layers) == 4
@@ -81,7 +81,7 @@ def test_a_frozen_layer_is_another_pattern() -> None:
 
 
 class Counting:
-    """A device that counts what it compiles."""
+    """A device that counts the programs it compiles."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -106,12 +106,12 @@ def test_work_grows_with_patterns_and_not_with_layers() -> None:
             session.walk(size, session.able, taken)
         session.update(taken)
         counts.append((device.compiled, session.compilations, taken.runs))
-    assert counts[0] == counts[1] == (15, 15, 15)  # passes at two sizes, and an update, of three
+    assert counts[0] == counts[1] == (15, 15, 15)  # 2 sizes, 2 passes, 1 update; 3 patterns
 
 
 @pytest.mark.slow
 def test_a_walk_runs_the_active_patterns_forward_and_back() -> None:
-    """Also after a walk of others: a layer whose neighbour is left out gets its input anew."""
+    """Check a walk after another one too: a layer without its neighbour gets a new input."""
     network = Network.of(layers_of(block(), block(), block(), block(), nn.Tanh(), block()))
     assert network.layers == (0, 1, 1, 2, 3)
     session, every, some = Session(open_device("numpy:cpu:0"), network), Times(), Times()
