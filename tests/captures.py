@@ -75,7 +75,7 @@ class _ByValue(pickle.Pickler):
 
 
 def _hashable(value: Any) -> Any:
-    if isinstance(value, Mapping):  # decompositions: torch makes some of its functions anew
+    if isinstance(value, Mapping):  # decompositions: torch makes some functions in each call
         names = ((op, getattr(function, "__qualname__", "")) for op, function in value.items())
         return frozenset(names)
     return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import shares
 
-# `python -m pytest` puts the project's folder on the path, where `kernels` and `backends` would
-# pass for packages of other projects (transformers looks for one called `kernels`).
+# `python -m pytest` puts the project's folder on the path, where Python would import `kernels` and
+# `backends` as packages of other projects (transformers looks for one called `kernels`).
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
-# Hundreds of models are captured, of many thousand graphs. A capture asks torch for the same list
-# of operators some fifty times, and whenever garbage is collected all those graphs are walked.
-# The list is torch's own affair: a torch that has none is asked as often as it likes.
+# The tests capture hundreds of models, with graphs of many thousand nodes. Each capture asks torch
+# for the same list of operators about fifty times, and each garbage collection visits all graphs.
+# So the list is cached and garbage is collected less often. A torch without this function is not
+# patched.
 with suppress(ImportError, AttributeError):
     import torch._export.utils as _export
 
@@ -29,7 +30,7 @@ gc.set_threshold(50_000, 20, 100)
 
 @pytest.fixture(scope="session")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all tests' captures; a capture's key covers everything that it depends on."""
+    """Return the folder of all tests' captures; a capture's key covers everything it depends on."""
     return tmp_path_factory.mktemp("captures")
 
 

@@ -1,4 +1,4 @@
-"""The devices found here, each opened once, and functions that trace, compile and run on them."""
+"""The devices of this machine, each opened once, and functions that run graphs on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ opened = functools.cache(open_device)
 
 @functools.cache
 def infos() -> tuple[DeviceInfo, ...]:
-    """Return all devices of all backends that load here."""
+    """Return all devices of all backends that can be loaded."""
     return tuple(discover_devices()[0])
 
 

@@ -1,4 +1,4 @@
-"""Models that together cover everything that makes partitioning hard."""
+"""Models that together contain everything that makes partitioning hard."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Mini-batches of 12 for `MLP` and `Normalized`."""
+    """Return mini-batches of 12 samples for `MLP` and `Normalized`."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(12, 20, generator=generator), torch.randint(0, 5, (12,), generator=generator))
@@ -91,7 +91,7 @@ class ResidualCNN(nn.Module):
 
 
 class TwoBranch(nn.Module):
-    """Two branches side by side, and a skip from the input layer to the last."""
+    """Two parallel branches, and a skip from the input layer to the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Transposed(nn.Module):
 
 
 class TiedAutoencoder(nn.Module):
-    """The decoder's weights are the encoder's, transposed."""
+    """An autoencoder whose decoder weights are the encoder's, transposed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Unpartitioned training in plain torch over the same micro-batches: what pipelines must equal."""
+"""Unpartitioned training in plain torch on the same micro-batches, which pipelines must equal."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gradients_of(
 def backward(
     model: nn.Module, loss_fn: Callable[[Any, Any], Any], x: Any, y: Any, microbatches: int
 ) -> tuple[float, float]:
-    """Add a mini-batch's gradients; return the loss's sum and count (1 where it is a mean)."""
+    """Add a mini-batch's gradients; return the loss's sum and count (1 if the loss is a mean)."""
     rows = leaf(x).shape[0]
     total = total_count = 0.0
     lo = 0

@@ -1,11 +1,11 @@
-"""Shares of the tests that take long: a run may take an eighth of them.
+"""Shares of the slow tests: a run may include an eighth of them.
 
 A function marked `wide` has many similar cases: other sizes, devices, models. A function marked
 `slow` takes seconds: it starts workers, trains, or runs an interpreter of kernels. `--share 2` runs
 every eighth case of each wide function, and every eighth of all cases of slow functions, in a fixed
-order without a pattern. `--share tree` lets the files of the checked-out commit choose the share:
-the same files always have the same tests, and whoever changes them runs other cases. Without the
-option every case runs.
+pseudorandom order. With `--share tree`, the files of the checked-out commit choose the share: the
+same files always have the same tests, and a change of the files changes the cases. Without the
+option, every case runs.
 
 A fault that breaks most cases of a table, or most trainings, is found at once, because each share
 has cases of each table and an eighth of the trainings. A fault in a single case is found in one of
@@ -29,7 +29,7 @@ OF_TREE = "tree"
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """`--share`."""
+    """Add the option `--share` to pytest."""
     numbers = [str(number) for number in range(1, SHARES + 1)]
     parser.addoption(
         "--share",
@@ -58,12 +58,12 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     share = share_of(config)
     if share is None:
         return
-    others = left_out(items, share)
+    others = cases_of_other_shares(items, share)
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
 
 
-def left_out(items: list[pytest.Item], share: int) -> set[pytest.Item]:
+def cases_of_other_shares(items: list[pytest.Item], share: int) -> set[pytest.Item]:
     """Return the cases of wide and slow functions that belong to other shares."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -80,11 +80,11 @@ def left_out(items: list[pytest.Item], share: int) -> set[pytest.Item]:
 
 
 def _tree(root: Path) -> str:
-    """Return the hash of the committed files; where git knows none, the number of the day.
+    """Return the hash of the committed files; without git, the number of the day.
 
-    The commit's message, author and time are no part of it.
+    The commit's message, author and time are no part of the hash.
     """
-    # A checkout may belong to another user than the one who tests it.
+    # The user who runs the tests may not own the checkout.
     command = ["git", "-c", "safe.directory=*", "-C", str(root), "rev-parse", "HEAD^{tree}"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -195,7 +195,7 @@ def test_a_stage_trains_with_lent_operators_and_the_plan_names_them(transport: s
     assert note.startswith("numpy runs aten.tanh.default of layers.0 for a, 1 times in the forward")
 
 
-def test_a_backend_that_lends_nothing_refuses_the_operator() -> None:
+def test_without_a_companion_the_operator_is_refused() -> None:
     """Without `lends`, the operator is refused."""
     registry.register_backend(Alone)
     device = registry.open_device("alone:unit:0")

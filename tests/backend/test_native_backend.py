@@ -119,7 +119,7 @@ def test_an_input_given_twice_is_not_donated(device: Device) -> None:
     np.testing.assert_array_equal(fetch(device, doubled), [2, 4, 6])
 
 
-def test_outputs_that_repeat_and_graphs_that_compute_nothing(device: Device) -> None:
+def test_repeated_outputs_and_graphs_without_calls(device: Device) -> None:
     twice = device.compile(traced(lambda x: ((y := x + 1), y, x), torch.ones(2)))
     x = put(device, np.zeros(2, np.float32))
     outputs, event, _ = twice.run([x])
@@ -133,7 +133,7 @@ def test_outputs_that_repeat_and_graphs_that_compute_nothing(device: Device) -> 
     assert [id(o) for o in outputs] == [id(y), id(x)]
 
 
-def test_runs_follow_each_other_by_events_alone() -> None:
+def test_events_alone_order_the_runs() -> None:
     device = opened()
     step = device.compile(traced(lambda x: x @ x * 1e-2, torch.ones(64, 64)))
     x, ready = device.upload(np.ones((64, 64), np.float32))

@@ -108,7 +108,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("fault", RUN)
-def test_a_run_that_breaks_the_rules(fault: str) -> None:
+def test_a_run_with_wrong_results_is_refused(fault: str) -> None:
     device = open_library(faulty(fault))
     graph = trace(lambda x: (x + 1, x * 2), [torch.ones(3)], core_decompositions())
     buffer = put(device, np.ones(3, np.float32))

@@ -56,7 +56,7 @@ def test_pooling(device_id: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_indices_of_the_largest_elements(device_id: str) -> None:
-    """Of equal elements the first counts; NaN is larger than any number."""
+    """The first of equal elements counts; NaN is larger than any number."""
     x = torch.tensor([3.0, 3, 1, math.nan, 2, 2, 2, 1, 1, -math.inf, 5, 5]).reshape(1, 3, 2, 2)
 
     def places(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

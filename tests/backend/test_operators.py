@@ -141,7 +141,7 @@ def test_operator(form: str, device_id: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", REFERENCE_CASES, ids=lambda case: case.name)
-def test_operator_of_the_reference_alone(case: Case) -> None:
+def test_operators_only_the_reference_must_run(case: Case) -> None:
     graph = graph_of(case, "whole")
     check(case, run(opened("numpy:cpu:0"), graph, [t.numpy() for t in inputs_of(case)]), graph)
 

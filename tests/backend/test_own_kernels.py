@@ -195,7 +195,7 @@ def test_a_product_with_packed_weights_is_right() -> None:
 
 
 def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight is packed for keeping from its second use; before that it has no kept memory."""
+    """A packed weight is kept from the second run with the same weight on."""
     device: Any = with_product()
     first, second = torch.ones(7, 4), torch.full((7, 4), 2.0)
     graph = trace(torch.mm, [X, first], registry.decompositions_of("tripled"))

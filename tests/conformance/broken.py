@@ -1,7 +1,7 @@
-"""Broken backends: each is sound but for one fault, as a driver might have it.
+"""Broken backends: each is sound except for one fault that a driver might have.
 
-`python tests/conformance/broken.py [FAULT]...` runs level core, or training where the fault shows
-only there, on each of them, and prints the checks that fail.
+`python tests/conformance/broken.py [FAULT]...` runs level core on each of them, or level training
+if only that shows the fault, and prints the checks that fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WrongStrides(SoundDevice):
 
 
 class StaleBuffers(SoundDevice):
-    """Results lie in memory of the executable, which the next run reuses."""
+    """Results are in memory of the executable, which the next run reuses."""
 
     def memory_for(self, executable: Any, nodes: Sequence[fx.Node]) -> list[Array]:
         if not hasattr(executable, "memory"):
@@ -55,7 +55,7 @@ class StaleBuffers(SoundDevice):
 
 
 class RacyEvents(SoundDevice):
-    """The event of a pass has happened before its work has ended."""
+    """The event of a pass has happened before the work is done."""
 
     def submit(
         self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
@@ -67,11 +67,11 @@ class RacyEvents(SoundDevice):
 class _Freed(SoundBuffer):
     def __del__(self) -> None:
         if self.array.dtype.kind == "f":
-            self.array[...] = np.nan  # another tensor lies there now
+            self.array[...] = np.nan  # as if another tensor used the memory now
 
 
 class FreedEarly(SoundDevice):
-    """Memory goes with the Buffer object, though queued work still reads it."""
+    """Memory is freed with the Buffer object, though queued work still reads it."""
 
     def buffer(self, array: Array) -> SoundBuffer:
         return _Freed(self, array)
@@ -83,7 +83,7 @@ class FreedEarly(SoundDevice):
 
 
 class OffByOne(SoundDevice):
-    """A sum loses its last element where one is left behind the last block of 32."""
+    """A sum loses its last element if one element follows the last block of 32."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if operator_name(node) in ("aten.sum.dim_IntList", "aten.mean.dim") and args[1]:
@@ -96,7 +96,7 @@ class OffByOne(SoundDevice):
 
 
 class WrongGradient(SoundDevice):
-    """The gradient of a convolution's weight is a tenth of a percent too large."""
+    """The gradient of a convolution's weight is 0.1 % too large."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         result = super().kernel(node, args, kwargs)
@@ -119,7 +119,7 @@ class WrongPadding(SoundDevice):
 
 
 class IgnoredDtype(SoundDevice):
-    """Arithmetic of int64 is done in float32."""
+    """Arithmetic of int64 is computed in float32."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         result = super().kernel(node, args, kwargs)
@@ -129,7 +129,7 @@ class IgnoredDtype(SoundDevice):
 
 
 class Leaking(SoundDevice):
-    """Results stay in a list for ever."""
+    """A list keeps all results for ever."""
 
     def memory_for(self, executable: SoundExecutable, nodes: Sequence[fx.Node]) -> list[Array]:
         memory = super().memory_for(executable, nodes)
@@ -138,7 +138,7 @@ class Leaking(SoundDevice):
 
 
 class Chance(SoundDevice):
-    """Products are summed in an order that is left to chance."""
+    """Products are summed in a random order."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if operator_name(node) == "aten.mm.default":
@@ -148,7 +148,7 @@ class Chance(SoundDevice):
 
 
 class DonatedTooEarly(SoundDevice):
-    """The memory of a donated input is given to the first result before the others are made."""
+    """The first result overwrites a donated input before the others are computed."""
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         require_support(self, graph)
@@ -184,7 +184,7 @@ class _TooEarly(SoundExecutable):
 
 
 class Aliasing(SoundDevice):
-    """A result that is a view of an input lies in the input's memory."""
+    """A result that is a view of an input shares the input's memory."""
 
     def store(
         self, executable: SoundExecutable, values: dict[fx.Node, Array], results: Sequence[Array],
@@ -194,7 +194,7 @@ class Aliasing(SoundDevice):
         for node, buffer in zip(executable.created, self.last, strict=True):
             if values[node].base is not None and values[node].flags.c_contiguous:
                 buffer.array = values[node]
-        for array in donated.values():  # whose memory is used again
+        for array in donated.values():  # reuse the donated memory
             array[...] = -7
 
     def submit(
@@ -215,7 +215,7 @@ class Aliasing(SoundDevice):
 
 
 class Unchecked(SoundDevice):
-    """An index out of range reads what is there."""
+    """An index out of range reads whatever is in memory."""
 
     def check(self, node: fx.Node, values: Mapping[fx.Node, Array]) -> None:
         pass
@@ -251,7 +251,7 @@ class EarlyChunks(SoundDevice):
 
 
 class SaysYes(SoundDevice):
-    """`supports` accepts everything, and compile does not."""
+    """`supports` accepts every operator, but compile does not."""
 
     def supports(self, node: fx.Node) -> str | None:
         return None
@@ -266,7 +266,7 @@ class SaysYes(SoundDevice):
 
 
 class Overwriting(SoundDevice):
-    """Additions are done in place, whether the input is donated or not."""
+    """Additions are computed in place, whether the input is donated or not."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         result = super().kernel(node, args, kwargs)
@@ -277,7 +277,7 @@ class Overwriting(SoundDevice):
 
 
 class _Key:
-    """What a cache of compiled graphs knows of a graph."""
+    """The properties of a graph by which a cache finds its compiled program."""
 
     def __init__(self, constants: bool, dtypes: bool) -> None:
         self.constants, self.dtypes = constants, dtypes
@@ -297,7 +297,7 @@ class _Key:
 
 
 class ConstantsIgnored(SoundDevice):
-    """The key of kept programs has operators, shapes and dtypes, and lacks constants."""
+    """The key of cached programs contains operators, shapes and dtypes but no constants."""
 
     key = _Key(constants=False, dtypes=True)
 
@@ -307,19 +307,19 @@ class ConstantsIgnored(SoundDevice):
 
 
 class DtypesIgnored(ConstantsIgnored):
-    """The key of kept programs has operators, shapes and constants, and lacks dtypes."""
+    """The key of cached programs contains operators, shapes and constants but no dtypes."""
 
     key = _Key(constants=True, dtypes=False)
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         executable = super().compile(graph)
         assert isinstance(executable, SoundExecutable)
-        executable.forms = input_forms(graph)  # inputs are compared with the graph that came last
+        executable.forms = input_forms(graph)  # compare inputs with the latest graph
         return executable
 
 
 class ScalarsKept(SoundDevice):
-    """An input without dimensions is an argument of a launch, which is set in the first run."""
+    """An input without dimensions is a launch argument that only the first run sets."""
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         require_support(self, graph)
@@ -340,7 +340,7 @@ class _Never(Event):
         return False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        raise BackendError(f"not done after {timeout_s} s")  # without the wait, for quick tests
+        raise BackendError(f"not done after {timeout_s} s")  # at once, so that tests are quick
 
 
 class NoCallsNoEvent(SoundDevice):
@@ -364,7 +364,7 @@ class _NoCallsNoEvent(SoundExecutable):
 
 
 class TailDropped(SoundDevice):
-    """A product of more than 1100 terms adds whole blocks, and drops the last part."""
+    """A product of more than 1100 terms adds whole blocks and drops the last part."""
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if operator_name(node) in ("aten.mm.default", "aten.bmm.default"):
@@ -376,7 +376,7 @@ class TailDropped(SoundDevice):
 
 
 def _rounded(array: Any) -> Any:
-    """An array with mantissas of ten bits, as TF32 has them; other things as they are."""
+    """Round float32 arrays to mantissas of ten bits, as in TF32; return other values unchanged."""
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
         return array
     bits = np.ascontiguousarray(array).view(np.int32)
@@ -384,7 +384,7 @@ def _rounded(array: Any) -> Any:
 
 
 class RoundedOperands(SoundDevice):
-    """Products from 256 rows, columns and terms on round their operands, as TF32 does."""
+    """Products with at least 256 rows, columns and terms round their operands, as TF32 does."""
 
     operator = "aten.mm.default"
 
@@ -398,13 +398,13 @@ class RoundedOperands(SoundDevice):
 
 
 class RoundedBatches(RoundedOperands):
-    """Batches of products from 256 on round their operands, as TF32 does."""
+    """Batches of such products round their operands, as TF32 does."""
 
     operator = "aten.bmm.default"
 
 
 class RoundedConvolutions(RoundedOperands):
-    """Convolutions that are products from 256 on round their operands, as TF32 does."""
+    """Convolutions equivalent to such products round their operands, as TF32 does."""
 
     operator = "aten.convolution.default"
 
@@ -415,7 +415,7 @@ class RoundedConvolutions(RoundedOperands):
 
 
 class RoundedGradients(RoundedConvolutions):
-    """The same, for the gradients alone."""
+    """Only the gradients of such convolutions round their operands."""
 
     operator = "aten.convolution_backward.default"
 
@@ -424,7 +424,7 @@ class RoundedGradients(RoundedConvolutions):
 
 
 class ShortIndices(SoundDevice):
-    """A pointwise kernel counts elements in 16 bits: it computes the first 65,536."""
+    """A pointwise kernel counts elements in 16 bits, so it computes only the first 65,536."""
 
     most = 1 << 16
 
@@ -438,7 +438,7 @@ class ShortIndices(SoundDevice):
 
 
 class LaunchLimit(ShortIndices):
-    """A pointwise kernel has at most 2^20 work-items: elements beyond stay as they are."""
+    """A pointwise kernel has at most 2^20 work-items, so later elements are not computed."""
 
     most = 1 << 20
 
@@ -447,7 +447,7 @@ FAST_NBYTES = 8 << 20
 
 
 class SourceKept(SoundDevice):
-    """Uploads above 8 MiB keep the source in place of a copy."""
+    """Uploads above 8 MiB keep the source array instead of copying it."""
 
     def upload(self, src: Array) -> tuple[Buffer, Event]:
         if src.nbytes > FAST_NBYTES and src.flags.c_contiguous:
@@ -466,7 +466,7 @@ class EarlyDownload(SoundDevice):
 
 
 class ShortCopy(SoundDevice):
-    """A copy above 8 MiB ends a piece early."""
+    """A copy above 8 MiB ends too early."""
 
     def download(self, buf: Buffer, dst: Array) -> Event:
         if buf.nbytes <= FAST_NBYTES:
@@ -479,7 +479,7 @@ class ShortCopy(SoundDevice):
 
 
 class FailureIgnored(SoundDevice):
-    """A run begins when the events of `after` have ended, however they ended."""
+    """A run begins after the events in `after` have ended, even if they failed."""
 
     def submit(
         self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
@@ -516,7 +516,7 @@ class _LeaksPerRun(SoundDevice):
 
 
 class LeaksDescriptors(_LeaksPerRun):
-    """Each run opens a descriptor, and nobody closes it."""
+    """Each run opens a file descriptor that is never closed."""
 
     def leak(self, event: Event) -> object:
         return _Descriptor()
@@ -531,7 +531,7 @@ class _Descriptor:
 
 
 class LeaksThreads(_LeaksPerRun):
-    """Each run begins a thread, which waits until the device is gone."""
+    """Each run starts a thread that waits until the device is deleted."""
 
     def leak(self, event: Event) -> object:
         if not hasattr(self, "end"):
@@ -543,14 +543,14 @@ class LeaksThreads(_LeaksPerRun):
 
 
 class LeaksEvents(_LeaksPerRun):
-    """The events of all runs stay in a list."""
+    """A list keeps the events of all runs."""
 
     def leak(self, event: Event) -> object:
         return event
 
 
 class _Counted(SoundBuffer):
-    """A buffer that is counted while it is there."""
+    """A buffer whose bytes are counted while it exists."""
 
     def __init__(self, device: SoundDevice, array: Array) -> None:
         super().__init__(device, array)
@@ -564,7 +564,7 @@ def _less(counts: list[int], nbytes: int) -> None:
 
 
 class CountsPages(SoundDevice):
-    """The counter of memory counts blocks of 512 bytes, and multiplies bytes with it."""
+    """The memory counter counts bytes but reports them as blocks of 512 bytes."""
 
     factor = 512
 
@@ -577,7 +577,7 @@ class CountsPages(SoundDevice):
 
 
 class CountsElements(CountsPages):
-    """The counter of memory counts elements of a quarter of the bytes."""
+    """The memory counter counts elements, a quarter of the bytes."""
 
     factor = 1
 
@@ -587,7 +587,7 @@ class CountsElements(CountsPages):
 
 
 class FreesLater(CountsPages):
-    """Memory goes a while after its buffer: no fault, and a counter that is right in the end."""
+    """Memory is freed some time after its buffer; no fault, since the counter becomes right."""
 
     factor = 1
 
@@ -606,7 +606,7 @@ class _FreedLater(SoundBuffer):
 
 
 class ManyInputsOverwritten(SoundDevice):
-    """A graph of more than four inputs has its first sum in the memory of an input."""
+    """A graph with more than four inputs stores its first sum in the memory of an input."""
 
     def store(
         self, executable: SoundExecutable, values: dict[fx.Node, Array], results: Sequence[Array],
@@ -627,7 +627,7 @@ class _Cyclic(SoundBuffer):
 
 
 class ReferenceCycle(SoundDevice):
-    """A buffer refers to itself: its memory waits for Python's collector."""
+    """A buffer refers to itself, so its memory waits for Python's garbage collector."""
 
     def buffer(self, array: Array) -> SoundBuffer:
         return _Cyclic(self, array)
@@ -695,7 +695,7 @@ FAULTS = {
 
 
 def backend_of(fault: Fault) -> type[SoundBackend]:
-    """A backend with the broken device, registered as `broken`."""
+    """Return a backend with the broken device, registered as `broken`."""
     fields = {"name": "broken", "device": fault.device, "capabilities": fault.capabilities}
     registry._registered.pop("broken", None)
     registry._instances.pop("broken", None)
@@ -703,7 +703,7 @@ def backend_of(fault: Fault) -> type[SoundBackend]:
 
 
 def results_of(fault: Fault, names: Sequence[str] = (), level: Level = Level.CORE) -> list[Result]:
-    """The results of all checks of a level on a broken device, or of those that are named."""
+    """Return the results of a level's checks, or of the named checks, on a broken device."""
     backend_of(fault)
     rig = rig_of("broken:unit:0")
     checks = [each for each in checks_of(level) if not names or each.name in names]

@@ -1,6 +1,6 @@
-"""A sound asynchronous device over numpy, made so that one method can be broken at a time.
+"""A sound asynchronous device based on numpy, in which a test can break one method at a time.
 
-run, download -> WorkQueue of the pass's queue -> `_compute`: one node after the other
+run, download -> WorkQueue of the pass's queue -> `compute`: one node after another
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SoundDevice(Device):
         return buffer
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The result of an operator."""
+        """Return the result of an operator."""
         return OPERATORS[operator_name(node)](*args, **kwargs)
 
     def check(self, node: fx.Node, values: Mapping[fx.Node, Array]) -> None:
@@ -95,14 +95,14 @@ class SoundDevice(Device):
             bound.check(self.info.id, values[bound.index])
 
     def memory_for(self, executable: SoundExecutable, nodes: Sequence[fx.Node]) -> list[Array]:
-        """Memory for results, before they are computed."""
+        """Return memory for results before they are computed."""
         metas = [node.meta["val"] for node in nodes]
         return [np.empty(tuple(meta.shape), dtype_name(meta.dtype)) for meta in metas]
 
     def submit(
         self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
     ) -> Event:
-        """Begin a pass; the buffers in `held` must live until it has ended."""
+        """Start a pass; the buffers in `held` must live until it has ended."""
 
         def holding(held: Sequence[Buffer] = held) -> None:
             work()
@@ -113,12 +113,12 @@ class SoundDevice(Device):
         self, executable: SoundExecutable, values: dict[fx.Node, Array], results: Sequence[Array],
         donated: Mapping[fx.Node, Array],
     ) -> None:  # fmt: skip
-        """Put the results of a pass where they belong."""
+        """Copy the results of a pass into their memory."""
         for node, result in zip(executable.created, results, strict=True):
             np.copyto(result, values[node])
 
     def chunks(self, outputs: Sequence[Buffer], end: Event) -> Sequence[Chunk]:
-        """The parts that are ready early."""
+        """Return the parts that are ready early."""
         return ()
 
     def close(self) -> None:

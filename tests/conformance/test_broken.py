@@ -1,4 +1,4 @@
-"""The suite names the fault of every broken backend, and finds none in the sound one."""
+"""The suite names the fault of every broken backend and finds none in the sound one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda sound: sound.device.__name__,
 )
-def test_what_is_declared_or_only_late_is_no_fault(sound: Fault) -> None:
+def test_declared_limits_and_late_frees_are_no_faults(sound: Fault) -> None:
     (result,) = results_of(sound, [sound.check])
     assert result.outcome == "passed", result
 

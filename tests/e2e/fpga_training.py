@@ -1,8 +1,8 @@
-"""Train a network on the FPGA emulator with the kernels of FPGAs; print its losses and torch's.
+"""Train a network on the FPGA emulator with FPGA kernels; print its losses and torch's.
 
     PYTHONPATH=tests python tests/e2e/fpga_training.py mlp|cnn|digits|... [STEPS [MINI_BATCH]]
 
-The other names are those of the zoo.
+Names other than mlp and cnn are models of the zoo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS = BackendOptions({"families": {EMULATOR: "fpga"}}, Path())
 
 
 def mlp() -> nn.Module:
-    """Three layers, with a norm."""
+    """Return three linear layers with a norm."""
     return nn.Sequential(
         nn.Linear(24, 48), nn.LayerNorm(48), nn.Tanh(), nn.Linear(48, 40), nn.GELU(),
         nn.Linear(40, 10),
@@ -35,7 +35,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions, one of them strided, with batch norms."""
+    """Return a network of two convolutions, one of them strided, with batch norms."""
     return nn.Sequential(
         nn.Unflatten(1, (2, 4, 3)), nn.Conv2d(2, 12, 3, padding=1), nn.BatchNorm2d(12), nn.SiLU(),
         nn.Conv2d(12, 20, 3, stride=2, padding=1), nn.BatchNorm2d(20), nn.SiLU(), nn.Flatten(),
@@ -44,7 +44,7 @@ def cnn() -> nn.Module:
 
 
 def task(name: str, mini_batch: int) -> tuple[nn.Module, Any, Any]:
-    """Model, loss and an iterator of mini-batches."""
+    """Return the model, the loss and an iterator of mini-batches."""
     if name not in ("mlp", "cnn"):
         workload = load_workload(name)
         return workload.model, workload.loss_fn, workload.batches(mini_batch, 0)

@@ -24,7 +24,7 @@ from hetpipe.optim import Optimizer
 
 MOST_STAGES = 3
 TOLERANCE = 1e-4
-GRADIENT_FLOOR = 1e-9  # of a tensor's norm, where the true gradient is zero
+GRADIENT_FLOOR = 1e-9  # absolute limit, for gradients whose true value is zero
 
 DEVICES = {
     "pytorch": "pytorch:cpu:0",
@@ -35,13 +35,15 @@ DEVICES = {
 }
 """Short names of devices in rows; `opencl` is the first that is no emulator or interpreter."""
 RUNTIMES = ("pocl", "intel-cpu", "intel-fpga-emulator")
-"""Every OpenCL runtime that compiles its kernels."""
+"""The OpenCL runtimes that compile their kernels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A model, its batches, and one optimizer as hetpipe's and as torch's; `model` always returns
-    the same weights."""
+    """A model, its batches, and one optimizer in hetpipe's and in torch's version.
+
+    `model` always returns the same weights.
+    """
 
     model: Callable[[], torch.nn.Module]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -58,7 +60,7 @@ class Run:
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and the first step's gradients in plain torch.
 
-        The losses must fall by a tenth, or they would not show the updates.
+        The losses must fall by a tenth; otherwise they would not show the updates.
         """
         trained = train(
             self.model(), self.loss_fn, self.batches, self.microbatches, self.eager_optimizer
@@ -69,7 +71,7 @@ class Run:
 
 
 def start_crew(rows: Iterable[Sequence[str]]) -> Crew:
-    """Start `MOST_STAGES` workers for each device that the rows name and that is here."""
+    """Start `MOST_STAGES` workers for each existing device that the rows name."""
     names = dict.fromkeys(name for row in rows for name in row)
     here = [(name, device) for name in names if (device := _find(name)) is not None]
     members = tuple(
@@ -119,7 +121,7 @@ def find_opencl() -> str | None:
 
 
 def _find(name: str) -> str | None:
-    """Return the device's id, None if it is not here."""
+    """Return the device's id, or None if there is no such device."""
     if name == "opencl":
         return find_opencl()
     found, _ = hp.discover_devices([DEVICES[name].partition(":")[0]])

@@ -1,4 +1,4 @@
-"""Torch, OpenCL and the FPGA emulator in one asynchronous pipeline: the losses of torch alone."""
+"""An asynchronous pipeline of torch, OpenCL and the FPGA emulator has the losses of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def crew_of(devices: tuple[str, ...]) -> Crew:
     return Crew.start(Cluster(members, transport="local"))
 
 
-def test_three_kinds_of_device_predict_as_torch_does() -> None:
+def test_three_kinds_of_device_train_as_torch_does() -> None:
     pytest.importorskip("sklearn")
     found = [info.id for info in hp.discover_devices()[0]]
     absent = [device for device in DEVICES if device not in found]
@@ -36,4 +36,4 @@ def test_three_kinds_of_device_predict_as_torch_does() -> None:
         expected = subject.trial(task, PIPEOPTIM, crew).losses
         stashed = subject.trial(task, PIPEDREAM, crew).losses
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert stashed[-1] != pytest.approx(expected[-1], rel=1e-2)  # another policy is told apart
+    assert stashed[-1] != pytest.approx(expected[-1], rel=1e-2)  # another policy gives other losses

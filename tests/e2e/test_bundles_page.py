@@ -1,4 +1,4 @@
-"""The page on bundles: its commands run, one after the other, and what it says of them is so."""
+"""The page on bundles: its commands run in order, and its statements are true."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMULATOR = "opencl:intel-fpga-emulator:0"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder in which the page's first commands have been run, and what they printed."""
+    """Run the page's first commands in a folder, keep their output, and yield the folder."""
     if EMULATOR not in {info.id for info in registry.discover_devices(["opencl"])[0]}:
         pytest.skip("no FPGA emulator: install the extra `emulators`")
     folder = tmp_path_factory.mktemp("lab")
@@ -35,7 +35,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert block is not None
     (folder / "lab.toml").write_text(block[1], encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        # Options stay with a backend, and later tests of this process are to compile.
+        # A backend keeps its options, but later tests in this process must compile.
         others = {name: each for name, each in registry._instances.items() if name != "opencl"}
         patch.setattr(registry, "_instances", others)
         patch.setattr(registry, "_options", {})
@@ -73,7 +73,7 @@ def test_the_commands_write_a_bundle_and_train_from_it(lab: Path) -> None:
     assert not (lab / "bundles" / "stage-0").exists()
 
 
-def test_the_losses_are_those_without_bundles(lab: Path) -> None:
+def test_losses_are_the_same_without_bundles(lab: Path) -> None:
     options = ["--plan", "plan.json", "--steps", "5", "--no-check", "--json"]
     devices = ["--devices", f"pytorch:cpu:0,{EMULATOR}"]
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def test_the_losses_are_those_without_bundles(lab: Path) -> None:
     assert without == loaded
 
 
-def test_a_vendors_binary_is_taken_in(lab: Path) -> None:
+def test_a_vendors_binary_is_added(lab: Path) -> None:
     shutil.copy(lab / "bundles" / "stage-1" / "stage.bin", lab / "stage.aocx")
     before = read_manifest(lab / "bundles" / "stage-1")
     run(LINES[4])
@@ -95,7 +95,7 @@ def test_a_vendors_binary_is_taken_in(lab: Path) -> None:
         run(LINES[4].replace("stage.aocx", "no.aocx"))
 
 
-def test_what_does_not_fit_is_refused_as_the_page_says(lab: Path) -> None:
+def test_a_stale_bundle_is_refused_as_on_the_page(lab: Path) -> None:
     shown = re.search(
         r"^    (bundles/stage-1 is stale for .*?)\n\n", PAGE, re.MULTILINE | re.DOTALL
     )
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_as_the_page_says(lab: Path) -> None:
         run("train mlp --cluster lab.toml --plan earlier.json --steps 1")
 
 
-def test_a_source_that_was_changed_by_hand_is_not_compiled(lab: Path, tmp_path: Path) -> None:
+def test_a_source_changed_by_hand_is_not_compiled(lab: Path, tmp_path: Path) -> None:
     shutil.copytree(lab / "bundles" / "stage-1", tmp_path / "changed")
     with (tmp_path / "changed" / "stage.cl").open("a") as file:
         file.write("// by hand\n")
@@ -124,7 +124,7 @@ def test_a_plan_without_a_device_that_exports_is_refused(lab: Path) -> None:
 
 
 def test_a_board_without_a_compiler_has_none_in_its_manifest(lab: Path) -> None:
-    """Its stages may be written for one device."""
+    """All stages can be exported for one device."""
     done = run(f"kernels export plan.json --device {EMULATOR} --board agilex-agf027 --out agilex")
     assert done.count("the vendor's compiler: none is known for this board") == 2
     for stage in (0, 1):
@@ -133,7 +133,7 @@ def test_a_board_without_a_compiler_has_none_in_its_manifest(lab: Path) -> None:
         assert manifest.sources[0].commands == ()
 
 
-def test_a_plan_of_boards_is_written_for_a_device_with_each_boards_commands(lab: Path) -> None:
+def test_a_plan_of_boards_is_exported_with_each_boards_commands(lab: Path) -> None:
     rows = [f'[[device]]\nid = "{id}"\nboard = "{id}"\n' for id in ("pac-d5005", "u250")]
     (lab / "boards.toml").write_text("".join(rows))
     text = (lab / "plan.json").read_text().replace("pytorch:cpu:0", "pac-d5005")

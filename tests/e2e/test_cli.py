@@ -1,4 +1,4 @@
-"""The commands as a user starts them: in a process of their own, by their exit codes and files."""
+"""The commands as a user starts them: in a new process, by their exit codes and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 240
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to start commands in, with a cost cache of its own."""
+    """Return a folder in which to start commands, with a separate cost cache."""
     return tmp_path_factory.mktemp("cli")
 
 
@@ -43,7 +43,7 @@ def run(home: Path, *arguments: object, code: int = 0) -> subprocess.CompletedPr
 
 
 def result(home: Path, *arguments: object) -> Any:
-    """What a command writes with `--json -`: nothing but JSON on standard output."""
+    """Return the output of a command with `--json -`, which must be nothing but JSON."""
     return json.loads(run(home, *arguments, "--json", "-").stdout)
 
 
@@ -61,14 +61,14 @@ def test_help_needs_neither_torch_nor_a_driver() -> None:
 
 
 @pytest.mark.slow
-def test_devices_lists_what_is_here(home: Path) -> None:
+def test_devices_lists_the_devices(home: Path) -> None:
     devices = {entry["id"]: entry for entry in result(home, "devices")["devices"]}
     assert devices["pytorch:cpu:0"]["joins"]
     assert not devices["numpy:cpu:0"]["joins"], "the reference joins only when named"
 
 
 @pytest.mark.slow
-def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
+def test_doctor_tests_each_device(home: Path) -> None:
     found = result(home, "doctor", "--backends", "numpy,pytorch")
     assert found["version"] == 1
     assert {entry["backend"] for entry in found["findings"]} == {"numpy", "pytorch"}
@@ -78,7 +78,7 @@ def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_names_what_is_broken_and_goes_on(home: Path) -> None:
+def test_doctor_reports_a_broken_backend_and_continues(home: Path) -> None:
     done = run(home, "doctor", "--backends", "nope,numpy", "--no-selftest", code=1)
     assert "broken  no backend 'nope'" in done.stdout
     assert "ok  numpy:cpu:0" in done.stdout
@@ -96,7 +96,7 @@ def test_profile_prices_every_layer_and_link(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_by_costs_alone_has_their_micro_batches(home: Path) -> None:
+def test_a_plan_from_costs_has_their_micro_batches(home: Path) -> None:
     done = run(
         home, "profile", "mlp", "--devices", TWO, "--microbatches", 4, "--json", "costs.json"
     )
@@ -112,7 +112,7 @@ def test_a_plan_by_costs_alone_has_their_micro_batches(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_kept_and_trained(home: Path) -> None:
+def test_a_plan_is_saved_and_trained(home: Path) -> None:
     options = ("--devices", TWO, "--microbatches", 4, "--schedule", "gpipe")
     plan = result(home, "plan", "mlp", *options, "--out", "plan.json")
     kept = json.loads((home / "plan.json").read_text())
@@ -163,7 +163,7 @@ latency = "10 us"
 
 @pytest.mark.slow
 def test_boards_train_in_modelled_time(home: Path) -> None:
-    """A plan of them is kept, simulated and trained; all times but the clock's are modelled."""
+    """A plan of boards is saved, simulated and trained; only wall times are not modelled."""
     (home / "boards.toml").write_text(BOARDS)
     options = ("--cluster", "boards.toml", "--cuts", 3, "--microbatches", 4, "--schedule", "1f1b")
     plan = result(home, "plan", "mlp", *options, "--out", "boards.json")
@@ -196,7 +196,7 @@ def test_stages_with_replicas_are_planned_as_asked(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_says_that_it_equals_torch(home: Path) -> None:
+def test_train_reports_equality_with_torch(home: Path) -> None:
     done = run(home, "train", "mlp", "--devices", "pytorch:cpu:0", "--steps", 5, "--mini-batch", 32,
                "--microbatches", 2)  # fmt: skip
     assert "equal to unpartitioned torch: " in done.stdout
@@ -204,8 +204,8 @@ def test_train_says_that_it_equals_torch(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_s_own_workload(home: Path) -> None:
-    """A model in the working directory, one epoch long, without validation."""
+def test_a_workload_of_the_user(home: Path) -> None:
+    """The model is in the working directory and has 64 training samples and no validation."""
     (home / "mine.py").write_text(
         "import torch, hetpipe as hp\n"
         "def batches(n, seed):\n"
@@ -246,7 +246,7 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
 
 @pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
-    """Of a cache that is no folder."""
+    """The warning is about a cache folder that is a file."""
     (tmp_path / "cache").write_text("a file, where the folder would be")
     done = run(tmp_path, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
     phases = ("capturing", "compiling", "profiling", "profiled")
@@ -309,7 +309,7 @@ def test_bench_of_one_device_has_no_link(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
+def test_bench_refuses_to_double_an_unknown_device_at_once(home: Path) -> None:
     done = run(
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--twice", "nope",
         code=1,
@@ -319,15 +319,15 @@ def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
-def test_interrupt_leaves_quietly_and_no_process(home: Path, presses: int) -> None:
-    """Ctrl-C reaches the whole foreground group: command and workers alike."""
+def test_an_interrupt_leaves_no_output_and_no_process(home: Path, presses: int) -> None:
+    """Ctrl-C reaches the whole foreground group, both the command and its workers."""
     process = subprocess.Popen(
         command("train", "mlp", "--devices", TWO, "--microbatches", 4, "--steps", 1_000_000),
         cwd=home, env=environment(home), start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
-    while "fill limit" not in process.stdout.readline():  # the plan: training begins
+    while "fill limit" not in process.stdout.readline():  # until the plan is printed
         assert process.poll() is None
     time.sleep(1.0)
     for _ in range(presses):
@@ -355,7 +355,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
-def test_a_second_interrupt_says_that_it_closes_and_a_third_leaves(presses: int) -> None:
+def test_a_second_interrupt_is_answered_and_a_third_ends_at_once(presses: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLOW_TO_CLOSE.format(presses=presses)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -373,8 +373,8 @@ def test_a_second_interrupt_says_that_it_closes_and_a_third_leaves(presses: int)
         assert process.wait(30) == 130
 
 
-def test_an_interrupt_within_a_text_that_is_executed_ends_with_the_status(tmp_path: Path) -> None:
-    """Python ends a module by the signal when an interrupt has passed through `exec` of a text."""
+def test_an_interrupt_within_exec_ends_with_the_exit_status(tmp_path: Path) -> None:
+    """Without care, Python ends by the signal if an interrupt passed through `exec` of a text."""
     (tmp_path / "interrupted.py").write_text("""
 import sys
 from hetpipe.cli import end_on_interrupt
@@ -391,7 +391,7 @@ except KeyboardInterrupt:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "closed\n", "")
 
 
-def test_an_interrupt_while_the_interpreter_ends_does_not_kill_it() -> None:
+def test_an_interrupt_at_interpreter_exit_does_not_kill_it() -> None:
     script = """
 import atexit, os, signal
 from hetpipe.cli import end_on_interrupt

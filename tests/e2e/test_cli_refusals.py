@@ -1,4 +1,4 @@
-"""What options say wrongly is refused at once: without torch, and before anything is measured."""
+"""Wrong options are refused at once: without importing torch and before any measurement."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def command(
 
 @pytest.mark.slow
 def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
-    """A schedule of an unknown name once took 57 s of profiling first."""
+    """A schedule of an unknown name must not wait for profiling, which takes a minute."""
     (tmp_path / "bad.toml").write_text("colour = 1\n")
     (tmp_path / "one.toml").write_text('[[device]]\ndevice = "numpy:cpu:0"\n')
     board = '[[device]]\nboard = "t4"\nnumerics = "numpy:cpu:0"\n'
@@ -106,7 +106,7 @@ def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_cuts_beyond_the_model_are_refused_with_its_layers(tmp_path: Path) -> None:
-    """They were once after 33 s of profiling, and without the layers."""
+    """The refusal comes before profiling and lists the layers."""
     two = "numpy:cpu:0,numpy:cpu:0"
     done = command(tmp_path, "plan", "mlp", "--devices", two, "--cuts", 20)
     assert done.returncode == 1
@@ -136,7 +136,7 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_torchrun_is_refused(tmp_path: Path) -> None:
-    """Each rank once trained the whole model by itself."""
+    """Otherwise each rank would train the whole model."""
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     done = command(tmp_path, "train", "mlp", environment=ranks)
     assert done.returncode == 1
@@ -144,7 +144,7 @@ def test_a_rank_of_torchrun_is_refused(tmp_path: Path) -> None:
     assert "run it once, without torchrun" in done.stderr
 
 
-def test_one_rank_alone_is_no_matter(tmp_path: Path) -> None:
+def test_a_single_rank_is_accepted(tmp_path: Path) -> None:
     one = {"WORLD_SIZE": "1", "RANK": "0"}
     done = command(tmp_path, "train", "nope", environment=one)
     assert "no model 'nope'" in done.stderr
@@ -159,8 +159,8 @@ def test_the_version_and_all_commands_are_reachable(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_s_wrong_shape_is_said_by_its_line_alone(tmp_path: Path) -> None:
-    """Torch once logged a traceback of its own before it."""
+def test_a_wrong_shape_in_a_model_is_reported_with_its_line(tmp_path: Path) -> None:
+    """torch must not log its traceback before the message."""
     (tmp_path / "own.py").write_text(
         "import torch, hetpipe as hp\n"
         "class Net(torch.nn.Linear):\n"
@@ -175,7 +175,7 @@ def test_a_model_s_wrong_shape_is_said_by_its_line_alone(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_of_the_working_directory_is_no_part_of_the_library(tmp_path: Path) -> None:
+def test_a_file_in_the_working_directory_hides_no_library(tmp_path: Path) -> None:
     (tmp_path / "textwrap.py").write_text("raise RuntimeError('not this one')\n")
     done = command(tmp_path, "--version")
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def test_equal_models(tmp_path: Path) -> None:
     assert "residual-lstm-small" in done.stderr, "the table"
 
 
-def test_a_model_that_differs_ends_with_1(tmp_path: Path) -> None:
+def test_a_model_that_differs_causes_exit_status_1(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODEL)
     done = zoo(tmp_path, "own:factory", "mlp", "--device", "numpy:cpu:0")
     assert done.returncode == 1
@@ -63,8 +63,8 @@ def test_a_model_that_differs_ends_with_1(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_crashes_takes_no_other_row_with_it(tmp_path: Path) -> None:
-    """Neither from the table nor from the file."""
+def test_a_crashing_model_removes_no_other_row(tmp_path: Path) -> None:
+    """The row of the other model stays in the table and in the file."""
     crashing = MODEL.replace("torch.manual_seed(0)", "raise KeyboardInterrupt")
     (tmp_path / "own.py").write_text(crashing)
     done = zoo(tmp_path, "mlp", "own:factory", "--device", "numpy:cpu:0", "--json", "report.json")

@@ -1,4 +1,4 @@
-"""A backend that core has never heard of, registered at run time, trains one of two stages."""
+"""A backend from outside hetpipe, registered at run time, trains one of two stages."""
 
 from __future__ import annotations
 

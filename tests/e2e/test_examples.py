@@ -1,4 +1,4 @@
-"""Every script of `examples/` runs, and the README shows two of them word for word."""
+"""Every script in `examples/` runs, and the README contains two of them word for word."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_readme_shows_two_examples() -> None:
     assert all(len(block.splitlines()) <= 25 for block in blocks)
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_has_a_test() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     names = [path.name for path in EXAMPLES.glob("*.py")]
     assert len(names) >= 6

@@ -1,4 +1,4 @@
-"""The digits CNN trains with one stage on the FPGA emulator and one on torch, to torch's losses."""
+"""The digits CNN, with stages on the FPGA emulator and on torch, has the losses of torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A multilayer perceptron and a CNN train with the kernels of FPGAs, to torch's losses.
+"""A multilayer perceptron and a CNN train with FPGA kernels, and their losses equal torch's.
 
-Channels are as deep as the kernels declare them. A process that hangs ends at a time limit.
+Channels have the depth that the kernels declare. A process that hangs is ended at a time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMIT_S = 250
 
 
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
-def test_it_trains_to_the_losses_of_torch(network: str) -> None:
+def test_losses_equal_torch(network: str) -> None:
     found, _ = hp.discover_devices(["opencl"])
     if not any(d.kind == "fpga" and d.capabilities.emulated for d in found):
         pytest.skip("no FPGA emulator: install the extra `emulators`")

@@ -1,4 +1,4 @@
-"""hetpipe as a wheel: its files, and the README's scripts and the guide's commands with it."""
+"""hetpipe installed from a wheel: its files, the README's scripts and the guide's commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 250
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A virtual environment with hetpipe from a wheel, and links to what it depends on: no more."""
+    """Return a virtual environment with only hetpipe from a wheel and links to its dependencies."""
     folder = tmp_path_factory.mktemp("guide")
     run([sys.executable, "-m", "venv", str(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
@@ -48,7 +48,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def dependencies(name: str) -> set[str]:
-    """The distributions that an installation without extras brings, by name."""
+    """Return the names of all distributions that an installation without extras contains."""
     names, waiting = set[str](), [name]
     while waiting:
         each = waiting.pop()
@@ -70,7 +70,7 @@ def link(distributions: set[str], site: Path) -> None:
 
 
 def entries(distributions: set[str]) -> set[str]:
-    """What they put into the folder of packages."""
+    """Return the entries of these distributions in the packages folder."""
     files = (file for name in distributions for file in metadata.files(name) or ())
     return {file.parts[0] for file in files} - {"..", "__pycache__"}
 
@@ -107,7 +107,7 @@ def test_the_guide_trains_a_stage(environment: dict[str, str]) -> None:
 
 
 def test_the_wheel_has_every_file_of_its_packages(environment: dict[str, str]) -> None:
-    """Kernels, boards, clusters of papers, skeletons, headers and the example in C are data."""
+    """Data files are kernels, boards, clusters of papers, skeletons, headers and the C example."""
     folders = {"hetpipe": "hetpipe"} | {
         name: f"hetpipe/{name}" for name in ("backends", "kernels", "boards")
     }

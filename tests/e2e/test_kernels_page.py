@@ -1,4 +1,4 @@
-"""The page on testing kernels, followed: its files, command, fixture and cluster file."""
+"""The page on testing kernels: its files, command, fixture and cluster file work."""
 
 from __future__ import annotations
 

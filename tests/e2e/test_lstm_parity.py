@@ -28,7 +28,7 @@ RUNTIME_ROWS = [(runtime,) * stages for runtime in RUNTIMES for stages in (1, 2,
 
 
 class Language(nn.Module):
-    """Two layers in one module. (n, length) of tokens -> (n, length, tokens) of logits."""
+    """Two LSTM layers in one module: (n, length) tokens -> (n, length, tokens) logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ def language() -> nn.Module:
 
 
 def recurrent() -> nn.Module:
-    """A module for each of two layers."""
+    """Return a model with two LSTM layers in separate modules."""
     torch.manual_seed(1)
     return Recurrent(TOKENS, WIDTH, layers=2)
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is asked for is the token before, and the last one in the first place."""
+    """Return batches with the previous token as target, cyclically."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, TOKENS, (STEPS, MINI_BATCH, LENGTH), generator=generator)
     return [(x, x.roll(1, 1)) for x in tokens]
@@ -83,5 +83,5 @@ def test_layers_of_one_module_equal_unpartitioned(crew: Crew, row: Sequence[str]
 
 @pytest.mark.wide
 @pytest.mark.parametrize("row", RUNTIME_ROWS, ids="-".join)
-def test_layers_of_their_own_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
+def test_layers_in_separate_modules_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
     check_equal(crew, row, RECURRENT)

@@ -1,4 +1,4 @@
-"""The page for vendors is followed to the letter: its commands and scripts run, its tables hold."""
+"""The page for vendors: its commands and scripts run as printed, and its tables are right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def shell(folder: Path, commands: str) -> str:
-    """Run commands of the page, with this interpreter's own `python` and `hetpipe`."""
+    """Run commands of the page with the `python` and `hetpipe` of this interpreter."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euc", commands], cwd=folder, env={**os.environ, "PATH": path},
@@ -42,7 +42,7 @@ def shell(folder: Path, commands: str) -> str:
 @pytest.mark.skipif(
     shutil.which("make") is None or shutil.which("cc") is None, reason="no compiler"
 )
-def test_the_page_is_followed_to_the_letter(tmp_path: Path) -> None:
+def test_the_commands_and_scripts_of_the_page_run(tmp_path: Path) -> None:
     train, dump = blocks("python")
     (tmp_path / "train.py").write_text(train)
     (tmp_path / "dump.py").write_text(dump)
@@ -60,7 +60,7 @@ def test_the_page_is_followed_to_the_letter(tmp_path: Path) -> None:
     assert re.search(r"native:example\.cpu:0: \d+ passed, \d+ skipped", said), said
 
 
-def test_the_pages_cluster_file_is_one(tmp_path: Path) -> None:
+def test_the_pages_cluster_file_is_valid(tmp_path: Path) -> None:
     (block,) = blocks("toml")
     (tmp_path / "cluster.toml").write_text(block)
     options = Cluster.load(tmp_path / "cluster.toml").options["native"]

@@ -1,9 +1,9 @@
-"""A pipeline trains exactly what torch trains without one.
+"""A pipeline trains exactly as torch does without one.
 
-Losses of 20 steps to 1e-4 relative, every gradient of the first step to 1e-4 of its norm, every
-weight after the last to 1e-3 of its norm. Gradients that are truly zero (a bias in front of batch
-norm) are compared with an absolute floor. Models are smooth but for one ReLU: where the last bit
-of a sum decides which gradients flow, no two correct trainings agree.
+The losses of 20 steps agree to 1e-4 relative, every gradient of the first step to 1e-4 of its norm,
+and every weight after the last step to 1e-3 of its norm. Gradients whose true value is zero (a bias
+before batch norm) are compared with an absolute floor. The models are smooth except for one ReLU:
+if the last bit of a sum decides which gradients flow, no two correct trainings agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MICROBATCHES = 4
 TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 LEARNING_RATE = 0.05
-GRADIENT_FLOOR = 1e-6  # of a tensor's norm, where the true gradient is zero
+GRADIENT_FLOOR = 1e-6  # absolute limit, for gradients whose true value is zero
 
 # Every pair of (first stage's backend, schedule, transport) occurs; later stages mix the others in.
 ROWS = [
@@ -61,14 +61,14 @@ def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, str]]:
 
 
 def fresh(name: str) -> torch.nn.Module:
-    """The same initial weights every time."""
+    """Return the model with the same initial weights every time."""
     torch.manual_seed(1)
     return CASES[name].model()
 
 
 @cache
 def capture(name: str) -> Captured:
-    """Captured once for all rows."""
+    """Return the capture, which is made once for all rows."""
     case = CASES[name]
     return Captured(fresh(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
 

@@ -26,12 +26,12 @@ SHOWN = re.findall(r"^    hetpipe (.+)$", README + COMMANDS_PAGE, re.MULTILINE)
 
 
 def section(page: str, title: str) -> str:
-    """The text under a heading, up to the next heading."""
+    """Return the text under a heading, up to the next heading."""
     return re.split(r"\n#+ ", page.split(f"# {title}\n")[1])[0]
 
 
 def split(line: str) -> tuple[Any, list[str]]:
-    """The command of a line, and its arguments."""
+    """Return the command of a line and its arguments."""
     command: Any = typer.main.get_command(app)
     words = shlex.split(line, comments=True)
     while words and words[0] in getattr(command, "commands", {}):
@@ -44,7 +44,7 @@ def options_of(command: Any) -> set[str]:
 
 
 def shipped_schedules() -> set[str]:
-    """Names of hetpipe's schedules; other tests may have registered more."""
+    """Return the names of hetpipe's schedules; other tests may have registered more."""
     makers = {name: rule_of(name).passes.__module__ for name in schedule_names()}
     return {
         name for name, module in makers.items()
@@ -53,7 +53,7 @@ def shipped_schedules() -> set[str]:
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_command_has_the_options_that_are_shown(line: str) -> None:
+def test_a_command_has_the_options_on_the_pages(line: str) -> None:
     command, words = split(line)
     assert not getattr(command, "commands", {}) or words == ["--version"], "no such command"
     assert {word for word in words if word.startswith("--")} <= options_of(command)
@@ -77,9 +77,7 @@ def test_every_command_is_shown() -> None:
         (("doctor", "devices"), {"--json"}),
     ],
 )  # fmt: skip
-def test_commands_share_the_options_that_are_listed(
-    commands: tuple[str, ...], options: set[str]
-) -> None:
+def test_commands_share_the_listed_options(commands: tuple[str, ...], options: set[str]) -> None:
     text = section(COMMANDS_PAGE, "Shared options")
     for name in commands:
         command, _ = split(name)
@@ -105,7 +103,7 @@ def test_the_tables_have_every_schedule_and_weight_policy() -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_files_that_are_linked_exist(name: str) -> None:
+def test_linked_files_exist(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
     assert [link for link in links if not (ROOT / link).exists()] == []
 

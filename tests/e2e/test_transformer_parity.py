@@ -1,4 +1,4 @@
-"""A causal transformer trains in stages on every backend as unpartitioned torch trains it."""
+"""A causal transformer trains in stages on every backend as in unpartitioned torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY = 8, 4, 13, 40
 WIDTH, HEADS, BLOCKS = 32, 2, 2
-DISTINCT, STEPS = 2, 20  # mini-batches, learnt by heart
+DISTINCT, STEPS = 2, 20  # number of mini-batches, which are learnt by heart
 
 ROWS = [
     ("pytorch",), ("opencl",), ("numpy",), ("pytorch", "opencl"),
@@ -31,7 +31,7 @@ MIXED = ("pytorch", "opencl", "intel-fpga-emulator")
 
 
 def fresh() -> GPT:
-    """The same initial weights every time."""
+    """Return the model with the same initial weights every time."""
     torch.manual_seed(5)
     return GPT(VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS)
 
@@ -57,7 +57,7 @@ ADAMW = Run(
 
 @cache
 def operators(backend: str) -> tuple[set[str], set[str]]:
-    """Names in the forward and in the backward of the whole model, as a backend gets them."""
+    """Return the operators in the whole model's forward and backward on a backend."""
     table = get_backend(backend).decompositions()
     (stage,) = SGD.captured.stage_graphs([], [table], [2], None)
     passes = stage.passes[2]
@@ -77,14 +77,14 @@ def test_attention_stays_one_operator(backend: str) -> None:
     assert "hetpipe.attention.default" not in backward
 
 
-def test_the_reference_gets_attention_decomposed() -> None:
+def test_attention_is_decomposed_for_the_reference() -> None:
     forward, backward = operators("numpy")
     assert not any(name.startswith("hetpipe.") for name in forward | backward)
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "opencl"])
 def test_no_scores_are_saved(backend: str) -> None:
-    """The backward makes them again from the logarithms of the rows' sums."""
+    """The backward computes the scores again from the logarithms of the rows' sums."""
     table = get_backend(backend).decompositions()
     (stage,) = SGD.captured.stage_graphs([], [table], [2], None)
     shapes = [slot.shape for slot in stage.passes[2].forward.outputs if slot.role == "saved"]
@@ -105,9 +105,9 @@ def test_pipeline_equals_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
 
 
 def test_adamw_on_torch_opencl_and_fpga_emulator(crew: Crew) -> None:
-    """To the same tolerance as SGD, though Adam's first steps are signs of gradients.
+    """The tolerance is the same as for SGD, though Adam's first steps are signs of gradients.
 
-    Rounding turns the sign of a gradient only where that is some 1e-7 of its tensor's norm; what a
-    step of one learning rate changes there is lost in the loss. Measured: 1e-7 relative.
+    Rounding changes the sign of a gradient only if the gradient is about 1e-7 of its tensor's norm;
+    a step of one learning rate there hardly changes the loss. Measured: 1e-7 relative.
     """
     check_equal(crew, MIXED, ADAMW)

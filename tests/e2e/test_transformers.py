@@ -1,4 +1,4 @@
-"""Transformers as their library ships them train in stages as they do without."""
+"""Models of the transformers library, unchanged, train in stages as without stages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY, CLASSES = 8, 4, 16, 64, 4
-DISTINCT, STEPS = 2, 20  # mini-batches, learnt by heart
+DISTINCT, STEPS = 2, 20  # number of mini-batches, which are learnt by heart
 LEARNING_RATE = 5e-3
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def gpt2() -> torch.nn.Module:
-    """Two blocks; the embedding is tied to the output layer: the first stage and the last."""
+    """Return two blocks; the first and the last stage share the tied embedding."""
     torch.manual_seed(3)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
@@ -36,7 +36,7 @@ def gpt2() -> torch.nn.Module:
 
 
 def bert() -> torch.nn.Module:
-    """Two blocks with a padding mask, which every block reads."""
+    """Return two blocks with a padding mask, which every block reads."""
     torch.manual_seed(3)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -71,7 +71,7 @@ def classified(generator: torch.Generator) -> Batch:
 
 
 def mask(generator: torch.Generator) -> torch.Tensor:
-    """1 for the first 4 or more of a sample's tokens, 0 for its padding."""
+    """Return 1 for the first 4 or more of a sample's tokens and 0 for its padding."""
     lengths = torch.randint(4, LENGTH + 1, (MINI_BATCH, 1), generator=generator)
     return (torch.arange(LENGTH) < lengths).long()
 

@@ -1,4 +1,4 @@
-"""One training step of whole models on OpenCL is that of torch: the zoo, and transformers' own."""
+"""One training step on OpenCL equals torch, for the zoo and for models of transformers."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_the_zoo(device: Device, name: str) -> None:
 
 
 def text(generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Tokens without padding, and those that follow."""
+    """Return tokens without padding, and the following tokens as targets."""
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
     return {"input_ids": tokens[:, :-1].clone()}, tokens[:, 1:].clone()
 
 
 def padded(generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same, of which a mask takes 4 or more."""
+    """Return the same with a mask that keeps at least the first 4 tokens."""
     x, y = text(generator)
     lengths = torch.randint(4, LENGTH + 1, (SAMPLES, 1), generator=generator)
     return {**x, "attention_mask": (torch.arange(LENGTH) < lengths).long()}, y
@@ -134,7 +134,7 @@ MODELS: dict[str, Row] = {
                    "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "drop_path_rate": 0.0,
                    "num_labels": CLASSES}, pictures, class_loss),
 }  # fmt: skip
-"""By name: class, configuration, its settings, data and loss. Where dropout is no layer it is 0."""
+"""By name: class, configuration, its settings, data and loss. Dropout outside layers is 0."""
 
 
 def workload_of(name: str) -> Workload:
@@ -153,5 +153,5 @@ def workload_of(name: str) -> Workload:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_nobody_here_wrote(device: Device, name: str) -> None:
+def test_models_of_transformers(device: Device, name: str) -> None:
     check(parity(workload_of(name), device))

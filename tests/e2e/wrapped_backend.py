@@ -1,4 +1,4 @@
-"""A hardware maker's backend as core has never seen it: its own module, wrapping numpy's."""
+"""A hardware maker's backend outside hetpipe: a separate module that wraps numpy's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.sdk import Device, DeviceInfo
 
 
 class WrappedBackend(NumpyBackend):
-    """Devices under another name that count their runs."""
+    """Devices under another name, with a count of opened devices."""
 
     name = "wrapped"
     opened = 0

@@ -129,7 +129,7 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
         assert_replicas_are_equal(crew, pipe.plan.replicas[0])
 
 
-def test_a_learning_rate_that_changes(crew: Crew) -> None:
+def test_a_changing_learning_rate(crew: Crew) -> None:
     """The learning rate is the update's, even if another replica ran the mini-batch."""
 
     class Falling(Momentum):

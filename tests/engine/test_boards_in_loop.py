@@ -238,7 +238,7 @@ def test_missing_numerics_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_numerics_that_lack_an_operator(tmp_path: Path, own_backends: None) -> None:
+def test_numerics_without_an_operator(tmp_path: Path, own_backends: None) -> None:
     """The planner gives such layers to other devices; cuts that would not are refused by name."""
     cluster = cluster_of(tmp_path, "early:cpu:0")
 

@@ -125,7 +125,7 @@ def test_a_local_crew_that_fails_leaves_no_thread() -> None:
     assert eventually(lambda: threading.active_count() == threads)
 
 
-def test_kill_between_steps() -> None:
+def test_a_worker_killed_between_steps_is_named() -> None:
     crew = start(["good", "good"], "shared-memory")
     workers = pids(crew)
     os.kill(workers[0], signal.SIGKILL)
@@ -219,12 +219,12 @@ def test_a_wrong_device_name_points_at_its_line(
         Crew.start(Cluster.load(path))
 
 
-def test_an_unknown_backend() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(BackendError, match="no backend 'nothing'"):
         start(["nothing:cpu:0"], "shared-memory")
 
 
-def test_a_class_that_no_process_can_import() -> None:
+def test_a_class_no_process_can_import_is_refused() -> None:
     class Hidden(FaultyBackend):
         name = "hidden"
 
@@ -233,7 +233,7 @@ def test_a_class_that_no_process_can_import() -> None:
         start(["hidden:good:0"], "shared-memory")
 
 
-def test_an_error_in_a_call() -> None:
+def test_an_error_in_a_call_is_reported() -> None:
     crew = start(["good"], "shared-memory")
     with pytest.raises(WorkerError, match=r"failed at call: AttributeError: .* 'nowhere'"):
         crew.call(["m0"], "engine_backends:nowhere")
@@ -335,7 +335,7 @@ def test_a_crew_without_references_is_closed(then: str) -> None:
     assert eventually(lambda: all(map(gone, workers)))
 
 
-def test_a_crew_started_in_a_thread_that_ends() -> None:
+def test_a_crew_outlives_the_thread_that_started_it() -> None:
     """The kernel kills a child if the *thread* that started it ends; the crew keeps one alive."""
     crews: list[Crew] = []
     thread = threading.Thread(target=lambda: crews.append(start(["good", "good"], "auto")))

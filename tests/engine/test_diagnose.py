@@ -81,7 +81,7 @@ def test_a_stale_learning_rate_is_found(crews: Crews) -> None:
     assert (found.culprit.stage, found.culprit.member) == (1, "m1")
 
 
-def test_a_value_that_is_not_finite_is_shown(crews: Crews) -> None:
+def test_nan_results_are_shown(crews: Crews) -> None:
     with opened(crews, "nan") as pipe:
         with pytest.raises(NotFiniteError, match=r"pipe\.diagnose\(x, y\)"):
             pipe.step(X, Y)
@@ -114,7 +114,7 @@ def test_operators_wrong_only_in_combination(crews: Crews) -> None:
     assert "right one by one, and wrong in one graph" in str(found)
 
 
-def test_passes_that_disturb_each_other(crews: Crews) -> None:
+def test_passes_wrong_only_in_the_pipeline(crews: Crews) -> None:
     """Each program is right when it runs alone and wrong in a pass of the pipeline."""
     with opened(crews, "between") as pipe:
         found = pipe.diagnose(X, Y)
@@ -140,7 +140,7 @@ def test_diagnose_does_not_change_training(crews: Crews, transport: str) -> None
     assert losses(asks=True) == losses(asks=False)
 
 
-def test_workers_in_processes_name_it_too(crews: Crews) -> None:
+def test_worker_processes_name_the_operator(crews: Crews) -> None:
     with opened(crews, "unsteady", transport="shared-memory") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.culprit is not None
@@ -192,7 +192,7 @@ def test_the_models_own_operator_is_named(crews: Crews) -> None:
 
 
 @pytest.mark.slow
-def test_data_that_are_not_finite_are_named(crews: Crews) -> None:
+def test_data_with_infinities_are_named(crews: Crews) -> None:
     x = X.clone()
     x[5, 2] = float("inf")  # the second row of the second micro-batch
     found = diagnosed(crews, MLP(), x)

@@ -34,20 +34,20 @@ def start() -> Crew:
 
 
 @pytest.mark.slow
-def test_a_message_that_cannot_be_loaded() -> None:
+def test_an_unloadable_message_is_explained() -> None:
     """Without a remedy, the worker ended before it sent its failure, in every run."""
     for _ in range(8):
         with start() as crew, pytest.raises(WorkerError, match="NameError: name 'nowhere'"):
             crew.call(["m0"], "builtins:id", Unloadable())
 
 
-def test_a_worker_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_set_up_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getcwd", lambda: "/nowhere")
     with pytest.raises(WorkerError, match=r"'m0' .* failed at start: File.*/nowhere"):
         start()
 
 
-def test_a_reply_needs_a_descriptor_and_none_is_free() -> None:
+def test_a_lack_of_file_descriptors_is_explained() -> None:
     text = f"failed.*: OSError: .*{os.strerror(errno.EMFILE)}"
     with start() as crew, pytest.raises(WorkerError, match=text):
         crew.call(["m0"], "engine_backends:without_descriptors", engine_backends.LARGE_NBYTES)
@@ -60,7 +60,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def test_a_worker_that_the_system_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fork_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(os, "fork", refuse)
     with ours, theirs:
@@ -72,14 +72,14 @@ def test_a_worker_that_the_system_does_not_fork(monkeypatch: pytest.MonkeyPatch)
         raise HetpipeError(failure.summary)
 
 
-def test_a_fork_server_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_fork_server_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr(servers, "_servers", {})
     with pytest.raises(WorkerError, match=f"the workers cannot be started: {REFUSED}"):
         start()
 
 
-def test_a_thread_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_thread_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     start().close()  # start the fork server before the test
     files = len(os.listdir("/proc/self/fd"))
 

@@ -120,8 +120,8 @@ def test_equals_torch_with_rounding_at_the_cuts(
 ) -> None:
     """The results agree up to float32's last digits.
 
-    Those digits now and then change one rounding to float16: one number among hundreds, all of
-    which differ from plain torch's by up to 2^-11.
+    Now and then a last digit changes one rounding to float16, in one number among hundreds. From
+    plain torch, all numbers differ by up to 2^-11.
     """
     torch.manual_seed(0)
     model = Chain()
@@ -142,7 +142,7 @@ def test_equals_torch_with_rounding_at_the_cuts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["pocl", "intel-cpu"])
-def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
+def test_devices_without_float16_arithmetic(crews: Crews, runtime: str) -> None:
     """The device runs the middle stage, so both its passes take and return float16."""
     device = f"opencl:{runtime}:0"
     if device not in [info.id for info in hp.discover_devices()[0]]:

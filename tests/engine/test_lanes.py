@@ -96,9 +96,9 @@ def test_simultaneous_passes_share_a_sleeping_device() -> None:
 
 
 def test_a_late_pass_shares_the_device_from_its_start() -> None:
-    """The share of a pass is right even if the other pass's end is noticed late.
+    """A pass ends at its time even if that is noticed late.
 
-    The other pass ran at full speed from the moment of that end.
+    From that end on, the remaining pass has the whole device.
     """
     now_s = [0.0]
     speed = SharedSpeed(lambda: now_s[0])

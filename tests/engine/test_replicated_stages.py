@@ -93,7 +93,7 @@ def test_every_transport(crews: Crews, transport: str) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_differ_and_evaluation(crew: Crew) -> None:
+def test_smaller_mini_batches_and_evaluation(crew: Crew) -> None:
     torch.manual_seed(0)
     model, batches = CASES["mlp"].model(), data("mlp", 2)
     shares = ((1, 1), (2, 1))

@@ -1,4 +1,4 @@
-"""Valid files that somebody or something has damaged: bytes and lines of text, parts of JSON."""
+"""Damaged copies of valid files: changed bytes and lines of text, changed parts of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy, composite
 
-HUGE = "@huge@"  # stands for a number that Python itself refuses to print
+HUGE = "@huge@"  # stands for a number that Python refuses to print
 NUMBERS = st.sampled_from(
     [0, -1, 1, 2, 7, 10**9, 2**31, 2**63 - 1, 2**63, 10**30, 10**400, 0.0, -0.0, -0.5, 1.0, 3.5,
      5e-324, 1e-308, 1e300, 1.7e308, float("nan"), float("inf"), float("-inf"), HUGE]
@@ -39,7 +39,7 @@ MOST_PLACES = 3000
 
 @composite
 def spoilt(draw: DrawFn, contents: SearchStrategy[bytes]) -> bytes:
-    """Text with some bytes, lines or words flipped, cut, doubled, moved or replaced."""
+    """Draw text with some bytes, lines or words flipped, cut, doubled, moved or replaced."""
     text = draw(contents)
     for _ in range(draw(st.integers(1, 3))):
         lo = draw(st.integers(0, len(text)))
@@ -87,7 +87,7 @@ def _other_word(draw: DrawFn, text: bytes) -> bytes:
 
 @composite
 def changed(draw: DrawFn, documents: SearchStrategy[Any]) -> Any:
-    """JSON data with keys and entries dropped, renamed, doubled, swapped, nested or replaced."""
+    """Draw JSON data with keys or entries dropped, renamed, doubled, copied, nested or replaced."""
     document = copy.deepcopy(draw(documents))
     for _ in range(draw(st.integers(1, 3))):
         below = places(document)
@@ -119,7 +119,7 @@ def changed(draw: DrawFn, documents: SearchStrategy[Any]) -> Any:
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) below a node."""
+    """Return every (container, key) below a node."""
     if isinstance(node, dict):
         inside = [(node, key) for key in node]
     elif isinstance(node, list):
@@ -130,11 +130,11 @@ def places(node: Any) -> list[tuple[Any, Any]]:
 
 
 def dumped(document: Any) -> bytes:
-    """JSON, with numbers that `json` refuses to write."""
+    """Return JSON, including numbers that `json` refuses to write."""
     return json.dumps(document, indent=1).replace(json.dumps(HUGE), "9" * 5000).encode()
 
 
 def damaged_json(documents: SearchStrategy[Any]) -> SearchStrategy[bytes]:
-    """Damaged in its structure, or as text."""
+    """Damage documents in their structure or as text."""
     structure = changed(documents).map(dumped)
     return structure | structure | spoilt(documents.map(dumped))

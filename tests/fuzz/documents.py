@@ -1,4 +1,4 @@
-"""Documents as hetpipe and others have written them, to be damaged."""
+"""Documents written by hetpipe and by other programs, as a start for damage."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def document(name: str) -> Any:
 
 PLAN, COSTS, TIMELINE = (document(f"{name}.json") for name in ("plan", "costs", "timeline"))
 IN_JSON = r"^(:\d+)?: \S"
-"""What stands behind the file's name in a message: the line of what is no JSON, or a place."""
+"""The text after the file's name in an error: the line of invalid JSON, or a place in the data."""

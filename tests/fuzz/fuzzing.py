@@ -1,7 +1,8 @@
-"""Runs a reader on many files that hypothesis makes, each within limits of time and memory.
+"""Run a reader on many files that hypothesis makes, each within limits of time and memory.
 
-In the test suite the cases of a test are few, and the same every time. `HETPIPE_FUZZ=20000` runs so
-many of each test of a reader, and a fifth of a test of commands, others every time:
+In the test suite each test has few cases, and the same cases every time. `HETPIPE_FUZZ=20000` runs
+that many cases of each test of a reader, and a fifth as many of a test of commands, with other
+cases every time:
 
     HETPIPE_FUZZ=20000 python -m pytest -s tests/fuzz --timeout 0
 """
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 ASKED = int(os.environ.get("HETPIPE_FUZZ", 0))
 CASES = 200
-MOST_S = 2.0  # of this process's own computing, so that a busy machine fails no test
+MOST_S = 2.0  # of this process's own CPU time, so that a busy machine fails no test
 MOST_NBYTES = 1 << 30
 MOST_LETTERS = 4000  # of a message, however large the file is
 ACCEPTED, REFUSED = "accepted", "refused"
@@ -34,7 +35,7 @@ ACCEPTED, REFUSED = "accepted", "refused"
 def outcomes(
     files: SearchStrategy[T], attempt: Callable[[T], str], cases: int = CASES
 ) -> Counter[str]:
-    """How often each outcome of `attempt` came about; its failures are shrunk and reported."""
+    """Count the outcomes of `attempt` by value; hypothesis shrinks and reports its failures."""
     counts: Counter[str] = Counter()
 
     @settings(
@@ -57,12 +58,12 @@ def outcomes(
 
 
 def check_both_ends(counts: Counter[str]) -> None:
-    """A test whose cases are all refused, or all accepted, tests little."""
+    """Check that cases were both accepted and refused; otherwise a test shows little."""
     assert min(counts[ACCEPTED], counts[REFUSED]) > 0, counts
 
 
 def result_of(read: Callable[[], T], errors: tuple[type[HetpipeError], ...]) -> T | str:
-    """What `read` returns within the limits; of a refusal, of one of these kinds, its message."""
+    """Return the result of `read` within the limits, or the message of an error of these types."""
     try:
         with limits():
             return read()
@@ -76,7 +77,7 @@ def result_of(read: Callable[[], T], errors: tuple[type[HetpipeError], ...]) -> 
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Raises `TimeoutError` in the midst of what takes too long; too much memory is not given."""
+    """Raise `TimeoutError` in code that takes too long, and make large allocations fail."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MOST_NBYTES, before[1]))
     handler = signal.signal(signal.SIGVTALRM, _too_long)

@@ -1,6 +1,6 @@
-"""Documents from scratch: for each field of a record a value that it allows, often at its limits.
+"""Invented documents: each field of a record has an allowed value, often at its limits.
 
-Together such values may contradict each other, which is for the readers to see.
+Such values may contradict each other, which the readers must detect.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMES = st.sampled_from(["a", "b", "c", "fc.0", "a b", "[/x]", "é", "x" * 300])
     st.characters(codec="utf-8"), min_size=1, max_size=5
 )
 Texts = Mapping[Callable[[str], Any], SearchStrategy[str]]
-"""By the parser of a field: texts for it."""
+"""Maps the parser of a field to texts for the field."""
 
 
 def values(kind: Any, texts: Texts | None = None, *, strict: bool = False) -> SearchStrategy[Any]:
-    """JSON data for a type as records have it; unless `strict`, now and then anything else."""
+    """Draw JSON data for a type as used in records; unless `strict`, sometimes any other value."""
     return _values(kind, texts or {}, strict)
 
 
@@ -100,7 +100,10 @@ def _annotated(
 
 
 def toml(document: Any) -> bytes:
-    """A document as TOML, its tables inline; what TOML cannot say is left out or written anyhow."""
+    """Return a document as TOML with inline tables;
+
+    values that TOML lacks are dropped or written nevertheless.
+    """
     if not isinstance(document, dict):
         return _toml_value(document).encode("utf-8", "replace")
     rows = {_toml_text(key): value for key, value in document.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Files of boards: the error names file and line; a board that is read can price a layer."""
+"""Files of boards: errors name file and line, and a board that is read can price a layer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_invented(tmp_path: Path) -> None:
 
 
 def fitted(both: tuple[dict, str]) -> dict:
-    """Of that kind, with numbers by the dtypes that there are."""
+    """Give the tables this kind and numbers for the known dtypes."""
     tables, kind = both
     holder, key = (tables, "peak_flops") if kind != "fpga" else (tables["fabric"], "dsp_per_mac")
     holder[key] = dict(zip(board.PEAK_DTYPES, holder[key].values(), strict=False))

@@ -1,6 +1,6 @@
-"""Manifests of bundles: the error names file and place; what is read is written again the same.
+"""Manifests of bundles: errors name file and place, and manifests are written as they were read.
 
-A manifest has a checksum of itself. Here that is right in most files, so that its content is read.
+A manifest contains its checksum. Most files here have a right one, so that their content is read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attempt(folder: Path, content: bytes) -> str:
 
 
 def summed(data: Any) -> bytes:
-    """With the checksum that belongs to it."""
+    """Return the manifest with its right checksum."""
     if isinstance(data, dict):
         data = data | {"checksum": checksum_of(data)}
     return json.dumps(data).replace(json.dumps("@huge@"), "9" * 5000).encode()

@@ -1,4 +1,4 @@
-"""Checkpoints: manifest, tensors and progress, also where somebody has made checksums that fit."""
+"""Checkpoints: manifest, tensors and progress, also with damage under right checksums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attempt(folder: Path, content: bytes) -> str:
 
 
 def signed(content: Any) -> bytes:
-    """A manifest with the checksum of its content."""
+    """Return a manifest with the checksum of its content."""
     content = json.loads(dumped(content).replace(b"9" * 5000, b"9" * 50))
     sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     head = {"sha256": sha256} if isinstance(content, dict) else {}
@@ -56,7 +56,7 @@ def signed(content: Any) -> bytes:
 
 
 def test_damaged_manifests(folder: Path) -> None:
-    """Whatever was changed: the checksum does not match."""
+    """After any change, the checksum does not match."""
     raw = (folder / "manifest.json").read_bytes()
 
     def check(content: bytes) -> str:
@@ -73,7 +73,7 @@ def test_manifests_with_a_right_checksum(folder: Path) -> None:
 
 
 def test_damaged_tensors(folder: Path) -> None:
-    """Whatever was changed: size or checksum do not match."""
+    """After any change, the size or the checksum does not match."""
     path = next(folder.glob("param-*"))
     raw = path.read_bytes()
 
@@ -88,7 +88,7 @@ def test_damaged_tensors(folder: Path) -> None:
 
 
 def attempt_tensors(folder: Path, content: bytes) -> str:
-    """Read a file whose size and checksum are those that its manifest says."""
+    """Read a file whose size and checksum match the manifest."""
     sha256 = hashlib.sha256(content).hexdigest()
     path = folder / file_name("param", 3, sha256)
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Cluster files: the error names file and line; a cluster that is read knows its ways."""
+"""Cluster files: errors name file and line, and a cluster that is read can answer all questions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SOUND = {cluster_file.parse_bandwidth: st.just("1 Gb/s"), cluster_file.parse_tim
 
 
 def fitted(tables: dict[str, Any]) -> dict[str, Any]:
-    """Tables that name each other's devices and servers, and a board that is there."""
+    """Return tables that name each other's devices and servers, and an existing board."""
     servers = ["", *(f"s{number}" for number, _ in enumerate(tables["server"]))]
     for name, server in zip(servers[1:], tables["server"], strict=True):
         server |= {"name": name, "count": None}
@@ -89,7 +89,7 @@ def test_damaged(tmp_path: Path) -> None:
 
 
 def test_many_servers(tmp_path: Path) -> None:
-    """Counts that are each within their bounds, and together perhaps not."""
+    """Each count is within its bounds, but their sum may not be."""
     counts = st.lists(st.sampled_from([1, 7, 1000, 100_000, 100_001]), min_size=1, max_size=60)
     starts = st.sampled_from(["", "\ufeff"])
 

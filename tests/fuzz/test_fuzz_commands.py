@@ -1,4 +1,4 @@
-"""Commands that are given a file: what they print of it, and nothing but a `HetpipeError`."""
+"""Commands with a damaged file: they print it or raise a `HetpipeError`, nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attempt(*arguments: str) -> str:
 
 
 def renamed(document: Any, names: dict[str, str]) -> Any:
-    """With other names for model, layers and devices, wherever they stand."""
+    """Return the document with other names for model, layers and devices."""
     if isinstance(document, dict):
         return {names.get(k, k): renamed(value, names) for k, value in document.items()}
     if isinstance(document, list):
@@ -104,7 +104,7 @@ def test_compare_on_a_cluster(tmp_path: Path) -> None:
 
 
 def test_a_schedule_in_a_file(tmp_path: Path) -> None:
-    """One that is not text is refused with its line, as any other."""
+    """A file that is not text is refused with its line, like any other."""
 
     def check(content: bytes) -> str:
         (tmp_path / "drawn.txt").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Cost tables in files: the error names the place; a table that is read can be planned with."""
+"""Cost tables in files: errors name the place, and a table that is read can be used for a plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def export(table: CostTable, path: Path) -> None:
 
 
 def fitted(table: dict[str, Any]) -> dict[str, Any]:
-    """As many layers on each device, and links between devices that there are."""
+    """Give each device a time for every layer, and make links between existing devices."""
     layers, devices = table["layers"], list(table["devices"])
     for number, layer in enumerate(layers):
         layer["name"] = f"{number}"

@@ -1,4 +1,4 @@
-"""Serialised graphs: Python's reader and the one in C, under sanitizers, agree on every case."""
+"""Serialised graphs: Python's reader and the C reader, under sanitizers, agree on every case."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hetpipe.sdk.graph import core_decompositions
 BY_PYTHON = (
     r"no operator|has no argument|has the name|a call is an item|arguments; it takes|not in UTF-8"
 )
-"""Damage of which C knows nothing: it knows no operators, and takes any bytes for a name."""
+"""Damage that C cannot detect: it knows no operators and accepts any bytes as a name."""
 
 
 @pytest.fixture(scope="module")
 def in_c(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes], str]]:
-    """Asks the reader in C, which stays for all cases."""
+    """Yield a function that asks the C reader, which runs for all cases."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("no C compiler here: install gcc")
     judge = tmp_path_factory.mktemp("judge") / "judge"
@@ -61,7 +61,7 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes],
 
 
 def graphs() -> list[bytes]:
-    """Forward, backward and update of small models."""
+    """Return forward, backward and update of small models."""
     data = []
     for name in sorted(CASES)[:6]:
         case = CASES[name]
@@ -86,7 +86,7 @@ def attempt(data: bytes, in_c: Callable[[bytes], str]) -> str:
 
 
 def sealed(data: bytes) -> bytes:
-    """With the length and the checksum of what is there."""
+    """Return the data with a right length and checksum."""
     return data[:12] + struct.pack("<II", len(data), zlib.crc32(data[20:])) + data[20:]
 
 
@@ -140,7 +140,7 @@ LARGE = st.sampled_from([-1, 2**31, 2**59, 2**60, 2**63 - 1, -(2**63)])
 
 
 class Bytes:
-    """Writes a graph field by field, right or wrong."""
+    """Writes a graph field by field; now and then a field is wrong."""
 
     def __init__(self, draw: DrawFn) -> None:
         self.draw, self.data, self.strings = draw, bytearray(), {"x": 0}
@@ -204,7 +204,7 @@ class Bytes:
 
 @composite
 def invented(draw: DrawFn) -> bytes:
-    """Nodes of all kinds in a row, each of which reads the one before."""
+    """Draw a sequence of nodes of all kinds; each reads the previous one."""
     out, nodes = Bytes(draw), draw(st.integers(1, 5))
     names = st.sampled_from(NODES)
     for number in range(nodes):

@@ -1,4 +1,4 @@
-"""Specifications of kernels: errors name file and line; one that is read makes a case."""
+"""Specifications of kernels: errors name file and line, and one that is read makes a case."""
 
 from __future__ import annotations
 

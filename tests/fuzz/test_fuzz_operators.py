@@ -22,10 +22,10 @@ from hetpipe.sdk.host.registry import discover_devices, open_device
 DEVICES = [
     info.id
     for info in discover_devices()[0]
-    if info.backend == "opencl" and "oclgrind" not in info.id  # which takes seconds for a case
+    if info.backend == "opencl" and "oclgrind" not in info.id  # takes seconds per case
 ]
-SUITE = 16  # cases, each of which compiles a kernel
-UNITS = 64.0  # in the last place, beside what torch itself is off
+SUITE = 16  # cases; each compiles a kernel
+UNITS = 64.0  # in the last place, beyond the error of torch
 FLOATS, INTEGERS = ("float32", "float64"), ("int64", "int32", "int8", "uint8", "bool")
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 16, 17, 33])
 EXACT = [math.nan, math.inf, -math.inf, 0.0, -0.0]
@@ -56,7 +56,7 @@ REDUCED = {
 
 @dataclass(frozen=True)
 class Case:
-    """An operator on a view of a tensor, whose `values` are those of a seed."""
+    """An operator on a view of a tensor with random `values`, given by their seed."""
 
     kind: str
     name: str
@@ -68,7 +68,7 @@ class Case:
     values: int
 
     def tensor(self, shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-        """Normal numbers, some of which are special; small integers."""
+        """Return normal numbers, some of them special, or small integers."""
         generator = torch.Generator().manual_seed(seed)
         kind = getattr(torch, dtype)
         if dtype not in FLOATS:
@@ -85,7 +85,7 @@ class Case:
         return x.float().to(kind)
 
     def view(self, x: torch.Tensor) -> torch.Tensor:
-        """The view of `x`; steps that its rank does not allow are left out."""
+        """Return a view of `x`, without the steps that its rank does not allow."""
         for name, a, b in self.steps:
             dim = a % max(x.dim(), 1)
             if name == "expand":
@@ -101,7 +101,7 @@ class Case:
         return x
 
     def function(self, x: torch.Tensor, *others: torch.Tensor) -> Any:
-        """What is computed."""
+        """Apply the operator to the view."""
         call: Callable[..., Any] = getattr(torch, self.name)
         seen = self.view(x)
         if self.kind == "reduced":
@@ -109,7 +109,7 @@ class Case:
         return call(seen, *others)
 
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors that `function` takes."""
+        """Return the tensors that `function` receives."""
         x = self.tensor(self.shape, self.dtype, self.values)
         if self.kind != "binary":
             return [x]
@@ -143,9 +143,9 @@ def cases(draw: DrawFn) -> Case:
 
 
 def wrong(got: np.ndarray[Any, Any], own: Any, wide: Any, across: bool) -> Any:
-    """Which elements are neither torch's nor within rounding of float64's.
+    """Return which elements differ from torch's and are not within rounding of float64's.
 
-    Sums and their like, `across` elements, may be off by roundings of the largest.
+    With `across`, for reductions, rounding is relative to the largest element.
     """
     if got.dtype.kind != "f":
         return (got != own) & (got != wide)
@@ -180,7 +180,7 @@ def attempt(rig: Rig, case: Case) -> str:
 
 
 @pytest.mark.wide
-@pytest.mark.filterwarnings("ignore")  # torch's own, of a variance of one element for instance
+@pytest.mark.filterwarnings("ignore")  # torch warns, e.g. about a variance of one element
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators(device: str) -> None:
     rig = Rig(open_device(device))

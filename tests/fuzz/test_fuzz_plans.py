@@ -1,4 +1,4 @@
-"""Plans in files: the error names the place; a plan that is read is shown, kept and simulated."""
+"""Plans in files: errors name the place, and a plan that is read can be shown, saved, simulated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attempt(path: Path, content: bytes) -> str:
 
 
 def fitted(plan: dict[str, Any]) -> dict[str, Any]:
-    """Stages that cover the layers one after another, each on one device."""
+    """Return stages that cover the layers in order, each with its devices."""
     plan["layers"] = [f"{number}" for number in range(len(plan["stages"]))]
     for number, stage in enumerate(plan["stages"]):
         stage |= {"lo": number, "hi": number + 1, "in_flight": 1 + stage["in_flight"] % 9}
@@ -71,6 +71,6 @@ def versioned(plan: Any) -> Any:
     return plan | {"version": VERSION} if isinstance(plan, dict) else plan
 
 
-def test_what_is_written_is_json_that_others_read(tmp_path: Path) -> None:
+def test_written_plans_are_standard_json(tmp_path: Path) -> None:
     write_plan(tmp_path / "p.json", Plan.from_json(PLAN), None)
     json.loads((tmp_path / "p.json").read_text(), parse_constant=lambda word: 1 / 0)

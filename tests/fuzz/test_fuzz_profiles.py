@@ -1,4 +1,4 @@
-"""Profiles of other planners: the error names the place; one that is read has costs on a board."""
+"""Profiles of other planners: errors name the place, and one that is read has costs on a board."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def attempt_graph(path: Path, content: bytes) -> str:
 
 
 def use(chain: Any) -> None:
-    """Costs on boards, of each of which some layer may be impossible."""
+    """Compute costs on boards; some layer may be impossible on a board."""
     assert isinstance(chain, ChainCosts)
     if len(chain.names) < 50:
         costs = of_chain("fuzzed", chain, 32, 256).costs
@@ -83,7 +83,7 @@ def test_damaged(name: str, tmp_path: Path) -> None:
 
 
 def fitted(workload: dict[str, Any]) -> dict[str, Any]:
-    """Nodes with ids of their own, and edges between them."""
+    """Return nodes with unique ids and edges between them."""
     if "nodes" not in workload:
         count = workload["model"]["num_layers"] = 2
         times, model = workload["execution_time"], workload["model"]["parameters"]

@@ -1,4 +1,4 @@
-"""Schedules as text: the error names line or action; one that is read prints as it was."""
+"""Schedules as text: errors name line or action, and a schedule that is read prints unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACE = r":\d+: |line \d+: |\d+[A-Z]{1,2}\d*|stages are \[|lane"
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No case leaves a schedule behind."""
+    """Remove the schedules that cases register."""
     monkeypatch.setattr(rule, "_rules", dict(rule._rules))
     yield
     fixed._texts.pop("fuzzed", None)
@@ -58,7 +58,7 @@ HEADS = st.sampled_from(["", "", "worker 0: ", "worker 1: ", "worker 0 lane 1: "
 
 
 def passes(stages: int, count: int, order: list[str]) -> str:
-    """Rows of forwards and backwards, in any order."""
+    """Return rows of forwards and backwards in any order."""
     return "\n".join(
         " ".join(f"{stage}{word}" for word in order if int(word[1:]) < count)
         for stage in range(stages)

@@ -1,4 +1,4 @@
-"""Timelines in files: the error names the place; one that is read can be measured and drawn."""
+"""Timelines in files: errors name the place, and one that is read can be measured and drawn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attempt(path: Path, content: bytes) -> str:
 
 
 def fitted(timeline: dict[str, Any]) -> dict[str, Any]:
-    """Spans of workers that there are, which end after they begin."""
+    """Return spans of existing workers that end after they begin."""
     timeline["workers"] = ["a", *timeline["workers"]]
     timeline["spans"] = [
         [span[0] % len(timeline["workers"]), span[1], *sorted(span[2:])]

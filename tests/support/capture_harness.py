@@ -1,4 +1,4 @@
-"""Runs stage programs with torch, node by node, in the order of a pipeline's data."""
+"""Run stage programs with torch, node by node, in the order of a pipeline's data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def run(program: Program, env: Mapping[tuple[str, str], torch.Tensor]) -> Env:
-    """Execute a program on row-major tensors; checks shapes and dtypes of all slots."""
+    """Execute a program on row-major tensors and check the shapes and dtypes of all slots."""
     nodes = list(program.graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     values: dict[Any, Any] = {}
@@ -71,7 +71,7 @@ def _check_meta(node: Any, value: Any) -> None:
 
 
 class Stages:
-    """The state of all stages, in one process."""
+    """The state of all stages in one process."""
 
     def __init__(
         self,
@@ -95,7 +95,10 @@ class Stages:
         tangents: Sequence[float],
         step: int = 0,
     ) -> list[dict[str, torch.Tensor]]:
-        """One mini-batch; the gradients per stage by parameter. Losses are weighted by tangents."""
+        """Run a mini-batch and return each stage's gradients by parameter;
+
+        tangents weight the losses.
+        """
         leaves = {n: torch.from_numpy(v) for n, v in self.captured.leaves(*batch).items()}
         gradients: list[dict[str, torch.Tensor]] = [{} for _ in self.graphs]
         self.loss = self.count = 0.0
@@ -159,7 +162,7 @@ class Stages:
             for part in parts:
                 found = self.execute(part, env)
                 assert not [k for k in found if k[0] == SAVED and k in env]
-                env.update(found)  # a TANGENT replaces one of its name
+                env.update(found)  # a new TANGENT replaces the earlier one of its name
                 out.update(found)
             gradients[index].update({k[1]: v for k, v in out.items() if k[0] == GRAD})
             tangents = {k: v for k, v in out.items() if k[0] == TANGENT}
@@ -178,7 +181,7 @@ class Stages:
 
 
 def total(gradients: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Gradients by parameter, tied ones summed over stages."""
+    """Return the gradients by parameter; gradients of tied parameters are summed over stages."""
     sums: dict[str, torch.Tensor] = {}
     for stage in gradients:
         for name, value in stage.items():
@@ -207,7 +210,7 @@ def eager(
     sizes: Sequence[int],
     tangents: Sequence[float],
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, count and gradients of plain autograd on the same micro-batches."""
+    """Return loss, count and gradients of plain autograd on the same micro-batches."""
     model.train()
     model.zero_grad()
     loss = count = 0.0
@@ -226,7 +229,7 @@ def eager(
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Equal up to rounding of the dtype; the floor is absolute, some true gradients are zero."""
+    """Compare up to rounding of the dtype; the floor is absolute, as true gradients may be zero."""
     if not expected.dtype.is_floating_point:
         assert torch.equal(actual, expected), name
         return
@@ -242,7 +245,7 @@ def check(
     graphs: Sequence[StageGraphs],
     sizes: Sequence[int],
 ) -> None:
-    """Programs against eager: loss, count, every gradient, every buffer."""
+    """Compare programs with eager torch: loss, count, every gradient, every buffer."""
     model, loss_fn, batch = case
     tangents = [2.0**-i for i in range(1, len(sizes) + 1)]
     state = Stages(captured, graphs)
@@ -259,7 +262,7 @@ def check(
 
 
 def even_cuts(captured: Captured, stages: int) -> list[int]:
-    """As many stages as asked for, or as there are layers, of about as many layers each."""
+    """Return cuts for this number of stages, at most one per layer, of about equal layer counts."""
     count = len(captured.layer_graph(8))
     stages = min(stages, count)
     return [round(count * i / stages) for i in range(1, stages)]

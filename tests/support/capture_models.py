@@ -1,4 +1,4 @@
-"""Small models that between them have everything that makes capture hard."""
+"""Small models that together contain everything that makes capture hard."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Residual(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """It normalises channels last, so what it pools is not row-major."""
+    """A model that normalises channels last, so it pools tensors that are not row-major."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ChannelsLast(nn.Module):
 
 
 class TwoBranch(nn.Module):
-    """The entry is read by the last layer (relayed unused) and by both branches (relayed, used)."""
+    """The last layer and both branches read the entry, so cuts relay it used and unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TwoBranch(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         entry = torch.relu(self.entry(x))
-        flags = entry > 0.3  # crosses without a tangent
+        flags = entry > 0.3  # crosses a cut without a tangent
         left, right = torch.tanh(self.left(entry)), torch.sigmoid(self.right(entry))
         merged = self.merge(torch.cat([left, right], 1))
         return self.last(torch.where(flags, merged * 0.5 + entry, merged))
@@ -135,7 +135,7 @@ def _masked_loss(output: dict[str, Any], y: dict[str, torch.Tensor]) -> torch.Te
 
 
 class Embedder(nn.Module):
-    """Integer inputs in a tuple; sums over a position with a count."""
+    """Integer inputs in a tuple, and a loss that is a sum with a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Dropout(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own encoder layer: packed projections, fused attention, pre-norm."""
+    """torch's encoder layer: packed projections, fused attention, pre-norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
 
 
 def make(name: str) -> tuple[nn.Module, Callable[[Any, Any], Any], tuple[Any, Any]]:
-    """Model in float64, loss and batch of a case, always the same."""
+    """Return a case's model in float64, loss and batch, always with the same values."""
     torch.manual_seed(3)
     case = CASES[name]
     return case.model().double(), case.loss_fn, case.batch()
@@ -299,5 +299,5 @@ def make(name: str) -> tuple[nn.Module, Callable[[Any, Any], Any], tuple[Any, An
 
 @cache
 def captured(name: str) -> Captured:
-    """The capture of a case, made once; nothing changes it."""
+    """Return the capture of a case, which is made once and never changed."""
     return Captured(*make(name))

@@ -1,4 +1,4 @@
-"""Random small planning problems, and all plans that answer them."""
+"""Random small planning problems, and all possible plans for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def joint_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
-    """Two or three unlike devices, three to six unlike layers, links that matter or do not."""
+    """Return costs of two or three unlike devices and three to six layers, and a cluster."""
     draw = random.Random(seed)
     devices = [f"d{n}" for n in range(draw.choice([2, 3, 3]))]
     layers = draw.randint(3, 6)
@@ -76,7 +76,7 @@ def joint_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
 def all_proposals(
     tables: dict[int, CostTable], cluster: Cluster, options: PlannerOptions
 ) -> Iterator[Proposal]:
-    """Every order and grouping of every subset, with all cuts, sizes, schedules and two depths."""
+    """Yield all orders and groups of all subsets, with all cuts, sizes, schedules, two depths."""
     layers = len(tables[1].layers)
     for groups in _groups(cluster.ids):
         stages = len(groups)
@@ -90,7 +90,7 @@ def all_proposals(
 
 
 def tight_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
-    """A case of two devices and few layers whose memory is short of what its quick plans need."""
+    """Return a case of two devices and few layers with too little memory for its quick plans."""
     draw = random.Random(f"tight {seed}")
     tables, cluster = joint_case(seed)
     cluster = Cluster(cluster.members[:2])
@@ -112,7 +112,7 @@ def tight_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
 
 
 def all_depths(proposals: Iterator[Proposal]) -> Iterator[Proposal]:
-    """The proposals with every lower bound on their micro-batches in flight, and recompute."""
+    """Yield the proposals with every lower bound on micro-batches in flight, and with recompute."""
     for proposal in proposals:
         depths = proposal.in_flight
         lower = max(depths) if proposal.schedule == "1f1b" else 1
@@ -123,7 +123,7 @@ def all_depths(proposals: Iterator[Proposal]) -> Iterator[Proposal]:
 
 
 def best_step_s(tables: dict[int, CostTable], cluster: Cluster, options: PlannerOptions) -> float:
-    """The quickest simulated step of all plans; infinite if none fits."""
+    """Return the shortest simulated step of all plans; infinite if none fits."""
     priced, best_s = Priced(tables, options), float("inf")
     proposals = all_proposals(tables, cluster, options)
     for proposal in dict.fromkeys(all_depths(proposals) if options.recompute else proposals):

@@ -1,4 +1,4 @@
-"""Documents that somebody or something has damaged: text and JSON, one random change or a few."""
+"""Damaged copies of documents: text or JSON with one or a few random changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import re
 from typing import Any
 
-HUGE = "@huge@"  # stands for a number that Python itself refuses to print
+HUGE = "@huge@"  # stands for a number that Python refuses to print
 EXTREMES = [
     0, -1, 1, 2, 10**9, 2**31, 2**63, 10**30, 10**400, 0.0, -0.5, 3.5, 1e-308, 1e308, -1e308,
     float("nan"), float("inf"), float("-inf"), HUGE,
@@ -21,7 +21,7 @@ NUMBERS = ["0", "-1", "1", "7", "999999999", "99999999999999999999", "9" * 5000,
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) below a node."""
+    """Return every (container, key) below a node."""
     if isinstance(node, dict):
         inside = [(node, key) for key in node]
     elif isinstance(node, list):
@@ -32,7 +32,7 @@ def places(node: Any) -> list[tuple[Any, Any]]:
 
 
 def changed(document: Any, rng: random.Random) -> Any:
-    """A copy of JSON data with one to three changes in its structure."""
+    """Return a copy of JSON data with one to three changes in its structure."""
     document = copy.deepcopy(document)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         below = places(document)
@@ -61,12 +61,12 @@ def changed(document: Any, rng: random.Random) -> Any:
 
 
 def dumped(document: Any) -> bytes:
-    """JSON, with the numbers that `json` refuses to write."""
+    """Return JSON, including the numbers that `json` refuses to write."""
     return json.dumps(document, indent=1).replace(json.dumps(HUGE), "9" * 5000).encode()
 
 
 def spoilt(text: bytes, rng: random.Random) -> bytes:
-    """A copy of a text with bytes, lines or words flipped, cut, doubled or replaced."""
+    """Return a copy of a text with bytes, lines or words flipped, cut, doubled or replaced."""
     for _ in range(rng.choice((1, 1, 2))):
         lo, hi = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         hi = min(hi, lo + rng.choice((1, 4, 40)))

@@ -1,4 +1,4 @@
-"""Lion and LAMB in numpy, all in float64, with the interface of torch.optim that tests use."""
+"""Lion and LAMB in numpy in float64, with the part of torch.optim's interface that tests use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 class InFloat64:
-    """Reads `grad` of the parameters, steps its own copies, and writes them back."""
+    """Reads the parameters' `grad`, updates its copies of the weights, and writes them back."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters

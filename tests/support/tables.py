@@ -1,4 +1,4 @@
-"""Cost tables made up for tests."""
+"""Invented cost tables for tests."""
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.plan.building import build_plan, costs_of
@@ -12,7 +12,7 @@ def make_table(
     speeds, layers=8, *, samples=4, latency_s=0.0, bandwidth=1e12, memory=1 << 40, domain=None,
     overhead_s=0.0, saved=MIB, tied=(),
 ):  # fmt: skip
-    """Equal layers of 1 s forward and 2 s backward per 4 samples at speed 1."""
+    """Return a table of equal layers: 1 s forward, 2 s backward per 4 samples at speed 1."""
     share = samples / 4
     return CostTable(
         "toy",
