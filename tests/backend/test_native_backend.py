@@ -30,7 +30,7 @@ def opened() -> Device:
 
 @pytest.fixture(params=["queue", "blocking"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """Open the example, or a device without all optional functions that waits in every call."""
+    """Open the example, or a device that waits in every call and lacks all optional functions."""
     path = example() if request.param == "queue" else faulty("BLOCKING")
     device = open_library(path)
     yield device

@@ -49,7 +49,9 @@ def test_a_load_uses_the_graph_lowered_ahead(lowered: list[fx.GraphModule]) -> N
     assert len(lowered) == 2  # only one load uses a graph lowered ahead
 
 
-def test_graphs_with_joined_results_are_lowered_separately(lowered: list[fx.GraphModule]) -> None:
+def test_graphs_whose_results_share_memory_are_lowered_separately(
+    lowered: list[fx.GraphModule],
+) -> None:
     device = opencl_device(OPENCL[0])
     device.compile_ahead([graph()])
     device.compile(graph(frozenset({0, 1})))

@@ -48,7 +48,8 @@ def test_floats(device_id: str, dtype: str) -> None:
 def test_integers(device_id: str, dtype: str) -> None:
     """The smallest integer by -1, and any integer by 0, may end the process.
 
-    torch does end for the first, so torch divides by 1 instead: with overflow, -min is min.
+    torch does end in the first case, so the expected results are of a division by 1: in integers
+    that wrap, -min is min.
     """
     kind = getattr(torch, dtype)
     limits = torch.iinfo(kind)

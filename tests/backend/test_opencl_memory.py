@@ -57,8 +57,7 @@ def test_donated_memory_is_reused_and_other_memory_is_not(device_id: str) -> Non
 def test_memory_with_later_reads_is_not_reused(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(30.0).view(5, 6)
-    # The transposed read of `a` mixes elements, so overwriting `a` in the same kernel would be
-    # wrong.
+    # The transposed read of `a` mixes elements: overwriting `a` in its kernel would be wrong.
     executable = compiled(device, lambda a: (a.t().reshape(5, 6) + 1, a.sum(0)), x)
     buffers, events = upload(device, x)
     outputs, event, _ = executable.run(buffers, donate=frozenset({0}), after=events)

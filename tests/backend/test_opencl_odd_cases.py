@@ -83,7 +83,9 @@ RUNNING: dict[str, Function] = {
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
 @pytest.mark.parametrize("name", RUNNING)
-def test_running_results_of_nothing(device_id: str, name: str, shape: tuple[int, ...]) -> None:
+def test_running_results_of_empty_tensors(
+    device_id: str, name: str, shape: tuple[int, ...]
+) -> None:
     close_to_torch(opencl_device(device_id), RUNNING[name], torch.ones(shape))
 
 

@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 7) -> torch.Tensor:
 
 
 def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the value, and the gradients of its sum of squares by all inputs."""
+    """Return a function that returns fn's value and the gradients of its sum of squares."""
 
     def both(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)

@@ -301,7 +301,7 @@ def test_an_epilogue_after_packed_weights() -> None:
     np.testing.assert_allclose(fused, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_an_epilogue_of_nothing() -> None:
+def test_an_epilogue_with_empty_tensors() -> None:
     device = with_epilogue()
     nothing = torch.empty(0, 7)
     assert result(device, lambda x, w: torch.mm(x, w) + 1.0, nothing, X.t()).shape == (0, 5)

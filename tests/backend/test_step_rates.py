@@ -157,7 +157,7 @@ def test_a_loss_that_cannot_be_compiled_is_reported() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
 def test_gradients_and_intermediates_reuse_saved_tensors() -> None:
-    """The memory beside saved tensors is smaller than the gradients alone."""
+    """Both together need less new memory than the gradients alone would."""
     workload = RandomModel(
         lambda: GPT(64, 32, 192, 2, 2), language(64, 32), 16, optim.adamw(lr=1e-3), token_loss
     ).workload("gpt")

@@ -319,7 +319,7 @@ def test_bench_refuses_to_double_an_unknown_device_at_once(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
-def test_an_interrupt_leaves_no_output_and_no_process(home: Path, presses: int) -> None:
+def test_an_interrupt_leaves_no_traceback_and_no_process(home: Path, presses: int) -> None:
     """Ctrl-C reaches the whole foreground group, both the command and its workers."""
     process = subprocess.Popen(
         command("train", "mlp", "--devices", TWO, "--microbatches", 4, "--steps", 1_000_000),
@@ -374,7 +374,7 @@ def test_a_second_interrupt_is_answered_and_a_third_ends_at_once(presses: int) -
 
 
 def test_an_interrupt_within_exec_ends_with_the_exit_status(tmp_path: Path) -> None:
-    """Without care, Python ends by the signal if an interrupt passed through `exec` of a text."""
+    """Python may end by the signal after an interrupt has passed through `exec`."""
     (tmp_path / "interrupted.py").write_text("""
 import sys
 from hetpipe.cli import end_on_interrupt

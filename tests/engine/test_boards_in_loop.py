@@ -179,7 +179,7 @@ def test_a_real_member_keeps_measured_passes_beside_modelled_ones(tmp_path: Path
         assert wall.workers == ("gpu", "fpga: pytorch:cpu:0")
 
 
-def test_links_of_boards_hold_no_message_back(tmp_path: Path) -> None:
+def test_links_of_boards_delay_no_message(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     real = Member("real", "numpy:cpu:0")
     other = replace(real, id="other")
@@ -191,7 +191,7 @@ def test_links_of_boards_hold_no_message_back(tmp_path: Path) -> None:
     assert cluster.emulated_link("other", "real") == link
 
 
-def test_a_plan_of_boards_is_saved_loaded_and_given(tmp_path: Path) -> None:
+def test_a_plan_of_boards_is_saved_and_loaded(tmp_path: Path) -> None:
     cluster, (x, y) = cluster_of(tmp_path), batches(1)[0]
     with pipeline(cluster) as pipe:
         pipe.step(x, y)
@@ -207,7 +207,7 @@ def test_a_plan_of_boards_is_saved_loaded_and_given(tmp_path: Path) -> None:
         assert pipe.modelled_step_s == pytest.approx(plan.step_s, rel=1e-9)
 
 
-def test_modelled_times_are_not_compared_with_measured_ones(tmp_path: Path) -> None:
+def test_modelled_and_measured_times_do_not_mix(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path)
     with pytest.raises(HetpipeError, match="time of gpu, fpga is modelled, so no measurement"):
         pipeline(cluster, cuts=None, rebalance="auto")

@@ -170,7 +170,7 @@ def test_a_slow_pass_is_no_failure_without_a_limit(
 
 
 @pytest.mark.slow
-def test_everything_may_be_stopped_for_a_while() -> None:
+def test_all_processes_may_be_stopped_for_a_while() -> None:
     """The stop is longer than a worker may be silent, as with Ctrl-Z or a sleeping laptop."""
     then = "for n in range(150): step(crew, 2); time.sleep(0.02)"
     limits = "heartbeat_s=0.2, silence_s=1.0"

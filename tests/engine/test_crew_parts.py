@@ -238,7 +238,7 @@ def test_a_long_pass_is_reported_once(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> None:
-    """The receiver first asks for the message that was sent last, after all that it may keep."""
+    """The receiver first asks for the last message, which is beyond the number it may keep."""
     count = 12
     sends = " ".join(f"0F{m} 0SF{m}" for m in range(count))
     takes = " ".join(f"1RF{m} 1F{m}" for m in reversed(range(count)))

@@ -35,7 +35,7 @@ def start() -> Crew:
 
 @pytest.mark.slow
 def test_an_unloadable_message_is_explained() -> None:
-    """Without a remedy, the worker ended before it sent its failure, in every run."""
+    """The worker must send its failure before it ends."""
     for _ in range(8):
         with start() as crew, pytest.raises(WorkerError, match="NameError: name 'nowhere'"):
             crew.call(["m0"], "builtins:id", Unloadable())

@@ -99,7 +99,7 @@ def trained(model: nn.Module) -> Trained:
 
 
 def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Compare with a tolerance of lr * 2^-11 of a gradient: one different rounding."""
+    """Compare; one different rounding changes a weight by about lr * 2^-11 of a gradient."""
     for name, value in wanted.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-5)
 

@@ -28,7 +28,7 @@ DEVICES = list({info.backend: info.id for info in reversed(discover_devices(BACK
 
 
 class Pooled(nn.Module):
-    """A convolution, a pooling whose input only the maximum needs, and a tied weight."""
+    """A convolution, a max pooling, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()

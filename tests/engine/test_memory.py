@@ -123,7 +123,7 @@ def test_bytes_equal_a_count_of_all_buffers(
 
 @pytest.mark.slow
 def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> None:
-    """Table 5 of DAPPLE: with each more micro-batch, GPipe holds what its forward saves.
+    """Table 5 of DAPPLE: GPipe holds the saved tensors of each additional micro-batch.
 
     DAPPLE holds no more.
     """

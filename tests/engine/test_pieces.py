@@ -131,7 +131,7 @@ def test_parts_between_hosts_cover_a_message_once(elements: int, parts: int) -> 
 
 
 def test_a_device_with_chunks_must_hand_out_parts() -> None:
-    """The default method raises an error that names the missing one."""
+    """The default method raises an error that names the missing method."""
     (info,) = get_backend("numpy").discover()
     device = get_backend("numpy").open(info)
     buffer, _ = device.upload(np.zeros(4, np.float32))

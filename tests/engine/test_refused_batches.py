@@ -17,7 +17,7 @@ DEVICES = UNLIKE[:2]
 
 
 def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
-    """Train four mini-batches; if `refused`, offer one with the invalid class 9 amid them."""
+    """Train four mini-batches; if `refused`, offer an invalid one, with class 9, after two."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     pipe = pipeline(

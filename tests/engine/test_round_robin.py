@@ -40,7 +40,7 @@ def in_turn(
 
 
 def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple[Choice, Choice]:
-    """Return the delays in updates of the stage: each replica sees a straight pipeline's."""
+    """Return the delays, in updates of the stage, as if each replica were a straight pipeline."""
 
     def seen(n: int, b: int) -> int:
         return max(0, b // replicas[n] - depths[n] + 1)

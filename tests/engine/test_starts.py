@@ -190,7 +190,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
 
 @pytest.mark.slow
 def test_stages_of_a_measurement_import_no_torch_compilers() -> None:
-    """Only these stages would need the imports if the costs of a start are known."""
+    """A start with known costs would import the compilers for these stages only."""
     code = """
 import sys
 from hetpipe.profile.links import small_stages
