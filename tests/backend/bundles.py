@@ -61,7 +61,7 @@ def result(device: Device, graph: fx.GraphModule) -> Array:
     return output
 
 
-def changed(folder: Path, change: Any) -> None:
+def change_manifest(folder: Path, change: Any) -> None:
     """Change the data of a manifest and update its checksum."""
     path = folder / MANIFEST
     data = json.loads(path.read_text())

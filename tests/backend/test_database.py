@@ -53,7 +53,7 @@ def faults(rig: Rig, part: int) -> list[str]:
         if crc32(name.encode()) % PARTS != part:
             continue
         try:
-            status = seen(rig, name)
+            status = status_of(rig, name)
         except BrokenRule as broken:
             lines.append(f"{name} is wrong: {broken}")
             continue
@@ -65,7 +65,7 @@ def faults(rig: Rig, part: int) -> list[str]:
     return lines
 
 
-def seen(rig: Rig, name: str) -> str:
+def status_of(rig: Rig, name: str) -> str:
     """Return why a device does not run an entry, or an empty string if it does."""
     try:
         check_entry(name, rig, samples=1)

@@ -130,7 +130,7 @@ n = 100
 
 
 @pytest.fixture
-def tried(tmp_path: Path) -> Callable[..., list[Outcome]]:
+def run_kernel(tmp_path: Path) -> Callable[..., list[Outcome]]:
     """Return a function that runs a kernel on a device."""
 
     def run(device_id: str, source: str, spec: str, function: str = "") -> list[Outcome]:
@@ -147,9 +147,9 @@ def tried(tmp_path: Path) -> Callable[..., list[Outcome]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", IDS)
 def test_a_right_kernel_passes_everywhere(
-    device_id: str, tried: Callable[..., list[Outcome]]
+    device_id: str, run_kernel: Callable[..., list[Outcome]]
 ) -> None:
-    results = tried(device_id, SAXPY, SAXPY_SPEC)
+    results = run_kernel(device_id, SAXPY, SAXPY_SPEC)
     assert [each.case for each in results] == [0, 1, 2]
     assert [each.flaws for each in results] == [(), (), ()]
     assert all(0 <= each.ulp["y"] <= 2 for each in results)
@@ -176,12 +176,12 @@ n = SIZE
 
 
 @pytest.mark.slow
-def test_parameters_may_be_vectors(tried: Callable[..., list[Outcome]]) -> None:
+def test_parameters_may_be_vectors(run_kernel: Callable[..., list[Outcome]]) -> None:
     """The tensors are declared as whole vectors; the expected values count elements."""
-    results = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "64"))
+    results = run_kernel(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "64"))
     assert results
     assert all(each.flaws == () and each.ulp["y"] == 0 for each in results)
-    wrong = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "66"))[0]
+    wrong = run_kernel(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "66"))[0]
     assert "wrong arguments" in [flaw.kind for flaw in wrong.flaws]
     assert "the source declares float4 *x" in wrong.flaws[0].text
 
@@ -192,9 +192,9 @@ def test_parameters_may_be_vectors(tried: Callable[..., list[Outcome]]) -> None:
     [("race", "race", 4), ("bounds", "out of bounds", 9), ("stale", "uninitialised read", 14)],
 )
 def test_the_checker_names_kind_and_line(
-    tried: Callable[..., list[Outcome]], function: str, kind: str, line: int
+    run_kernel: Callable[..., list[Outcome]], function: str, kind: str, line: int
 ) -> None:
-    (result,) = tried(CHECKER, FAULTY, SPEC, function)
+    (result,) = run_kernel(CHECKER, FAULTY, SPEC, function)
     assert (kind, function, line) in [(f.kind, f.kernel, f.line) for f in result.flaws]
 
 
@@ -213,10 +213,10 @@ def test_the_checker_names_kind_and_line(
     ],
 )
 def test_a_runtime_finds_some_faults(
-    tried: Callable[..., list[Outcome]], function: str, kinds: list[str], line: int | None
+    run_kernel: Callable[..., list[Outcome]], function: str, kinds: list[str], line: int | None
 ) -> None:
     spec = SPEC if function == "endless" else SPEC.replace("= 4.0", "= 60.0")
-    (result,) = tried(RUNTIME, FAULTY, spec, function)
+    (result,) = run_kernel(RUNTIME, FAULTY, spec, function)
     assert [flaw.kind for flaw in result.flaws] == kinds
     assert {flaw.kernel for flaw in result.flaws} == {function}
     if line is not None:
@@ -239,10 +239,10 @@ def test_a_runtime_finds_some_faults(
     ids=["build", "name", "type", "local size"],
 )
 def test_an_impossible_launch_is_a_flaw(
-    tried: Callable[..., list[Outcome]], source: str, spec: str, kind: str, word: str
+    run_kernel: Callable[..., list[Outcome]], source: str, spec: str, kind: str, word: str
 ) -> None:
     spec = spec.replace('y = "a * x + y"', 'y = "x"')
-    result = tried(RUNTIME, source, spec)[0]
+    result = run_kernel(RUNTIME, source, spec)[0]
     assert [flaw.kind for flaw in result.flaws] == [kind]
     assert word in result.flaws[0].text
     if kind == "does not build":
@@ -251,16 +251,16 @@ def test_an_impossible_launch_is_a_flaw(
 
 @pytest.mark.slow
 @needs_runtime
-def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome]]) -> None:
+def test_a_reference_in_python(tmp_path: Path, run_kernel: Callable[..., list[Outcome]]) -> None:
     (tmp_path / "reference.py").write_text("def same(x, n):\n    return x[:n] * 1.0\n")
     spec = SPEC.replace('[expect]\ny = "x"\n', "").replace("= 4.0", "= 60.0")
     spec = 'reference = "reference.py:same"\n' + spec
     right = FAULTY.replace("y[i / 2] = x[i]", "y[i] = x[i]")
-    (result,) = tried(RUNTIME, right, spec, "race")
+    (result,) = run_kernel(RUNTIME, right, spec, "race")
     assert result.flaws == ()
     (tmp_path / "reference.py").write_text("def same(x, n):\n    return x / none\n")
     with pytest.raises(BackendError, match=r"same.*NameError"):
-        tried(RUNTIME, right, spec, "race")
+        run_kernel(RUNTIME, right, spec, "race")
 
 
 @pytest.mark.slow
@@ -352,27 +352,27 @@ CHEATS = {
 @needs_runtime
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_kernel_right_only_for_the_listed_runs_is_found(
-    tried: Callable[..., list[Outcome]], name: str
+    run_kernel: Callable[..., list[Outcome]], name: str
 ) -> None:
     body, expect, changes, kind, words, declared = CHEATS[name]
     spec = spec_for(expect, *changes)
-    (result,) = tried(RUNTIME, kernel(body), spec)
+    (result,) = run_kernel(RUNTIME, kernel(body), spec)
     assert [flaw.kind for flaw in result.flaws] == [kind]
     assert words in result.flaws[0].text
     if name != "overwrites":  # a specification may declare that this is no fault
-        (result,) = tried(RUNTIME, kernel(body), spec.replace(*declared, 1))
+        (result,) = run_kernel(RUNTIME, kernel(body), spec.replace(*declared, 1))
         assert result.flaws == ()
 
 
 @pytest.mark.slow
 @needs_runtime
 def test_an_expectation_may_use_all_of_python_but_should_vary(
-    tried: Callable[..., list[Outcome]],
+    run_kernel: Callable[..., list[Outcome]],
 ) -> None:
     sums = spec_for("x.reshape(n, 1).sum(1) + array([0.0 * n for _ in x])")
-    (result,) = tried(RUNTIME, kernel("y[i] = x[i];"), sums)
+    (result,) = run_kernel(RUNTIME, kernel("y[i] = x[i];"), sums)
     assert (result.flaws, result.notes) == ((), ())
-    (result,) = tried(RUNTIME, kernel("y[i] = 3.0f;"), spec_for("3 + 0 * x"))
+    (result,) = run_kernel(RUNTIME, kernel("y[i] = 3.0f;"), spec_for("3 + 0 * x"))
     assert result.flaws == ()
     assert "y should be 3 in every element" in result.notes[0]
 
@@ -380,12 +380,12 @@ def test_an_expectation_may_use_all_of_python_but_should_vary(
 @pytest.mark.slow
 @needs_runtime
 def test_a_device_that_lacks_a_feature_is_skipped(
-    tried: Callable[..., list[Outcome]], tmp_path: Path
+    run_kernel: Callable[..., list[Outcome]], tmp_path: Path
 ) -> None:
     lacking = [each for each in IDS if "pocl" in each or "oclgrind" in each]
     half = kernel("half h = (half)x[i]; y[i] = h;", "#pragma OPENCL EXTENSION cl_khr_fp16 : enable")
     for device_id in lacking:
-        (result,) = tried(device_id, half, spec_for("x"))
+        (result,) = run_kernel(device_id, half, spec_for("x"))
         assert result.flaws == ()
         assert "cl_khr_fp16" in result.skipped
     arguments = [word for each in lacking for word in ("--device", each)]
@@ -393,19 +393,19 @@ def test_a_device_that_lacks_a_feature_is_skipped(
     assert "has run on no device" in str(done.exception)
     assert "skipped" in done.output
     stored = kernel("y[i] = vload_half(0, (const __global half *)x) * 0.0f + x[i];")
-    (result,) = tried(lacking[0], stored, spec_for("x", ("time", 'fixed = ["n"]\ntime')))
+    (result,) = run_kernel(lacking[0], stored, spec_for("x", ("time", 'fixed = ["n"]\ntime')))
     assert not result.skipped  # every device reads halves from memory
 
 
 @pytest.mark.slow
 @needs_runtime
-def test_a_grid_of_defined_values(tried: Callable[..., list[Outcome]], tmp_path: Path) -> None:
+def test_a_grid_of_defined_values(run_kernel: Callable[..., list[Outcome]], tmp_path: Path) -> None:
     spec = spec_for(
         "x * TILE", ("n = 64", "n = 64\n[[case]]\nn = 5\n[define]\nTILE = [8, 16]"),
         ('["n"]', '["round_up(n, TILE)"]'), ("time", 'operator = "aten.relu.default"\ntime'),
         ('shape = ["n"]', 'shape = ["n"]\ninput = 0'), ("output", "result = 0\noutput"),
     )  # fmt: skip
-    results = tried(RUNTIME, kernel("if (i < n) y[i] = x[i] * (TILE == 16 ? 2 : TILE);"), spec)
+    results = run_kernel(RUNTIME, kernel("if (i < n) y[i] = x[i] * (TILE == 16 ? 2 : TILE);"), spec)
     assert [dict(each.sizes) for each in results] == [
         {"n": 64, "TILE": 8}, {"n": 5, "TILE": 8}, {"n": 64, "TILE": 16}, {"n": 5, "TILE": 16}
     ]  # fmt: skip
@@ -430,11 +430,13 @@ __kernel void drain(__global float *y, const int n)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", [each for each in IDS if "fpga" in each or each == RUNTIME])
-def test_kernels_joined_by_a_channel(tried: Callable[..., list[Outcome]], device_id: str) -> None:
+def test_kernels_joined_by_a_channel(
+    run_kernel: Callable[..., list[Outcome]], device_id: str
+) -> None:
     spec = spec_for(
         "2 * x", ("n = 64", "n = 64\n[beside.feed]\nglobal_size = [1]"), ('["n"]', "[1]")
     )
-    (result,) = tried(device_id, PAIR, spec)
+    (result,) = run_kernel(device_id, PAIR, spec)
     assert result.flaws == ()
     assert ("cl_intel_channels" in result.skipped) == ("fpga" not in device_id)
 
@@ -462,12 +464,12 @@ h = 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_id", IDS)
-def test_images(tried: Callable[..., list[Outcome]], device_id: str) -> None:
-    (result,) = tried(device_id, IMAGES, IMAGES_SPEC)
+def test_images(run_kernel: Callable[..., list[Outcome]], device_id: str) -> None:
+    (result,) = run_kernel(device_id, IMAGES, IMAGES_SPEC)
     assert result.flaws == ()
     assert ("no images" in result.skipped) == ("fpga" in device_id)
     if device_id == RUNTIME:
-        (result,) = tried(device_id, IMAGES, IMAGES_SPEC.replace(", 4]", ", 3]"))
+        (result,) = run_kernel(device_id, IMAGES, IMAGES_SPEC.replace(", 4]", ", 3]"))
         assert "1, 2 or 4 channels" in result.flaws[0].text
 
 

@@ -24,7 +24,7 @@ from hetpipe.sdk.graph import core_decompositions, graph_calls, operator_name
 
 
 @functools.cache
-def opened() -> Device:
+def open_example() -> Device:
     return open_library(example())
 
 
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device.close()
 
 
-def traced(fn, *inputs):
+def trace_core(fn, *inputs):
     return trace(fn, inputs, core_decompositions())
 
 
@@ -47,10 +47,10 @@ def test_operator(case: Case) -> None:
     graph = graph_of(case, "native")
     if case.large:
         pytest.skip("made to be right, not fast: small cases only")
-    reason = refusal(opened(), graph)
+    reason = refusal(open_example(), graph)
     if reason is not None:
         pytest.skip(reason)
-    check(case, run(opened(), graph, [t.numpy() for t in inputs_of(case)]), graph)
+    check(case, run(open_example(), graph, [t.numpy() for t in inputs_of(case)]), graph)
 
 
 def names() -> set[str]:
@@ -86,17 +86,17 @@ def test_copies_round_trip(device: Device, shape: tuple[int, ...], dtype: str) -
 
 def test_a_missing_dtype_is_refused() -> None:
     with pytest.raises(BackendError, match=r"native:example.cpu:0 has no float64; it has float32"):
-        opened().upload(np.ones(3))
+        open_example().upload(np.ones(3))
 
 
 def test_a_missing_operator_is_refused_by_name(device: Device) -> None:
-    graph = traced(lambda x: torch.cumsum(x, 0), torch.ones(3))
+    graph = trace_core(lambda x: torch.cumsum(x, 0), torch.ones(3))
     with pytest.raises(UnsupportedOperatorError, match=r"aten.cumsum.default.*no such operator"):
         device.compile(graph)
 
 
 def test_a_donated_input_becomes_an_output_and_nothing_else_does(device: Device) -> None:
-    graph = traced(lambda x, y: (x + y, x - y, x), torch.ones(3), torch.ones(3))
+    graph = trace_core(lambda x, y: (x + y, x - y, x), torch.ones(3), torch.ones(3))
     executable = device.compile(graph)
     x, y = (put(device, np.array(values, np.float32)) for values in ([1, 2, 3], [10, 20, 30]))
     (total, difference, same), event, _ = executable.run([x, y], frozenset({0, 1}))
@@ -110,7 +110,7 @@ def test_a_donated_input_becomes_an_output_and_nothing_else_does(device: Device)
 
 
 def test_an_input_given_twice_is_not_donated(device: Device) -> None:
-    graph = traced(lambda x, y: (x.view(3, 1), x + y), torch.ones(3), torch.ones(3))
+    graph = trace_core(lambda x, y: (x.view(3, 1), x + y), torch.ones(3), torch.ones(3))
     x = put(device, np.array([1, 2, 3], np.float32))
     (view, doubled), event, _ = device.compile(graph).run([x, x], frozenset({0}))
     event.wait(10)  # it was given twice, so it is not donated
@@ -120,13 +120,13 @@ def test_an_input_given_twice_is_not_donated(device: Device) -> None:
 
 
 def test_repeated_outputs_and_graphs_without_calls(device: Device) -> None:
-    twice = device.compile(traced(lambda x: ((y := x + 1), y, x), torch.ones(2)))
+    twice = device.compile(trace_core(lambda x: ((y := x + 1), y, x), torch.ones(2)))
     x = put(device, np.zeros(2, np.float32))
     outputs, event, _ = twice.run([x])
     event.wait(10)
     assert outputs[0] is outputs[1]
     assert outputs[2] is x
-    nothing = device.compile(traced(lambda x, y: (y, x), torch.ones(2), torch.ones(2)))
+    nothing = device.compile(trace_core(lambda x, y: (y, x), torch.ones(2), torch.ones(2)))
     y = put(device, np.ones(2, np.float32))
     outputs, event, _ = nothing.run([x, y])
     event.wait(10)
@@ -134,8 +134,8 @@ def test_repeated_outputs_and_graphs_without_calls(device: Device) -> None:
 
 
 def test_events_alone_order_the_runs() -> None:
-    device = opened()
-    step = device.compile(traced(lambda x: x @ x * 1e-2, torch.ones(64, 64)))
+    device = open_example()
+    step = device.compile(trace_core(lambda x: x @ x * 1e-2, torch.ones(64, 64)))
     x, ready = device.upload(np.ones((64, 64), np.float32))
     for _ in range(50):
         (x,), ready, _ = step.run([x], frozenset({0}), after=[ready])  # earlier buffers are dropped
@@ -147,10 +147,10 @@ def test_events_alone_order_the_runs() -> None:
 
 
 def test_an_index_out_of_range_fails_its_event_and_later_ones() -> None:
-    device = opened()
+    device = open_example()
     zero = torch.tensor([0])
-    pick = device.compile(traced(lambda x, i: torch.gather(x, 0, i), torch.ones(3), zero))
-    add = device.compile(traced(lambda x: x + 1, torch.ones(1)))
+    pick = device.compile(trace_core(lambda x, i: torch.gather(x, 0, i), torch.ones(3), zero))
+    add = device.compile(trace_core(lambda x: x + 1, torch.ones(1)))
     x, index = put(device, np.ones(3, np.float32)), put(device, np.array([3]))
     message = r"aten.gather.default of layer \?: index 3 is out of range for size 3"
     (picked,), first, _ = pick.run([x, index])
@@ -164,7 +164,7 @@ def test_an_index_out_of_range_fails_its_event_and_later_ones() -> None:
 
 
 def test_memory_without_references_is_freed(device: Device) -> None:
-    step = device.compile(traced(lambda x: x + 1, torch.ones(1000)))
+    step = device.compile(trace_core(lambda x: x + 1, torch.ones(1000)))
     if device.memory_used_nbytes() is None:
         pytest.skip("it counts no memory")
     x = put(device, np.ones(1000, np.float32))
@@ -179,8 +179,8 @@ def test_memory_without_references_is_freed(device: Device) -> None:
 
 
 def test_the_device_survives_too_large_a_buffer() -> None:
-    device = opened()
-    graph = traced(lambda x: x.expand(1 << 20, 1 << 10), torch.ones(1))
+    device = open_example()
+    graph = trace_core(lambda x: x.expand(1 << 20, 1 << 10), torch.ones(1))
     x = put(device, np.ones(1, np.float32))
     with pytest.raises(BackendError, match=r"do not fit|out of memory"):
         device.compile(graph).run([x])[1].wait(10)
@@ -188,8 +188,8 @@ def test_the_device_survives_too_large_a_buffer() -> None:
 
 
 def test_threads_copy_and_run_at_the_same_time() -> None:
-    device = opened()
-    graphs = [traced(lambda x, n=n: x * 2 + n, torch.ones(100)) for n in range(4)]
+    device = open_example()
+    graphs = [trace_core(lambda x, n=n: x * 2 + n, torch.ones(100)) for n in range(4)]
     failures: list[BaseException] = []
 
     def work(number: int) -> None:

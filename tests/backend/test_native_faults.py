@@ -41,7 +41,7 @@ ASKED = {
 """Expected errors of libraries that are faulty when asked for their devices."""
 
 
-def named(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> NativeBackend:
+def backend_of(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> NativeBackend:
     monkeypatch.setenv("HETPIPE_NATIVE", os.pathsep.join(map(str, paths)))
     return NativeBackend()
 
@@ -51,7 +51,7 @@ def asked() -> dict[str, str]:
     """Return the findings about all faulty libraries, by fault; all are asked at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETPIPE_NATIVE_LIMIT_S", "3")
-        backend = named(patch, example(), *map(faulty, ASKED))
+        backend = backend_of(patch, example(), *map(faulty, ASKED))
         broken = [text for level, text, _ in backend.describe() if level == "broken"]
         with pytest.warns(LibraryWarning):
             working = {info.id for info in backend.discover()}
@@ -71,7 +71,7 @@ def test_missing_files_and_files_that_are_no_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "text.so").write_text("no library")
-    backend = named(monkeypatch, tmp_path / "text.so", tmp_path / "absent.so")
+    backend = backend_of(monkeypatch, tmp_path / "text.so", tmp_path / "absent.so")
     with pytest.raises(BackendError) as error:
         backend.discover()
     for name in ("text.so", "absent.so"):
@@ -81,7 +81,7 @@ def test_missing_files_and_files_that_are_no_library(
 def test_a_missing_device_is_explained_by_its_broken_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named(monkeypatch, example(), faulty("OTHER_VERSION"))
+    backend_of(monkeypatch, example(), faulty("OTHER_VERSION"))
     with (
         pytest.warns(LibraryWarning),
         pytest.raises(BackendError, match=r"no device 'native:faulty.cpu:0'.* version 7"),

@@ -57,7 +57,7 @@ def library() -> Path:
     return built("sanitized") / "libexample-sanitized.so"
 
 
-def clean(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
@@ -82,7 +82,7 @@ def test_programs_run_and_leak_nothing(serialised: list[bytes], tmp_path: Path) 
     for number, data in enumerate(serialised):
         path = tmp_path / str(number)
         path.write_bytes(data)
-        clean(replay(library(), path))
+        output_of(replay(library(), path))
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_results_equal_torch(tmp_path: Path) -> None:
     graph = trace(lambda x, w: ((x @ w).tanh(), x.sum(0)), [x, w], core_decompositions())
     for name, array in (("graph", serialise(graph)), ("x", x.numpy()), ("w", w.numpy())):
         (tmp_path / name).write_bytes(bytes(array))
-    clean(replay(library(), *(tmp_path / name for name in ("graph", "x", "w"))))
+    output_of(replay(library(), *(tmp_path / name for name in ("graph", "x", "w"))))
     for number, expected in enumerate(((x @ w).tanh(), x.sum(0))):
         array = np.fromfile(tmp_path / f"graph.{number}", np.float32).reshape(expected.shape)
         np.testing.assert_allclose(array, expected.numpy(), rtol=1e-5, atol=1e-6)
@@ -106,7 +106,7 @@ def test_damaged_graphs_are_refused_or_run(serialised: list[bytes], tmp_path: Pa
     cases += serialised
     path = tmp_path / "cases"
     path.write_bytes(b"".join(struct.pack("<I", len(case)) + case for case in cases))
-    said = clean(replay("--fuzz", library(), path))
+    said = output_of(replay("--fuzz", library(), path))
     counts = list(map(int, re.findall(r"\d+", said)))
     assert counts[0] == len(cases), said
     assert min(counts) >= len(serialised), said  # some of every kind
@@ -115,11 +115,11 @@ def test_damaged_graphs_are_refused_or_run(serialised: list[bytes], tmp_path: Pa
 def test_load_open_run_close_again_and_again(serialised: list[bytes], tmp_path: Path) -> None:
     (tmp_path / "graph").write_bytes(serialised[0])
     arguments = ("--cycles", CYCLES, example(), tmp_path / "graph")
-    said = clean(replay(*arguments, sanitized=False))
+    said = output_of(replay(*arguments, sanitized=False))
     grown = re.search(r"grown by (-?\d+) KiB", said)
     assert grown is not None
     assert int(grown[1]) < CYCLES, said  # allocators settle; a page per cycle would be 4 times that
-    clean(replay("--cycles", 20, library(), tmp_path / "graph"))
+    output_of(replay("--cycles", 20, library(), tmp_path / "graph"))
 
 
 @pytest.mark.parametrize(

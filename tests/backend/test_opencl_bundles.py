@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bundles import AGAIN, build, changed, count_sources, graph_of, result, write
+from bundles import AGAIN, build, change_manifest, count_sources, graph_of, result, write
 from found_devices import infos
 from hetpipe.backends.opencl.backend import OpenCLBackend
 from hetpipe.backends.opencl.platform.names import BUNDLES
@@ -53,12 +53,12 @@ def first(tmp_path: Path) -> Iterator[Device]:
     device.close()
 
 
-def loading(device_id: str, folder: Path) -> Device:
+def open_loading(device_id: str, folder: Path) -> Device:
     """Open the device again, with its bundles loaded from `folder`."""
-    return configured(device_id, {"bundles": folder.name}, folder.parent)
+    return open_configured(device_id, {"bundles": folder.name}, folder.parent)
 
 
-def configured(device_id: str, options: dict[str, Any], folder: Path) -> Device:
+def open_configured(device_id: str, options: dict[str, Any], folder: Path) -> Device:
     """Open the device again, from a backend with these options."""
     backend = OpenCLBackend()
     backend.configure(options, folder)
@@ -80,7 +80,7 @@ def test_a_bundle_is_loaded_and_nothing_is_compiled(
     assert manifest == read_manifest(tmp_path / "b" / "any")
     sources.clear()
     for folder in (tmp_path / "b", tmp_path / "b" / "any"):  # a folder of bundles, and a bundle
-        loaded = loading(device_id, folder)
+        loaded = open_loading(device_id, folder)
         np.testing.assert_array_equal(result(loaded, GRAPH), expected)
         loaded.close()
     assert sources == []
@@ -111,18 +111,18 @@ def test_kernels_joined_by_channels_are_loaded_from_a_bundle(
         make_fx(lambda x: (torch.tanh(torch.relu(x @ x.t()) @ x),))(torch.zeros(5, 7))
     )
     options: dict[str, Any] = {"families": {device_id: "fpga"}}
-    device = configured(device_id, options, tmp_path)
+    device = open_configured(device_id, options, tmp_path)
     expected = result(device, products)
     manifest = build(tmp_path / "b", device, write(tmp_path / "b", device, products))
     assert sum(kernel.function == "array" for kernel in manifest.sources[0].kernels) == 2
     sources.clear()
-    loaded = configured(device_id, {**options, "bundles": "b"}, tmp_path)
+    loaded = open_configured(device_id, {**options, "bundles": "b"}, tmp_path)
     np.testing.assert_array_equal(result(loaded, products), expected)
     assert sources == []
 
 
 def refusal(device_id: str, folder: Path, graph: Any = GRAPH) -> str:
-    loaded = loading(device_id, folder)
+    loaded = open_loading(device_id, folder)
     try:
         with pytest.raises(BundleError) as caught:
             loaded.compile(graph)
@@ -152,7 +152,7 @@ def test_a_kernel_with_another_text_is_detected_by_its_hash(tmp_path: Path, firs
     def change(data: Any) -> None:
         data["sources"][0]["kernels"][0]["sha256"] = "0" * 64
 
-    changed(tmp_path / "stage-0", change)
+    change_manifest(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
     assert f"the hash {here}, but the bundle has it with the hash {'0' * 64} (" in message
 
@@ -161,7 +161,7 @@ def test_a_bundle_of_another_device_is_refused(tmp_path: Path, first: Device) ->
     def change(data: Any) -> None:
         data["device"] = "opencl:other:3"
 
-    changed(tmp_path / "stage-0", change)
+    change_manifest(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
     start = f"{first.info.id} should load a bundle from {tmp_path}, but the folder has no bundle"
     assert message.startswith(start)
@@ -178,7 +178,7 @@ def test_a_binary_of_another_driver_or_version_is_refused(
     def change(data: Any) -> None:
         data["sources"][0]["binary"]["facts"][fact] = "of yesterday"
 
-    changed(tmp_path / "stage-0", change)
+    change_manifest(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
     assert f"was compiled for {fact} of yesterday, and {first.info.id} has {fact} {here}" in message
     assert f"hetpipe kernels build {tmp_path / 'stage-0'} --device {first.info.id}" in message
@@ -200,7 +200,7 @@ def test_a_binary_of_an_earlier_source_is_refused(tmp_path: Path, first: Device)
     def change(data: Any) -> None:
         data["sources"][0]["binary"]["source_sha256"] = "1" * 64
 
-    changed(tmp_path / "stage-0", change)
+    change_manifest(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
     assert (
         f"is stale: it was compiled from a source with the hash {'1' * 64}, but stage.cl" in message
@@ -227,7 +227,7 @@ def test_a_binary_the_driver_refuses_raises_a_backend_error(tmp_path: Path, firs
     manifest = read_manifest(tmp_path / "stage-0")
     facts = first.binary_facts()
     add_binary(tmp_path / "stage-0", manifest, manifest.sources[0], b"no program", facts)
-    loaded = loading(first.info.id, tmp_path)
+    loaded = open_loading(first.info.id, tmp_path)
     with pytest.raises(BackendError, match=r"failed while loading .*stage\.bin"):
         loaded.compile(GRAPH)
     loaded.close()
@@ -239,7 +239,7 @@ def test_the_variable_names_bundles_without_a_cluster_file(
     monkeypatch.setenv(BUNDLES, str(tmp_path / "nowhere"))
     with pytest.raises(BundleError, match="nowhere, but the folder has no bundle for it"):
         open_device(first.info.id).compile(GRAPH)
-    result(loading(first.info.id, tmp_path), GRAPH)
+    result(open_loading(first.info.id, tmp_path), GRAPH)
 
 
 def test_other_options_are_refused(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def crew_of(device_id: str) -> hp.Cluster:
     return hp.Cluster((Member("a", device_id), Member("b", device_id)), transport="local")
 
 
-def trained(
+def train_from(
     device_id: str, plan: Plan | None, schedule: str = "1f1b", evaluates: bool = False, **more: Any
 ) -> tuple[Plan, list[float]]:
     """Return the plan, and the losses of three steps and perhaps of an evaluation."""
@@ -283,7 +283,7 @@ def trained(
 def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     device_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str]
 ) -> None:
-    plan, losses = trained(device_id, None)
+    plan, losses = train_from(device_id, None)
     captured = Captured(perceptron(), cross_entropy, BATCHES[0], samples=4)
     sources.clear()
     with Workers.start(crew_of(device_id)) as workers:
@@ -292,7 +292,7 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     assert [each.folder for each in written] == [tmp_path / "stage-0", tmp_path / "stage-1"]
     monkeypatch.setenv(BUNDLES, str(tmp_path))
     with pytest.raises(WorkerError, match=r"has no binary of stage\.cl"):
-        trained(device_id, plan)
+        train_from(device_id, plan)
     device = open_device(device_id)
     for each in written:
         assert each.folder is not None
@@ -301,7 +301,7 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
         build(each.folder, device, each.manifest)
     assert len(sources) == 2
     sources.clear()
-    assert trained(device_id, plan) == (plan, losses)
+    assert train_from(device_id, plan) == (plan, losses)
     assert sources == []
 
 
@@ -315,7 +315,7 @@ def test_every_program_of_a_training_is_in_its_bundles(
     """Nothing is compiled for split backwards, the norm of gradients, or evaluation."""
     device_id = IDS[0]
     more: Any = {"schedule": schedule, "evaluates": True, "clip_norm": clip}
-    plan, losses = trained(device_id, None, **more)
+    plan, losses = train_from(device_id, None, **more)
     captured = Captured(perceptron(), cross_entropy, BATCHES[0], samples=4)
     exportable = Exportable(
         captured, plan, OPTIMIZER, updates=UpdateOptions(clip_norm=clip), evaluates=True
@@ -329,14 +329,14 @@ def test_every_program_of_a_training_is_in_its_bundles(
         build(each.folder, device, each.manifest)
     sources = count_sources(monkeypatch)
     monkeypatch.setenv(BUNDLES, str(tmp_path))
-    assert trained(device_id, plan, **more) == (plan, losses)
+    assert train_from(device_id, plan, **more) == (plan, losses)
     assert sources == []
 
 
 @pytest.mark.slow
 def test_each_replica_has_its_own_bundle(tmp_path: Path) -> None:
     """One replica computes 3 rows of each micro-batch, the other 1."""
-    plan, _ = trained(IDS[0], None)
+    plan, _ = train_from(IDS[0], None)
     one, other = plan.stages
     plan = replace(plan, stages=(replace(one, devices=("a", "c"), shares=(3.0, 1.0)), other))
     cluster = hp.Cluster(tuple(Member(name, IDS[0]) for name in "abc"), transport="local")

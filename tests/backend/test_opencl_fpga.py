@@ -20,7 +20,7 @@ MODELS = [device_id for device_id in OPENCL if "fpga" not in device_id]
 batch_norm = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
-def launched(device_id: str, case: Case) -> list[str]:
+def kernels_of(device_id: str, case: Case) -> list[str]:
     """Return the names of a case's kernels."""
     fn, inputs = case
     return [
@@ -38,13 +38,13 @@ def test_products_and_convolutions_with_their_gradients(device_id: str, name: st
 
 @pytest.mark.parametrize("device_id", MODELS)
 def test_the_kernel_of_a_product_computes_its_epilogue(device_id: str) -> None:
-    assert launched(device_id, CASES["epilogue"]) == ["matmul"]
+    assert kernels_of(device_id, CASES["epilogue"]) == ["matmul"]
 
 
 @pytest.mark.parametrize("name", ["softmax", "log softmax", "layer norm"])
 @pytest.mark.parametrize("device_id", MODELS)
 def test_rows_of_a_product_are_normalised_in_its_dataflow(device_id: str, name: str) -> None:
-    assert launched(device_id, CASES[name]) == ["matmul"]
+    assert kernels_of(device_id, CASES[name]) == ["matmul"]
 
 
 @pytest.mark.parametrize("device_id", MODELS)
@@ -54,7 +54,7 @@ def test_rows_too_long_for_the_chip_are_normalised_from_memory(device_id: str) -
     def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.softmax(a @ b, 1)
 
-    assert launched(device_id, (fn, inputs)) == ["matmul", "softmax_rows"]
+    assert kernels_of(device_id, (fn, inputs)) == ["matmul", "softmax_rows"]
     close_to_torch(as_fpga(device_id), fn, *inputs)
 
 
@@ -66,7 +66,7 @@ def test_channels_of_a_convolution_are_normalised_in_its_dataflow(device_id: str
         return batch_norm(y, b, b, True, 0.1, 1e-5)[0]
 
     inputs = normal(3, 2, 7, 6), normal(5, 2, 3, 3), normal(5)
-    assert launched(device_id, (fn, inputs)) == ["convolution"]
+    assert kernels_of(device_id, (fn, inputs)) == ["convolution"]
     close_to_torch(as_fpga(device_id), fn, *inputs)
 
 

@@ -80,7 +80,7 @@ def test_masks(device_id: str) -> None:
     np.testing.assert_array_equal(results(as_gpu(device_id), fn, rng)[0], fn(rng).numpy())
 
 
-def interpreted(device_id: str) -> bool:
+def is_interpreted(device_id: str) -> bool:
     """Return whether the device is so slow that sums must be short; they have as many edges."""
     return "oclgrind" in device_id
 
@@ -90,7 +90,7 @@ def interpreted(device_id: str) -> bool:
     ("rows", "depth", "cols"), [(1, 1, 1), (33, 70, 45), (64, 16, 64), (65, 300, 129), (3, 5, 400)]
 )
 def test_products(device_id: str, rows: int, depth: int, cols: int) -> None:
-    if interpreted(device_id):
+    if is_interpreted(device_id):
         depth = min(depth, 70)
     a, b = normal(rows, depth), normal(depth, cols)
     close_to_torch(as_gpu(device_id), lambda a, b: a @ b, a, b)
@@ -115,7 +115,7 @@ def test_long_sums_are_divided_and_reproducible(device_id: str) -> None:
     def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         return x.t() @ dy
 
-    depth = 600 if interpreted(device_id) else 3000
+    depth = 600 if is_interpreted(device_id) else 3000
     x, dy = normal(depth, 13), normal(depth, 17)
     device = as_gpu(device_id)
     assert len(compiled(device, gradient, x, dy)._lowered.launches) == 2

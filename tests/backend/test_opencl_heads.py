@@ -25,13 +25,13 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def split(x: torch.Tensor, heads: int) -> torch.Tensor:
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Reshape (samples, length, heads * width) to (samples, heads, length, width)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def merged(x: torch.Tensor) -> torch.Tensor:
-    """Invert `split`."""
+def merge_heads(x: torch.Tensor) -> torch.Tensor:
+    """Invert `split_heads`."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -52,11 +52,11 @@ def test_heads_are_read_without_a_copy(device_id: str, size: tuple[int, int, int
     scores = torch.randn(samples, heads, length, length)
 
     def products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return split(x, heads) @ split(y, heads).transpose(-2, -1)
+        return split_heads(x, heads) @ split_heads(y, heads).transpose(-2, -1)
 
     check(device_id, products, x, y, runs=["matmul"])
-    check(device_id, lambda s, x: s @ split(x, heads), scores, x, runs=["matmul"])
-    check(device_id, lambda s, x: s.mT @ split(x, heads), scores, x, runs=["matmul"])
+    check(device_id, lambda s, x: s @ split_heads(x, heads), scores, x, runs=["matmul"])
+    check(device_id, lambda s, x: s.mT @ split_heads(x, heads), scores, x, runs=["matmul"])
 
 
 @pytest.mark.slow
@@ -68,9 +68,11 @@ def test_heads_are_written_without_a_copy(device_id: str, size: tuple[int, int, 
     scores = torch.randn(samples, heads, length, length)
 
     def turned(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return merged((split(x, heads).mT @ s).mT)
+        return merge_heads((split_heads(x, heads).mT @ s).mT)
 
-    check(device_id, lambda s, x: merged(s @ split(x, heads)), scores, x, runs=["matmul"])
+    check(
+        device_id, lambda s, x: merge_heads(s @ split_heads(x, heads)), scores, x, runs=["matmul"]
+    )
     check(device_id, turned, x, scores, runs=["matmul"])
 
 
@@ -80,8 +82,8 @@ def test_a_product_is_kept_beside_its_copy(device_id: str) -> None:
     x, scores = tensors((2, 29, 108), (2, 3, 29, 29))
 
     def fn(s: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        product = s @ split(x, 3)
-        return merged(product), product, merged(product) * 2
+        product = s @ split_heads(x, 3)
+        return merge_heads(product), product, merge_heads(product) * 2
 
     close_to_torch(opencl_device(device_id), fn, scores, x, ulps=256)
 
@@ -91,7 +93,7 @@ def test_operands_with_different_splits_are_copied(device_id: str) -> None:
     x, y = tensors((3, 29, 2 * 36), (2, 36, 3 * 29))
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return split(x, 2).flatten(0, 1) @ split(y, 3).flatten(0, 1)
+        return split_heads(x, 2).flatten(0, 1) @ split_heads(y, 3).flatten(0, 1)
 
     check(device_id, fn, x, y, runs=["fused", "fused", "matmul"])
 
@@ -102,7 +104,7 @@ def test_a_result_in_another_order_does_not_replace_an_input() -> None:
     x, scores, residual = tensors((2, 29, 108), (2, 3, 29, 29), (2, 29, 108))
 
     def fn(s: torch.Tensor, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        return merged(s @ split(x, 3) * split(r, 3))
+        return merge_heads(s @ split_heads(x, 3) * split_heads(r, 3))
 
     graph = trace(fn, (scores, x, residual), get_backend("opencl").decompositions())
     executable = compiled(device, fn, scores, x, residual)

@@ -60,7 +60,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, str]]:
         yield started, schedule
 
 
-def fresh(name: str) -> torch.nn.Module:
+def make_model(name: str) -> torch.nn.Module:
     """Return the model with the same initial weights every time."""
     torch.manual_seed(1)
     return CASES[name].model()
@@ -70,7 +70,7 @@ def fresh(name: str) -> torch.nn.Module:
 def capture(name: str) -> Captured:
     """Return the capture, which is made once for all rows."""
     case = CASES[name]
-    return Captured(fresh(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
+    return Captured(make_model(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
 
 
 @pytest.mark.wide
@@ -79,7 +79,7 @@ def capture(name: str) -> Captured:
 def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages: int) -> None:
     started, schedule = crew
     case = CASES[name]
-    model = fresh(name)
+    model = make_model(name)
     generator = torch.Generator().manual_seed(2)
     batches = [case.batch(generator) for _ in range(STEPS)]
 

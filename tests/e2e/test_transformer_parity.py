@@ -30,7 +30,7 @@ ROWS = [
 MIXED = ("pytorch", "opencl", "intel-fpga-emulator")
 
 
-def fresh() -> GPT:
+def make_model() -> GPT:
     """Return the model with the same initial weights every time."""
     torch.manual_seed(5)
     return GPT(VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS)
@@ -44,12 +44,12 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 SGD = Run(
-    fresh, token_loss, batches(), MICROBATCHES,
+    make_model, token_loss, batches(), MICROBATCHES,
     hp.optim.sgd(lr=0.1, momentum=0.9),
     lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 )  # fmt: skip
 ADAMW = Run(
-    fresh, token_loss, batches(), MICROBATCHES,
+    make_model, token_loss, batches(), MICROBATCHES,
     hp.optim.adamw(lr=3e-3),
     lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
 )  # fmt: skip

@@ -189,7 +189,7 @@ def _pass(
         slope = slope @ back[index].weight
 
 
-def trained(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Tensor]:
+def train_pipeline(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Tensor]:
     with pipe:
         results = list(pipe.run(batch(b) for b in range(count)))
         assert [result.index for result in results] == list(range(count))

@@ -63,7 +63,7 @@ def user_pipeline(
     return hp.Pipeline(model, loss_fn, example, cluster=crew.cluster, crew=crew, **options)
 
 
-def replicated(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:
+def members_by_stage(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:
     """Divide the crew's members, in order, into stages with these replica counts."""
     names = iter(crew.infos)
     return [tuple(next(names) for _ in range(count)) for count in counts]

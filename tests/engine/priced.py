@@ -66,7 +66,7 @@ def table_of(
     return CostTable("case", samples, nbytes, devices, links, 0.0, shared_bytes)
 
 
-def planned(crew: Crew, model: nn.Module, **options: Any) -> hp.Pipeline:
+def open_planned(crew: Crew, model: nn.Module, **options: Any) -> hp.Pipeline:
     """Open a pipeline over all members of a crew, planned by the planner."""
     loss_fn, example = nn.functional.mse_loss, batch(0)
     options = {

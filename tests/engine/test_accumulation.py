@@ -28,7 +28,7 @@ def batches(case: str, rows: Sequence[int]) -> list[Any]:
     return [(x[:count], y[:count]) for (x, y), count in zip(found, rows, strict=True)]
 
 
-def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_and_count(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weight = (y + 1).float()
     return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
 
@@ -39,7 +39,7 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         ("mlp", [12] * 6, None, STAGES, "1f1b"),
         ("mlp", [12] * 7, None, STAGES, "1f1b"),  # the flush applies the last mini-batch alone
         ("mlp", [12, 12, 12, 12, 9, 12], None, STAGES, "1f1b"),  # a new size in mid-group
-        ("mlp", [12] * 6, counted, STAGES, "1f1b"),
+        ("mlp", [12] * 6, sum_and_count, STAGES, "1f1b"),
         ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, STAGES, "1f1b"),
         ("mlp", [12] * 6, None, REPLICAS, "1f1b"),
         ("mlp", [12, 12, 12, 12, 9], None, STAGES, "fbp"),

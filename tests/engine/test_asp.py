@@ -22,7 +22,7 @@ from delayed import (
     loss_fn,
     network,
     task,
-    trained,
+    train_pipeline,
 )
 from pipelines import pipeline
 from torch import nn
@@ -53,7 +53,7 @@ def delay(updates: int) -> Choice:
     return lambda n, b: (max(0, b - updates), 0)
 
 
-def wanted(
+def expected_weights(
     updates: int, optimizer: Any, count: int = MINI_BATCHES, microbatches: int = 1
 ) -> list[delayed.Layer]:
     rule = delay(updates)
@@ -76,16 +76,16 @@ def test_equals_the_sequential_reference(
     crew: Crew, replicas: int, microbatches: int, pair: Any
 ) -> None:
     pipe = parallel(crew, replicas, pair[0], microbatches)
-    right = wanted(replicas - 1, pair[1], microbatches=microbatches)
-    assert distance(trained(pipe), right) < 1e-5
+    right = expected_weights(replicas - 1, pair[1], microbatches=microbatches)
+    assert distance(train_pipeline(pipe), right) < 1e-5
 
 
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_wrong_delay_is_detected(crew: Crew, replicas: int, pair: Any) -> None:
-    state = trained(parallel(crew, replicas, pair[0]))
+    state = train_pipeline(parallel(crew, replicas, pair[0]))
     for wrong in (replicas - 2, replicas):
-        assert distance(state, wanted(wrong, pair[1])) > 1e-3
+        assert distance(state, expected_weights(wrong, pair[1])) > 1e-3
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -137,8 +137,8 @@ def test_a_changing_learning_rate(crew: Crew) -> None:
             self.lr = 0.05 / step
             return super().update(w, state, grad, step)
 
-    state = trained(parallel(crew, 2, hp.optim.sgd(lambda t: 0.05 / t, momentum=0.9)))
-    assert distance(state, wanted(1, Falling(0.05))) < 1e-5
+    state = train_pipeline(parallel(crew, 2, hp.optim.sgd(lambda t: 0.05 / t, momentum=0.9)))
+    assert distance(state, expected_weights(1, Falling(0.05))) < 1e-5
 
 
 def test_clipped(crew: Crew) -> None:
@@ -155,13 +155,13 @@ def test_clipped(crew: Crew) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delayed, "_pass", clipped)
-        right = wanted(1, SGD[1])
+        right = expected_weights(1, SGD[1])
     with parallel(crew, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
         list(pipe.run(batch(b) for b in range(MINI_BATCHES)))
         state = pipe.state_dict()
         assert_replicas_are_equal(crew, pipe.plan.replicas[0])
     assert distance(state, right) < 1e-5
-    assert distance(state, wanted(1, SGD[1])) > 1e-3
+    assert distance(state, expected_weights(1, SGD[1])) > 1e-3
 
 
 def test_sums_with_counts(crew: Crew) -> None:
@@ -200,14 +200,14 @@ def test_sums_with_counts(crew: Crew) -> None:
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
-    state = trained(parallel(crew, 3, SGD[0]), 10)
-    found = trained(parallel(crews(ALIKE, transport), 3, SGD[0]), 10)
+    state = train_pipeline(parallel(crew, 3, SGD[0]), 10)
+    found = train_pipeline(parallel(crews(ALIKE, transport), 3, SGD[0]), 10)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 def test_devices_of_different_kinds(crews: Crews) -> None:
-    state = trained(parallel(crews(UNLIKE), 2, ADAM[0]))
-    assert distance(state, wanted(1, ADAM[1])) < 1e-5
+    state = train_pipeline(parallel(crews(UNLIKE), 2, ADAM[0]))
+    assert distance(state, expected_weights(1, ADAM[1])) < 1e-5
 
 
 def test_batch_norm_statistics_come_from_the_first_replica(crew: Crew) -> None:

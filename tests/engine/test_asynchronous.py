@@ -17,7 +17,7 @@ from delayed import (
     batch,
     distance,
     task,
-    trained,
+    train_pipeline,
 )
 from pipelines import pipeline
 
@@ -34,7 +34,7 @@ def hiding(stages: int) -> list[int]:
     return [2 * (stages - n) - 1 for n in range(stages)]
 
 
-def straight(
+def open_straight(
     crew: Crew, stages: int, weights: str, optimizer: Any, depths: Any = None, microbatches: int = 1
 ) -> hp.Pipeline:
     """Put one stage on each of the first `stages` members."""
@@ -87,7 +87,7 @@ def test_equals_the_sequential_reference(
     optimizer, plain = pair
     depths = depth(stages)
     wanted = delayed.train(stages, plain, *delays(policy, stages, depths), MINI_BATCHES)
-    state = trained(straight(crew, stages, policy, optimizer, depths))
+    state = train_pipeline(open_straight(crew, stages, policy, optimizer, depths))
     assert distance(state, wanted.last) < 1e-5
 
 
@@ -98,7 +98,7 @@ def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:
     optimizer, plain = pair
     rule = delays("2bw", stages, noam(stages))
     wanted = delayed.train(stages, plain, *rule, MINI_BATCHES, microbatches=4)
-    state = trained(straight(crew, stages, "2bw", optimizer, noam(stages), 4))
+    state = train_pipeline(open_straight(crew, stages, "2bw", optimizer, noam(stages), 4))
     assert distance(state, wanted.last) < 1e-5
 
 
@@ -112,14 +112,16 @@ def test_a_wrong_delay_is_detected(crew: Crew, policy: str) -> None:
         return max(0, t - 1), ahead
 
     wrong = delayed.train(3, SGD[1], late, backward, MINI_BATCHES)
-    state = trained(straight(crew, 3, policy, SGD[0], noam(3)))
+    state = train_pipeline(open_straight(crew, 3, policy, SGD[0], noam(3)))
     assert distance(state, wrong.last) > 1e-3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
-    wanted = trained(straight(crew, 3, "pipeoptim", SGD[0], hiding(3)))
-    state = trained(straight(crews(ALIKE, transport), 3, "pipeoptim", SGD[0], hiding(3)))
+    wanted = train_pipeline(open_straight(crew, 3, "pipeoptim", SGD[0], hiding(3)))
+    state = train_pipeline(
+        open_straight(crews(ALIKE, transport), 3, "pipeoptim", SGD[0], hiding(3))
+    )
     for name, value in wanted.items():
         assert torch.equal(state[name], value)
 
@@ -139,28 +141,28 @@ def test_live_versions(crew: Crew, policy: str, most: list[int], microbatches: i
 
     Predicting policies hold one version and at most one predicted copy.
     """
-    with straight(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
+    with open_straight(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
         results = list(pipe.run(batch(b) for b in range(12)))
     seen = [max(column) for column in zip(*(r.live_versions for r in results), strict=True)]
     assert seen == most
 
 
 def test_results_name_their_weight_versions(crew: Crew) -> None:
-    with straight(crew, 3, "stash", SGD[0], noam(3)) as pipe:
+    with open_straight(crew, 3, "stash", SGD[0], noam(3)) as pipe:
         first = [result.versions for result in pipe.run(batch(b) for b in range(5))]
         assert first == [(0, 0, 0), (0, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4)]
         more = [result.versions for result in pipe.run(batch(b) for b in range(5, 7))]
         assert more == [(3, 4, 5), (4, 5, 6)]  # a second run continues where the first ended
         pipe.flush()
         assert [result.versions for result in pipe.run([batch(7)])] == [(7, 7, 7)]
-    with straight(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
+    with open_straight(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
         synced = [result.versions for result in pipe.run(batch(b) for b in range(5))]
         assert synced == [(0, 0, 0), (0, 0, 0), (0, 0, 0), (1, 1, 1), (2, 2, 2)]
 
 
 def test_step_flushes_and_so_equals_plain_training(crew: Crew) -> None:
     wanted = delayed.train(3, SGD[1], lambda n, b: (b, 0), lambda n, b: (b, 0), 10)
-    with straight(crew, 3, "stash", SGD[0]) as pipe:
+    with open_straight(crew, 3, "stash", SGD[0]) as pipe:
         for b in range(10):
             pipe.step(*batch(b))
         state = pipe.state_dict()
@@ -195,4 +197,4 @@ def test_prediction_is_nearer_to_the_weights_of_the_backward() -> None:
 )
 def test_invalid_options_are_refused(crew: Crew, options: Any, message: str) -> None:
     with pytest.raises(HetpipeError, match=message):
-        straight(crew, 3, **{"optimizer": SGD[0], **options})
+        open_straight(crew, 3, **{"optimizer": SGD[0], **options})

@@ -36,7 +36,7 @@ class Root(nn.Module):
         return self.last(self.first(x).abs().sqrt())
 
 
-def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+def open_pipeline(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(2)
     options = {
         "cuts": [1], "microbatches": 2, "schedule": "1f1b", "optimizer": hp.optim.adam(lr=1e-3),
@@ -51,10 +51,10 @@ def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     ids=["plain", "clipped", "clipped each", "late"],
 )
 def test_nothing_is_applied_and_the_gradient_is_named(crews: Any, options: dict[str, Any]) -> None:
-    with opened(crews(DEVICES), **options) as pipe:
+    with open_pipeline(crews(DEVICES), **options) as pipe:
         expected = [pipe.step(X, Y) for _ in range(2)]
         state = pipe.state_dict()
-    with opened(crews(DEVICES), **options) as pipe:
+    with open_pipeline(crews(DEVICES), **options) as pipe:
         losses = [pipe.step(X, Y)]
         with pytest.raises(NotFiniteError, match=r"first.weight in stage 0 is not .* was applied"):
             pipe.step(BAD, Y)
@@ -63,7 +63,7 @@ def test_nothing_is_applied_and_the_gradient_is_named(crews: Any, options: dict[
 
 
 def test_the_whole_accumulation_is_dropped(crews: Any) -> None:
-    with opened(crews(DEVICES), accumulate=2) as pipe:
+    with open_pipeline(crews(DEVICES), accumulate=2) as pipe:
         before = pipe.state_dict()
         pipe.step(X, Y)
         with pytest.raises(NotFiniteError, match=r"first.weight in stage 0 is not .* was applied"):
@@ -72,7 +72,7 @@ def test_the_whole_accumulation_is_dropped(crews: Any) -> None:
 
 
 def test_a_stream_refuses_to_save_afterwards(crews: Any, tmp_path: Path) -> None:
-    with opened(crews(DEVICES), schedule="pipedream") as pipe:
+    with open_pipeline(crews(DEVICES), schedule="pipedream") as pipe:
         pipe.step(X, Y)
         with pytest.raises(NotFiniteError, match=r"first.weight in stage 0 is not finite"):
             pipe.step(BAD, Y)

@@ -47,7 +47,7 @@ class Model(nn.Module):
         return self.layers(x) * self.scale * self.mask + self.shift
 
 
-def made(crew: Crew, model: nn.Module, loss: nn.Module) -> hp.Pipeline:
+def open_pipeline(crew: Crew, model: nn.Module, loss: nn.Module) -> hp.Pipeline:
     return user_pipeline(crew, model, loss, BATCH, cuts=[1], microbatches=1, schedule="1f1b")
 
 
@@ -96,7 +96,7 @@ def test_a_change_is_refused(
     crew: Crew, change: Callable[[Any, Any], None], message: str, tmp_path: Path
 ) -> None:
     model, loss = Model(), Loss()
-    with made(crew, model, loss) as pipe:
+    with open_pipeline(crew, model, loss) as pipe:
         pipe.step(*BATCH)
         state = pipe.state_dict()
         change(model, loss)
@@ -111,7 +111,7 @@ def test_a_change_is_refused(
 
 def test_loaded_values_cause_one_warning(crew: Crew) -> None:
     model, loss = Model(), Loss()
-    with made(crew, model, loss) as pipe:
+    with open_pipeline(crew, model, loss) as pipe:
         with torch.no_grad():
             model.layers[0].weight.add_(1)
         with pytest.warns(ModelChangedWarning, match=r"layers.0.weight has new values") as caught:
@@ -126,7 +126,7 @@ def test_users_may_still_use_the_model(crew: Crew) -> None:
     They may load the pipeline's values, use eval mode, call the model, move its tensors.
     """
     model, loss = Model(), Loss()
-    with made(crew, model, loss) as pipe, warnings.catch_warnings():
+    with open_pipeline(crew, model, loss) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             pipe.step(*BATCH)

@@ -57,7 +57,7 @@ def pids(crew: Crew) -> list[int]:
     return crew.call(list(crew.infos), "engine_backends:pid")
 
 
-def gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -73,13 +73,13 @@ def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
     return condition()
 
 
-def failure(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list[int]) -> str:
+def failure_text(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list[int]) -> str:
     """Return the text of the error that `action` raises in time, and check the clean-up."""
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         action()
     assert time.monotonic() - start_s < limit_s
-    assert all(map(gone, workers))
+    assert all(map(has_ended, workers))
     with pytest.raises(WorkerError) as again:  # every later call raises the same error at once
         crew.call(["m0"], "engine_backends:pid")
     assert str(again.value) == str(caught.value)
@@ -91,7 +91,7 @@ def failure(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list
 def test_an_exception_names_worker_action_and_place(transport: str) -> None:
     crew = start(["good", "raise", "good"], transport)
     workers = [] if transport == "local" else pids(crew)
-    text = failure(crew, lambda: step(crew, 3), 5.0, workers)
+    text = failure_text(crew, lambda: step(crew, 3), 5.0, workers)
     assert "worker 'm1' (faulty:raise:0) failed at 1" in text
     assert "ValueError: boom 42 (" in text
     assert "engine_backends.py" in text
@@ -100,7 +100,7 @@ def test_an_exception_names_worker_action_and_place(transport: str) -> None:
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_a_worker_that_crashes_is_named_with_its_signal(transport: str) -> None:
     crew = start(["good", "good", "die"], transport)
-    text = failure(crew, lambda: step(crew, 3), 5.0, pids(crew))
+    text = failure_text(crew, lambda: step(crew, 3), 5.0, pids(crew))
     assert "worker 'm2' (faulty:die:0)" in text
     assert "was killed by SIGSEGV" in text
 
@@ -112,7 +112,7 @@ def test_a_killed_worker_is_named_to_distant_waiters(transport: str) -> None:
     workers = pids(crew)
     killer = threading.Timer(1.0, os.kill, (workers[2], signal.SIGKILL))
     killer.start()
-    text = failure(crew, lambda: step(crew, 3), 6.0, workers)
+    text = failure_text(crew, lambda: step(crew, 3), 6.0, workers)
     assert "worker 'm2' (faulty:hang:0)" in text
     assert "SIGKILL" in text
     killer.join()
@@ -121,7 +121,7 @@ def test_a_killed_worker_is_named_to_distant_waiters(transport: str) -> None:
 def test_a_local_crew_that_fails_leaves_no_thread() -> None:
     threads = threading.active_count()
     crew = start(["good", "good", "raise", "good"], "local")
-    failure(crew, lambda: step(crew, 4), 5.0, [])
+    failure_text(crew, lambda: step(crew, 4), 5.0, [])
     assert eventually(lambda: threading.active_count() == threads)
 
 
@@ -129,7 +129,7 @@ def test_a_worker_killed_between_steps_is_named() -> None:
     crew = start(["good", "good"], "shared-memory")
     workers = pids(crew)
     os.kill(workers[0], signal.SIGKILL)
-    assert "worker 'm0'" in failure(crew, lambda: step(crew, 2), 5.0, workers)
+    assert "worker 'm0'" in failure_text(crew, lambda: step(crew, 2), 5.0, workers)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_stopped_worker_is_found_by_its_silence() -> None:
     workers = pids(crew)
     stopper = threading.Timer(0.5, os.kill, (workers[1], signal.SIGSTOP))
     stopper.start()
-    text = failure(crew, lambda: step(crew, 3), 10.5, workers)
+    text = failure_text(crew, lambda: step(crew, 3), 10.5, workers)
     assert "worker 'm1'" in text
     assert "no sign of life" in text
     stopper.join()
@@ -149,7 +149,7 @@ def test_a_stopped_worker_is_found_by_its_silence() -> None:
 def test_a_hang_reports_what_each_worker_does(transport: str) -> None:
     crew = start(["good", "hang"], transport, heartbeat_s=0.2)
     workers = [] if transport == "local" else pids(crew)
-    text = failure(crew, lambda: step(crew, 2, timeout_s=2.0), 8.0, workers)
+    text = failure_text(crew, lambda: step(crew, 2, timeout_s=2.0), 8.0, workers)
     assert "nothing has moved for 2 s" in text
     assert "worker 'm0' (faulty:good:0) waits in 0RB" in text
     assert "worker 'm1' (faulty:hang:0) is at 1F" in text
@@ -265,7 +265,7 @@ def test_close_leaves_nothing() -> None:
     step(crew, 2)
     crew.close()
     crew.close()
-    assert all(map(gone, workers))
+    assert all(map(has_ended, workers))
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
     with pytest.raises(WorkerError, match="the crew is closed"):
@@ -310,7 +310,7 @@ def test_workers_die_with_a_controller_that_is_killed(transport: str) -> None:
     time.sleep(0.5)
     process.kill()
     process.communicate()
-    assert eventually(lambda: all(map(gone, workers)))
+    assert eventually(lambda: all(map(has_ended, workers)))
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_an_interrupt_ends_everything_quietly() -> None:
     _, errors = process.communicate(timeout=30)
     assert errors.strip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
-    assert eventually(lambda: all(map(gone, workers)))
+    assert eventually(lambda: all(map(has_ended, workers)))
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def test_a_crew_without_references_is_closed(then: str) -> None:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert len(workers) == 2
-    assert eventually(lambda: all(map(gone, workers)))
+    assert eventually(lambda: all(map(has_ended, workers)))
 
 
 def test_a_crew_outlives_the_thread_that_started_it() -> None:
@@ -343,5 +343,5 @@ def test_a_crew_outlives_the_thread_that_started_it() -> None:
     thread.join()
     assert not thread.is_alive()
     with crews[0] as crew, start(["good", "good"], "auto") as other:
-        assert not any(map(gone, pids(crew)))
+        assert not any(map(has_ended, pids(crew)))
         assert step(crew, 2).losses == step(other, 2).losses

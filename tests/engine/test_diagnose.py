@@ -31,7 +31,7 @@ def wrong() -> None:
     registry.register_backend(WrongBackend)
 
 
-def opened(
+def open_pipeline(
     crews: Crews, kind: str, members: str = "01", transport: str = "local", **options: Any
 ) -> hp.Pipeline:
     """Open a pipeline of an MLP on numpy, m0, and a faulty device, m1."""
@@ -60,7 +60,7 @@ FAULTS = {
 def test_the_operator_is_named(crews: Crews, kind: str) -> None:
     verdict, program, layer, name = FAULTS[kind]
     stage = 0 if kind == "tanh" else 1
-    with opened(crews, kind, "01" if stage else "10") as pipe:
+    with open_pipeline(crews, kind, "01" if stage else "10") as pipe:
         found = pipe.diagnose(X, Y)
     culprit = found.culprit
     assert culprit is not None, str(found)
@@ -73,7 +73,7 @@ def test_the_operator_is_named(crews: Crews, kind: str) -> None:
 
 
 def test_a_stale_learning_rate_is_found(crews: Crews) -> None:
-    with opened(crews, "lr") as pipe:
+    with open_pipeline(crews, "lr") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "unsteady"
     assert found.culprit is not None
@@ -82,7 +82,7 @@ def test_a_stale_learning_rate_is_found(crews: Crews) -> None:
 
 
 def test_nan_results_are_shown(crews: Crews) -> None:
-    with opened(crews, "nan") as pipe:
+    with open_pipeline(crews, "nan") as pipe:
         with pytest.raises(NotFiniteError, match=r"pipe\.diagnose\(x, y\)"):
             pipe.step(X, Y)
         text = str(pipe.diagnose(X, Y))
@@ -92,21 +92,21 @@ def test_nan_results_are_shown(crews: Crews) -> None:
 
 
 def test_the_reason_quotes_the_devices_error(crews: Crews) -> None:
-    with opened(crews, "raises") as pipe:
+    with open_pipeline(crews, "raises") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.culprit is not None
     assert found.culprit.reason == "ValueError: boom 42"
 
 
 def test_a_lost_device_is_reported(crews: Crews) -> None:
-    with opened(crews, "dies") as pipe:
+    with open_pipeline(crews, "dies") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "failed"
     assert "it raises in every other operator now, so the device may be lost" in str(found)
 
 
 def test_operators_wrong_only_in_combination(crews: Crews) -> None:
-    with opened(crews, "together") as pipe:
+    with open_pipeline(crews, "together") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "combination"
     assert found.culprit is not None
@@ -116,7 +116,7 @@ def test_operators_wrong_only_in_combination(crews: Crews) -> None:
 
 def test_passes_wrong_only_in_the_pipeline(crews: Crews) -> None:
     """Each program is right when it runs alone and wrong in a pass of the pipeline."""
-    with opened(crews, "between") as pipe:
+    with open_pipeline(crews, "between") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "between"
     assert "and the pipeline's own pass does not: its gradient of layers." in str(found)
@@ -128,7 +128,7 @@ def test_diagnose_does_not_change_training(crews: Crews, transport: str) -> None
     data = batches(4)
 
     def losses(asks: bool) -> list[float]:
-        with opened(crews, "right", transport=transport) as pipe:
+        with open_pipeline(crews, "right", transport=transport) as pipe:
             taken = [pipe.step(*data[0]), pipe.step(*data[1])]
             if asks:
                 found = pipe.diagnose(*data[2])
@@ -141,7 +141,7 @@ def test_diagnose_does_not_change_training(crews: Crews, transport: str) -> None
 
 
 def test_worker_processes_name_the_operator(crews: Crews) -> None:
-    with opened(crews, "unsteady", transport="shared-memory") as pipe:
+    with open_pipeline(crews, "unsteady", transport="shared-memory") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.culprit is not None
     assert found.culprit.operators == ("aten.sigmoid.default",)
@@ -151,7 +151,7 @@ def test_worker_processes_name_the_operator(crews: Crews) -> None:
 def test_overflow_is_not_blamed_on_a_device(crews: Crews, schedule: str) -> None:
     """With this learning rate the second update overflows on every device."""
     optimizer = hp.optim.sgd(lr=1e38)
-    with opened(crews, "right", schedule=schedule, optimizer=optimizer) as pipe:
+    with open_pipeline(crews, "right", schedule=schedule, optimizer=optimizer) as pipe:
         with pytest.raises(NotFiniteError):
             list(pipe.run([(X, Y)] * 4))
         found = pipe.diagnose(X, Y)
@@ -173,7 +173,7 @@ class Root(nn.Module):
         return self.last(self.first(x).sqrt())
 
 
-def diagnosed(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
+def diagnosis_of(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
     crew, loss_fn = crews(("numpy:cpu:0", "wrong:right:0")), nn.functional.cross_entropy
     optimizer = hp.optim.sgd(lr=0.1)
     with pipeline(crew, model, loss_fn, (x, Y), "01", microbatches=3, optimizer=optimizer) as pipe:
@@ -183,7 +183,7 @@ def diagnosed(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
 @pytest.mark.slow
 def test_the_models_own_operator_is_named(crews: Crews) -> None:
     torch.manual_seed(0)
-    found = diagnosed(crews, Root(), X)
+    found = diagnosis_of(crews, Root(), X)
     assert found.verdict == "numbers"
     assert found.culprit is not None
     assert (found.culprit.stage, found.culprit.operators) == (0, ("aten.sqrt.default",))
@@ -195,7 +195,7 @@ def test_the_models_own_operator_is_named(crews: Crews) -> None:
 def test_data_with_infinities_are_named(crews: Crews) -> None:
     x = X.clone()
     x[5, 2] = float("inf")  # the second row of the second micro-batch
-    found = diagnosed(crews, MLP(), x)
+    found = diagnosis_of(crews, MLP(), x)
     assert found.verdict == "numbers"
     assert found.culprit is not None
     assert found.culprit.operators == ("the part of the batch x",)
@@ -372,7 +372,7 @@ def test_a_fault_of_the_capture_is_named(
     class Local(Attention):  # a separate capture, not the shared one
         pass
 
-    found = diagnosed(crews, Local(), X)
+    found = diagnosis_of(crews, Local(), X)
     assert found.verdict == "capture", str(found)
     assert text in found.detail
     assert not found.blames_device
@@ -384,6 +384,6 @@ def test_a_fault_of_the_capture_is_named(
 def test_a_module_with_dropout_is_not_compared(crews: Crews) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 5))
-    found = diagnosed(crews, model, X)
+    found = diagnosis_of(crews, model, X)
     assert found.verdict == "healthy"
     assert "not compared: the module itself by eager torch, since dropout draws" in str(found)

@@ -29,7 +29,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def opened(crew: Crew, loss_fn: Any, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
+def open_pipeline(
+    crew: Crew, loss_fn: Any, model: nn.Module | None = None, **options: Any
+) -> hp.Pipeline:
     options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
     return user_pipeline(crew, model or network(), loss_fn, (X, Y), **options)
 
@@ -40,7 +42,7 @@ def weighted(o: Tensor, y: Tensor) -> Tensor:
 
 def test_refused_at_the_start(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"is 1\.01676, and the mean over .* is 0\.920989"):
-        opened(crew, weighted)
+        open_pipeline(crew, weighted)
 
 
 def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
@@ -51,12 +53,12 @@ def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
 
 
 def test_one_micro_batch_trains_as_torch_does(crew: Crew) -> None:
-    with opened(crew, weighted, microbatches=1) as pipe:
+    with open_pipeline(crew, weighted, microbatches=1) as pipe:
         assert pipe.step(X, Y) == pytest.approx(1.0168, abs=1e-4)
 
 
 def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Crew) -> None:
-    with opened(crew, F.cross_entropy) as pipe:
+    with open_pipeline(crew, F.cross_entropy) as pipe:
         first = pipe.gradients(X, Y)
         for call in (pipe.step, pipe.evaluate, pipe.gradients):
             with pytest.raises(HetpipeError, match=r"2 in samples 0 to 3: cross_entropy returns"):
@@ -68,7 +70,7 @@ def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Cr
 def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None:
     labels = torch.cat([torch.full((4,), -100), Y[4:]])  # the first micro-batch has no label
     expected_loss, expected = gradients_of(network(), F.cross_entropy, X, labels)
-    with opened(crew, counted) as pipe:
+    with open_pipeline(crew, sum_and_count) as pipe:
         loss, gradients = pipe.gradients(X, labels)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     check_close(gradients, expected, rtol=1e-5, atol=1e-7)
@@ -92,14 +94,14 @@ def test_a_loss_that_is_a_mean_only_in_training(crew: Crew) -> None:
             else F.cross_entropy(o, y)
         )
 
-    with opened(crew, summed_in_eval, Model()) as pipe:
+    with open_pipeline(crew, summed_in_eval, Model()) as pipe:
         pipe.step(X, Y)
         with pytest.raises(HetpipeError, match="in eval mode the loss is no mean over samples"):
             pipe.evaluate(X, Y)
         pipe.step(X, Y)
 
 
-def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def sum_and_count(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
 
 
@@ -107,10 +109,10 @@ NONE = torch.full_like(Y, -100)
 
 
 def test_a_mini_batch_without_a_label_changes_nothing(crew: Crew) -> None:
-    with opened(crew, counted) as pipe:
+    with open_pipeline(crew, sum_and_count) as pipe:
         expected = [pipe.step(X, Y) for _ in range(2)]
         state = pipe.state_dict()
-    with opened(crew, counted) as pipe:
+    with open_pipeline(crew, sum_and_count) as pipe:
         losses = [pipe.step(X, Y)]
         with pytest.raises(NoMeanError, match=r"mini-batch 1 has no mean: .* Nothing of this upd"):
             pipe.step(X, NONE)
@@ -122,7 +124,7 @@ def test_a_mini_batch_without_a_label_changes_nothing(crew: Crew) -> None:
 
 
 def test_a_stream_continues_after_a_mini_batch_without_a_label(crew: Crew, tmp_path: Path) -> None:
-    with opened(crew, counted, schedule="pipedream", weights="stash") as pipe:
+    with open_pipeline(crew, sum_and_count, schedule="pipedream", weights="stash") as pipe:
         pipe.step(X, Y)
         before = pipe.state_dict()
         with pytest.raises(NoMeanError, match="mini-batch 1 has no mean"):

@@ -30,7 +30,7 @@ RULES: dict[str, tuple[hp.optim.Optimizer, Callable[[Parameters], torch.optim.Op
 }  # fmt: skip
 
 
-def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def sum_and_count(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
 
 
@@ -65,7 +65,7 @@ def test_steps_equal_torch_in_float64(crews: Any, name: str) -> None:
         before_step=lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1),
     )  # fmt: skip
     with hp.Pipeline(
-        model, counted if name == "adam" else F.cross_entropy, (X, Y), cluster=crew.cluster,
+        model, sum_and_count if name == "adam" else F.cross_entropy, (X, Y), cluster=crew.cluster,
         crew=crew, cuts=[1], microbatches=3, schedule="1f1b", optimizer=rule, clip_norm=0.1,
     ) as pipe:  # fmt: skip
         for loss in expected.losses:

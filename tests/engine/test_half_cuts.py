@@ -81,7 +81,7 @@ class Skip(nn.Module):
 SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
-def halved(
+def open_halved(
     crew: Crew, model: nn.Module, schedule: str, members: str, microbatches: int = MICROBATCHES,
     precision: Precision = HALF, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
@@ -92,7 +92,7 @@ def halved(
     )
 
 
-def trained(model: nn.Module) -> Trained:
+def train_in_torch(model: nn.Module) -> Trained:
     return train(
         model, F.cross_entropy, batches(3), MICROBATCHES, lambda p: torch.optim.SGD(p, 0.1, 0.9)
     )
@@ -125,14 +125,14 @@ def test_equals_torch_with_rounding_at_the_cuts(
     """
     torch.manual_seed(0)
     model = Chain()
-    with halved(crew, model, schedule, members, recompute=recompute) as pipe:
+    with open_halved(crew, model, schedule, members, recompute=recompute) as pipe:
         cuts = pipe.plan.cuts
         _, gradients = pipe.gradients(*batches(1)[0])
         losses = [pipe.step(x, y) for x, y in batches(3)]
         state = pipe.state_dict()
     rounding = Chain(cuts)
     rounding.load_state_dict(model.state_dict())
-    rounded, plain = trained(rounding), trained(model)
+    rounded, plain = train_in_torch(rounding), train_in_torch(model)
     assert losses == pytest.approx(rounded.losses, rel=1e-5)
     assert losses == pytest.approx(plain.losses, rel=1e-3)
     assert distance(gradients, rounded.gradients) < 0.2 * distance(gradients, plain.gradients)
@@ -150,14 +150,14 @@ def test_devices_without_float16_arithmetic(crews: Crews, runtime: str) -> None:
     torch.manual_seed(0)
     model = Chain()
     crew = crews(("numpy:cpu:0", device, "pytorch:cpu:0"))
-    with halved(crew, model, "1f1b", "012") as pipe:
+    with open_halved(crew, model, "1f1b", "012") as pipe:
         assert "float16" not in crew.infos["m1"].dtypes
         cuts = pipe.plan.cuts
         losses = [pipe.step(x, y) for x, y in batches(3)]
         state = pipe.state_dict()
     rounding = Chain(cuts)
     rounding.load_state_dict(model.state_dict())
-    rounded = trained(rounding)
+    rounded = train_in_torch(rounding)
     assert losses == pytest.approx(rounded.losses, rel=1e-5)
     close(state, rounded.state)
 
@@ -167,7 +167,7 @@ def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
     """Its gradients are summed in float32 where they meet; its mask keeps its dtype."""
     torch.manual_seed(0)
     model = Skip()
-    with halved(crew, model, "1f1b", "012") as pipe:
+    with open_halved(crew, model, "1f1b", "012") as pipe:
         losses = [pipe.step(x, y) for x, y in batches(3)]
         state = pipe.state_dict()
         graphs = stages(model, pipe.plan.cuts, HALF)
@@ -182,7 +182,7 @@ def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
     assert {slot.key for slot, node in returned if node.op == "placeholder"} == passed
     rounding = Skip(rounds=True)
     rounding.load_state_dict(model.state_dict())
-    rounded = trained(rounding)
+    rounded = train_in_torch(rounding)
     assert losses == pytest.approx(rounded.losses, rel=1e-5)
     close(state, rounded.state)
 
@@ -194,7 +194,7 @@ def test_asynchronous_updates_and_evaluation_round_too(crew: Crew) -> None:
     model = Chain()
     found = []
     for precision in (HALF, Precision()):
-        with halved(crew, model, "pipedream", "012", 1, precision) as pipe:
+        with open_halved(crew, model, "pipedream", "012", 1, precision) as pipe:
             losses = [result.loss for result in pipe.run(batches(6))]
             found.append((*losses, pipe.evaluate(*batches(1)[0])))
             cuts, state = pipe.plan.cuts, pipe.state_dict()
@@ -248,7 +248,7 @@ def test_a_pipeline_plans_with_half_the_bytes(
         assert pipe.step(*batches(1)[0]) > 0
 
 
-def faint(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def faint_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, y) * 1e-7
 
 
@@ -256,12 +256,12 @@ def test_without_a_loss_scale_small_gradients_are_lost(crew: Crew) -> None:
     """A loss of 1e-7 has gradients too small for float16, so the first stage gets none."""
     torch.manual_seed(0)
     model, (x, y) = Chain(), batches(1)[0]
-    _, expected = gradients_of(model, faint, x, y)
+    _, expected = gradients_of(model, faint_loss, x, y)
     largest = []
     for scale in (None, 2.0**20):
         with pipeline(
-            crew, model, faint, (x, y), "02", "1f1b", MICROBATCHES, precision=HALF, optimizer=SGD,
-            loss_scale=scale,
+            crew, model, faint_loss, (x, y), "02", "1f1b", MICROBATCHES, precision=HALF,
+            optimizer=SGD, loss_scale=scale,
         ) as pipe:  # fmt: skip
             _, gradients = pipe.gradients(x, y)
         largest.append(float(gradients["layers.0.weight"].abs().max()))

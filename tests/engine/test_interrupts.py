@@ -41,7 +41,7 @@ def sum_of_row(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out.sum(1).mean() - y.mean()
 
 
-def opened(crew: Crew, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
+def open_pipeline(crew: Crew, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
     options = {"cuts": [1], "microbatches": 2, "optimizer": hp.optim.sgd(lr=LR), **options}
     return user_pipeline(crew, model or shifts(2), sum_of_row, (X, Y), **options)
 
@@ -102,7 +102,7 @@ def test_an_interrupt_anywhere(
 ) -> None:
     interruption, sizes = Interruption(crew, monkeypatch), iter(range(2, 1000))
     arguments: dict[str, tuple[Any, ...]] = {"state_dict": (), "flush": (), "save": (tmp_path,)}
-    with opened(crew, schedule=schedule) as pipe:
+    with open_pipeline(crew, schedule=schedule) as pipe:
 
         def act() -> None:
             if call == "run":
@@ -150,7 +150,7 @@ def test_an_interrupt_while_layers_move_or_costs_are_probed(
         options["rebalance"] = "auto"
     while came:
         speeds.clear()
-        with opened(crew, model, **options) as pipe:
+        with open_pipeline(crew, model, **options) as pipe:
             before = pipe.plan
             if call != "corrected":  # `corrected` probes only while there are no passes
                 train(pipe, WINDOW)
@@ -189,7 +189,7 @@ def test_a_second_interrupt_closes_the_pipeline(
 ) -> None:
     cluster = Cluster.local(devices=DEVICES)
     crew = Crew.start(cluster)
-    with crew, opened(crew) as pipe:
+    with crew, open_pipeline(crew) as pipe:
         pipe.step(X, Y)
         if saved:
             pipe.save(tmp_path)
@@ -210,7 +210,7 @@ def test_a_handler_of_the_user_is_called_at_the_end(
 ) -> None:
     """If the handler raises nothing, no result is lost."""
     steps: list[int] = []
-    with opened(crew) as pipe:
+    with open_pipeline(crew) as pipe:
         signal.signal(signal.SIGINT, lambda number, frame: steps.append(pipe.steps))
         Interruption(crew, monkeypatch).arm(0)
         pipe.step(X, Y)
@@ -225,7 +225,7 @@ def test_an_interrupt_in_the_body_of_a_loop(crew: Crew, schedule: str) -> None:
             if result.index == 1:
                 signal.raise_signal(signal.SIGINT)
 
-    with opened(crew, schedule=schedule) as pipe:
+    with open_pipeline(crew, schedule=schedule) as pipe:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         before = pipe.steps
@@ -242,7 +242,7 @@ def _raises(after: int, error: BaseException) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_an_exception_of_the_batches_loses_no_result(crew: Crew, schedule: str) -> None:
-    with opened(crew, schedule=schedule) as pipe:
+    with open_pipeline(crew, schedule=schedule) as pipe:
         for batches, error in (
             (_raises(5, ValueError("no file")), ValueError),
             ([*[(X, Y)] * 5, (X[:, :3], Y)], HetpipeError),

@@ -159,11 +159,11 @@ class Normalized(nn.Module):
         return self.second(self.first(x))
 
 
-def summed(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_and_count(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return F.cross_entropy(found, wanted, reduction="sum"), torch.tensor(float(len(wanted)))
 
 
-@pytest.mark.parametrize("loss_fn", [F.cross_entropy, summed], ids=["mean", "sum and count"])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, sum_and_count], ids=["mean", "sum and count"])
 def test_torch_trains_batch_norm_in_two_lanes(crews: Crews, loss_fn: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Normalized()

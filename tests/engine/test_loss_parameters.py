@@ -47,7 +47,9 @@ def task() -> tuple[nn.Module, Centered, list[Any]]:
     return model, Centered(model(data[0][0]).shape[1]), data
 
 
-def trained(model: nn.Module, loss: nn.Module, data: list[Any], microbatches: int) -> Trained:
+def train_in_torch(
+    model: nn.Module, loss: nn.Module, data: list[Any], microbatches: int
+) -> Trained:
     """Train in plain torch; the only scalar, `log_var`, does not decay."""
 
     def sgd(parameters: Parameters) -> torch.optim.Optimizer:
@@ -69,7 +71,7 @@ def optimizer() -> hp.optim.Optimizer:
 def test_loss_parameters_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> None:
     """Training includes clipping over all parameters, a checkpoint half-way, and replicas."""
     model, loss, data = task()
-    expected = trained(model, loss, data, 2)
+    expected = train_in_torch(model, loss, data, 2)
     options = {"clip_norm": NORM, "optimizer": optimizer()}
     with pipeline(crew, model, loss, data[0], members, "1f1b", 2, **options) as pipe:
         found = [pipe.step(x, y) for x, y in data[:2]]
@@ -95,7 +97,7 @@ def test_loss_parameters_train_as_in_torch(crew: Crew, tmp_path: Path, members: 
 def test_loss_parameters_train_under_an_asynchronous_schedule(crew: Crew) -> None:
     """On one stage nothing is delayed, so the result equals plain training."""
     model, loss, data = task()
-    expected = trained(model, loss, data, 1)
+    expected = train_in_torch(model, loss, data, 1)
     options = {"clip_norm": NORM, "clip_each": True, "optimizer": optimizer()}
     with pipeline(crew, model, loss, data[0], "0", "pipedream", **options) as pipe:
         assert [r.loss for r in pipe.run(data)] == pytest.approx(expected.losses, rel=1e-5)

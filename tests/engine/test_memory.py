@@ -50,7 +50,9 @@ def small_encoder() -> CutModel:
     return encoder(2, samples=2, device=DEVICE, **sizes)
 
 
-def encoded(crew: Crew, schedule: str, microbatches: int, recompute: str = "none") -> Footprint:
+def encoder_footprint(
+    crew: Crew, schedule: str, microbatches: int, recompute: str = "none"
+) -> Footprint:
     batch = tokens(2 * microbatches, LENGTH, VOCABULARY)
     return flushed(crew, small_encoder(), batch, schedule, microbatches, recompute=recompute)
 
@@ -127,8 +129,8 @@ def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> No
 
     DAPPLE holds no more.
     """
-    gpipe = [encoded(crew, "gpipe", count).peak_nbytes for count in (2, 8, 16)]
-    dapple = [encoded(crew, "1f1b", count).peak_nbytes for count in (2, 8, 16)]
+    gpipe = [encoder_footprint(crew, "gpipe", count).peak_nbytes for count in (2, 8, 16)]
+    dapple = [encoder_footprint(crew, "1f1b", count).peak_nbytes for count in (2, 8, 16)]
     saved = [stage.passes[2].saved_nbytes for stage in small_encoder().graphs(2)]
     for stage, nbytes in enumerate((saved[0], saved[1] + 4)):  # the loss of the last stage
         assert gpipe[1][stage] - gpipe[0][stage] == 6 * nbytes
@@ -140,7 +142,8 @@ def test_gpipe_grows_with_its_microbatches_and_dapple_does_not(crew: Crew) -> No
 @pytest.mark.slow
 def test_recompute_holds_less(crew: Crew) -> None:
     none, cut, inputs = (
-        encoded(crew, "gpipe", 16, mode).peak_nbytes for mode in ("none", "min-cut", "inputs")
+        encoder_footprint(crew, "gpipe", 16, mode).peak_nbytes
+        for mode in ("none", "min-cut", "inputs")
     )
     for stage in range(2):
         assert inputs[stage] < cut[stage] < none[stage]

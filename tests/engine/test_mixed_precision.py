@@ -52,12 +52,12 @@ def net() -> nn.Module:
     return Net()
 
 
-def summed(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_and_count(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     counted = (y != 0).float()
     return (F.cross_entropy(output, y, reduction="none") * counted).sum(), counted.sum()
 
 
-def mixed(
+def open_mixed(
     crew: Crew, precision: str | None, schedule: str = "1f1b", members: str = "01",
     loss_fn: Callable[..., Any] = F.cross_entropy, cut_dtype: str | None = None, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
@@ -115,7 +115,7 @@ def test_equals_autocast(
     That changes a rounding now and then, little compared with the effect of autocast.
     """
     data = batches(3)
-    with mixed(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
+    with open_mixed(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
         _, gradients = pipe.gradients(*data[0])
         losses = [pipe.step(x, y) for x, y in data]
         state, evaluated = pipe.state_dict(), pipe.evaluate(*data[0])
@@ -144,7 +144,7 @@ def test_an_adapting_scale_equals_torchs(crew: Crew) -> None:
     rule = hp.LossScale(start=2.0**22, interval=2)
     eager = Eager(torch.float16, init_scale=rule.start, growth_interval=rule.interval)
     scales, wanted = [], []
-    with mixed(crew, "float16", loss_scale=rule) as pipe:
+    with open_mixed(crew, "float16", loss_scale=rule) as pipe:
         for x, y in batches(14):
             before = pipe.state_dict()
             assert pipe.step(x, y) == pytest.approx(eager.step(x, y), rel=1e-3)
@@ -167,8 +167,8 @@ ADAPTING = hp.LossScale(2.0**8, interval=1)
     ("schedule", "loss_fn", "clip_norm", "scales"),
     [
         ("1f1b", F.cross_entropy, None, (2.0**10, ADAPTING)),
-        ("1f1b", summed, 0.1, (2.0**10, ADAPTING)),
-        ("pipedream", summed, None, (2.0**10,)),
+        ("1f1b", sum_and_count, 0.1, (2.0**10, ADAPTING)),
+        ("pipedream", sum_and_count, None, (2.0**10,)),
     ],
 )
 def test_a_power_of_two_changes_nothing_in_float32(
@@ -178,7 +178,7 @@ def test_a_power_of_two_changes_nothing_in_float32(
     for scale in (None, *scales):
         # Not Adam, because a wrong scale hardly changes its updates.
         options = {"loss_scale": scale, "clip_norm": clip_norm, "optimizer": SGD}
-        with mixed(crew, None, schedule, loss_fn=loss_fn, **options) as pipe:
+        with open_mixed(crew, None, schedule, loss_fn=loss_fn, **options) as pipe:
             losses = [result.loss for result in pipe.run(batches(3))]
             assert pipe.loss_scale == (2.0**11 if scale is ADAPTING else scale or 1.0)
             found.append((losses, pipe.state_dict()))
@@ -189,11 +189,11 @@ def test_a_power_of_two_changes_nothing_in_float32(
 
 def test_asynchronous_updates_need_a_fixed_scale(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"no moment at which all stages.*loss_scale=1024\.0"):
-        mixed(crew, "float16", "pipedream")
+        open_mixed(crew, "float16", "pipedream")
     found = []
     for precision, scale in (("float16", 1024.0), ("bfloat16", None), (None, None)):
         options = {"loss_scale": scale, "optimizer": SGD}
-        with mixed(crew, precision, "pipedream", **options) as pipe:
+        with open_mixed(crew, precision, "pipedream", **options) as pipe:
             list(pipe.run(batches(6)))
             found.append(change(pipe.state_dict()))
     for half in found[:2]:
@@ -203,7 +203,7 @@ def test_asynchronous_updates_need_a_fixed_scale(crew: Crew) -> None:
 def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
     data = batches(8)
     rule = hp.LossScale(start=2.0**20, interval=2)
-    with mixed(crew, "float16", loss_scale=rule) as pipe:
+    with open_mixed(crew, "float16", loss_scale=rule) as pipe:
         for x, y in data[:5]:
             pipe.step(x, y)
         pipe.save(tmp_path)
@@ -211,7 +211,7 @@ def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
         kept = pipe.loss_scale, pipe.skipped, pipe.steps
         losses = [pipe.step(x, y) for x, y in data[5:]]
         state = pipe.state_dict()
-    with mixed(crew, "float16", loss_scale=rule, checkpoint=tmp_path) as pipe:
+    with open_mixed(crew, "float16", loss_scale=rule, checkpoint=tmp_path) as pipe:
         assert (pipe.loss_scale, pipe.skipped, pipe.steps) == kept
         assert [pipe.step(x, y) for x, y in data[5:]] == losses
         assert all(torch.equal(value, state[n]) for n, value in pipe.state_dict().items())
@@ -249,7 +249,7 @@ def test_gradients_not_finite_at_any_scale_raise_an_error() -> None:
 
 def test_devices_without_the_dtype_are_refused_by_name(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"precision='bfloat16': numpy:cpu:0 computes in "):
-        mixed(crew, "bfloat16", members="02")
+        open_mixed(crew, "bfloat16", members="02")
     info = replace(crew.infos["m0"], id="some:device:0", dtypes=("float32",))
     with pytest.raises(HetpipeError, match=r"cut_dtype='float16': some:device:0 has float32;"):
         check_dtypes(Precision(cut="float16"), [info])
@@ -263,8 +263,8 @@ def test_invalid_options_are_refused(crew: Crew) -> None:
     with pytest.raises(CaptureError, match="precision='int8' is not known"):
         Precision("int8")
     with pytest.raises(HetpipeError, match="loss_scale=0"):
-        mixed(crew, "float16", loss_scale=0.0)
+        open_mixed(crew, "float16", loss_scale=0.0)
     with pytest.raises(HetpipeError, match="start must be at least 1"):
         hp.LossScale(start=0.5)
     with pytest.raises(HetpipeError, match="clip_each=True looks at each stage's gradients alone"):
-        mixed(crew, "float16", clip_norm=1.0, clip_each=True)
+        open_mixed(crew, "float16", clip_norm=1.0, clip_each=True)

@@ -45,7 +45,7 @@ DEVICES = ("numpy:cpu:0",) * 2
 ADAM = hp.optim.adam(lr=0.01)
 
 
-def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+def open_pipeline(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(0)
     task, options = (Normed(), F.cross_entropy, batch(0)), {"optimizer": ADAM, **options}
     if "members" in options:  # replicas with equal shares, whatever their speed
@@ -53,10 +53,10 @@ def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     return user_pipeline(crew, *task, **{"cuts": [1], "microbatches": 2, **options})
 
 
-def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[float], Any]:
+def train_on(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[float], Any]:
     """Return the losses and the final state; a refused mini-batch adds no loss."""
     losses = []
-    with opened(crew, **options) as pipe:
+    with open_pipeline(crew, **options) as pipe:
         for x, y in batches:
             if x is BAD[0]:
                 with pytest.raises(HetpipeError, match="Nothing of this update was applied"):
@@ -80,8 +80,8 @@ def test_training_continues_as_if_the_batch_were_absent(
     crew: Crew, options: dict[str, Any]
 ) -> None:
     good = [batch(seed) for seed in range(4)]
-    expected, without = trained(crew, good, **options)
-    losses, state = trained(crew, [*good[:2], BAD, *good[2:]], **options)
+    expected, without = train_on(crew, good, **options)
+    losses, state = train_on(crew, [*good[:2], BAD, *good[2:]], **options)
     assert losses == expected
     for name, value in without.items():
         assert torch.equal(state[name], value), name
@@ -92,14 +92,14 @@ def test_the_whole_accumulation_is_dropped(crew: Crew) -> None:
     """The accumulators also hold the previous mini-batch's gradients, which are dropped too."""
     good = [batch(seed) for seed in range(5)]
     kept = [good[0], good[1], good[3], good[4]]
-    expected, without = trained(crew, kept, accumulate=2)
-    losses, state = trained(crew, [*good[:3], BAD, *good[3:]], accumulate=2)
+    expected, without = train_on(crew, kept, accumulate=2)
+    losses, state = train_on(crew, [*good[:3], BAD, *good[3:]], accumulate=2)
     assert [losses[0], losses[1], *losses[3:]] == expected
     assert torch.equal(state["first.weight"], without["first.weight"])
 
 
 def test_without_a_flush_the_state_cannot_be_saved(crew: Crew, tmp_path: Path) -> None:
-    with opened(crew, schedule="pipedream", microbatches=1) as pipe:
+    with open_pipeline(crew, schedule="pipedream", microbatches=1) as pipe:
         list(pipe.run([batch(0), batch(1)]))
         pipe.save(tmp_path)
         with pytest.raises(HetpipeError, match="loss of mini-batch 2 is nan"):

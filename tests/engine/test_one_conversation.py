@@ -24,7 +24,7 @@ from hetpipe.errors import HetpipeError, PlanError
 DEVICES = ("numpy:cpu:0",) * 2
 
 
-def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+def open_pipeline(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(0)
     options = {"cuts": [2], "schedule": "pipedream", **options}
     return user_pipeline(crew, MLP(), F.cross_entropy, batches(1)[0], **options)
@@ -37,7 +37,7 @@ def test_calls_between_two_results_lose_none(crew: Crew, call: str, tmp_path: Pa
     arguments: dict[str, tuple[Any, ...]] = {
         "save": (tmp_path,), "evaluate": data[0], "gradients": data[0],
     }  # fmt: skip
-    with opened(crew) as pipe:
+    with open_pipeline(crew) as pipe:
         indices = []
         for result in pipe.run(data):
             indices.append(result.index)
@@ -48,7 +48,7 @@ def test_calls_between_two_results_lose_none(crew: Crew, call: str, tmp_path: Pa
 
 def test_leaving_a_run_early_ends_it(crew: Crew) -> None:
     data = batches(6)
-    with opened(crew) as pipe:
+    with open_pipeline(crew) as pipe:
         for result in pipe.run(data):
             if result.index == 1:
                 break
@@ -58,7 +58,7 @@ def test_leaving_a_run_early_ends_it(crew: Crew) -> None:
 
 
 def test_two_runs_at_once_are_refused(crew: Crew) -> None:
-    with opened(crew) as pipe:
+    with open_pipeline(crew) as pipe:
         first = pipe.run(batches(6))
         next(first)
         with pytest.raises(HetpipeError, match="another run of this pipeline still has results"):
@@ -70,7 +70,7 @@ def test_two_runs_at_once_are_refused(crew: Crew) -> None:
 @pytest.mark.slow
 def test_two_threads_are_refused(crew: Crew) -> None:
     """The second thread calls during a step of the first."""
-    with opened(crew, schedule="1f1b") as pipe:
+    with open_pipeline(crew, schedule="1f1b") as pipe:
         errors: list[str] = []
 
         def second() -> None:
@@ -96,9 +96,9 @@ def test_two_threads_are_refused(crew: Crew) -> None:
 
 
 def test_the_first_of_two_pipelines_on_a_crew_is_refused(crew: Crew) -> None:
-    with opened(crew, schedule="1f1b") as first:
+    with open_pipeline(crew, schedule="1f1b") as first:
         first.step(*batches(1)[0])
-        with opened(crew, schedule="1f1b") as second:
+        with open_pipeline(crew, schedule="1f1b") as second:
             for use in (first.state_dict, lambda: first.step(*batches(1)[0])):
                 with pytest.raises(HetpipeError, match="has the stages of another pipeline"):
                     use()

@@ -42,7 +42,7 @@ def sgd(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def planned(
+def open_planned(
     crew: Crew, model: nn.Module, loss_fn: Any = F.cross_entropy, example: Any = None,
     **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
@@ -59,7 +59,7 @@ def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [case.batch(generator) for _ in range(4)]
     expected = train(model, case.loss_fn, batches, 4, lambda p: torch.optim.AdamW(p, lr=1e-2))
-    with planned(
+    with open_planned(
         crew, model, case.loss_fn, batches[0], optimizer=hp.optim.adamw(lr=1e-2), cuts=[2]
     ) as pipe:
         for x, y in batches:
@@ -75,7 +75,7 @@ def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
     model = mlp()
     batches = [batch(rows, seed) for seed, rows in enumerate((12, 7, 3, 12))]
     expected = train(model, F.cross_entropy, batches, 4, sgd)
-    with planned(crew, model, cuts=[2]) as pipe:
+    with open_planned(crew, model, cuts=[2]) as pipe:
         losses = [result.loss for result in pipe.run(batches)]
     assert losses == pytest.approx(expected.losses, rel=1e-5)
 
@@ -90,14 +90,14 @@ def test_a_sum_and_count_loss_weighs_by_count(crew: Crew) -> None:
 
     model, data = mlp(), [batch(12, seed) for seed in range(3)]
     expected = train(model, summed, data, 1, sgd)
-    with planned(crew, model, summed, cuts=[2]) as pipe:
+    with open_planned(crew, model, summed, cuts=[2]) as pipe:
         losses = [pipe.step(x, y) for x, y in data]
     assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
-    with planned(crew, mlp(), microbatches=None) as pipe:
+    with open_planned(crew, mlp(), microbatches=None) as pipe:
         counts = (2,) if max(pipe.plan.replicas) > 1 else (4, 6, 12)  # with two replicas, half each
         assert pipe.plan.microbatches in counts
         assert pipe.plan.step_s > 0
@@ -126,14 +126,14 @@ def test_the_error_names_the_operator_and_a_device_that_has_it(
     crew: Crew, crews: Crews, given: str
 ) -> None:
     """The error also names the layer; a free planner gives that layer to the other device."""
-    with planned(crew, WithHypot()) as pipe:
+    with open_planned(crew, WithHypot()) as pipe:
         assert pipe.plan.devices[0] == "m0"
         whole = pipe.plan
     options = {"cuts": [1]} if given == "cuts" else {"plan": whole, "microbatches": None}
     other = crews(DEVICES[::-1])  # the order of the devices is reversed, so m0 is numpy
     message = r"numpy:cpu:0 cannot run aten.hypot.default of layer first: .* \(m1 can\)"
     with pytest.raises(PlanError, match=message):
-        planned(other, WithHypot(), priced=True, **options)
+        open_planned(other, WithHypot(), priced=True, **options)
 
 
 def test_loading_names_an_operator_missing_in_an_unpriced_plan() -> None:
@@ -141,19 +141,19 @@ def test_loading_names_an_operator_missing_in_an_unpriced_plan() -> None:
     cluster = Cluster(members, transport="local")
     message = "numpy:cpu:0 cannot run aten.hypot.default of layer first: the reference has no"
     with Crew.start(cluster) as crew, pytest.raises(UnsupportedOperatorError, match=message):
-        planned(crew, WithHypot(), cuts=[1], schedule="1f1b")
+        open_planned(crew, WithHypot(), cuts=[1], schedule="1f1b")
 
 
 @pytest.mark.slow
 def test_plan_of_another_model_is_refused(crew: Crew) -> None:
-    with planned(crew, mlp(), cuts=[2]) as pipe:
+    with open_planned(crew, mlp(), cuts=[2]) as pipe:
         plan, costs = pipe.plan, pipe.costs
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(20, 9), nn.Linear(9, 5))
     with pytest.raises(PlanError, match="plan is for 4 layers, the model has 2"):
-        planned(crew, other, plan=plan, costs=costs, microbatches=None)
+        open_planned(crew, other, plan=plan, costs=costs, microbatches=None)
     with pytest.raises(HetpipeError, match="the plan already contains cuts, microbatches"):
-        planned(crew, mlp(), plan=plan, costs=costs, cuts=[1])
+        open_planned(crew, mlp(), plan=plan, costs=costs, cuts=[1])
 
 
 @pytest.mark.slow
@@ -161,24 +161,24 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
     model, data = mlp(), [batch(12, seed) for seed in range(3)]
     expected = train(model, F.cross_entropy, data, 2, sgd)
     options = {"schedule": "data-parallel", "microbatches": 2, "cuts": [2]}
-    with planned(crew, model, **options) as pipe:
+    with open_planned(crew, model, **options) as pipe:
         assert [stage.devices for stage in pipe.plan.stages] == [("m0", "m1")] * 2
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(expected.losses, rel=1e-5)
         assert pipe.predicted.step_s > 0
     with pytest.raises(PlanError, match=r"replicas are \[1, 2\], but .* each of 2 devices"):
-        planned(crew, model, **options, replicas=[1, 2])
+        open_planned(crew, model, **options, replicas=[1, 2])
     with pytest.raises(HetpipeError, match="data-parallel is synchronous and weights='stash' does"):
-        planned(crew, model, **options, weights="stash")
+        open_planned(crew, model, **options, weights="stash")
 
 
 def test_more_stages_than_layers_are_refused(crew: Crew) -> None:
     with pytest.raises(PlanError, match="the model has one layer, model: it cannot be cut"):
-        planned(crew, nn.Linear(20, 5), cuts=[1])
+        open_planned(crew, nn.Linear(20, 5), cuts=[1])
 
 
 @pytest.mark.slow
 def test_a_batch_of_another_structure_is_refused(crew: Crew) -> None:
-    with planned(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
+    with open_planned(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
         pipe.step(torch.zeros(12, 21), torch.zeros(12, dtype=torch.int64))
 
 
@@ -194,4 +194,4 @@ def test_the_error_for_an_unexportable_model_names_the_line(crew: Crew) -> None:
             return self.linear(x)
 
     with pytest.raises(CaptureError, match=r"test_pipeline\.py:\d+"):
-        planned(crew, Branching())
+        open_planned(crew, Branching())

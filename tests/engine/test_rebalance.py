@@ -13,7 +13,7 @@ import pytest
 import torch
 from crews import Crews
 from pipelines import pipeline
-from priced import Speeds, batch, losses, mixed, planned
+from priced import Speeds, batch, losses, mixed, open_planned
 
 import hetpipe as hp
 from hetpipe.capture.program import PARAM, STATE
@@ -46,10 +46,10 @@ def close(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None:
     """Layers move there and back, and one of two tied layers changes its stage."""
-    with planned(pair, mixed(), schedule=schedule) as pipe:
+    with open_planned(pair, mixed(), schedule=schedule) as pipe:
         wanted = losses(pipe, 0, 12)
         state = pipe.state_dict()
-    with planned(pair, mixed(), schedule=schedule) as pipe:
+    with open_planned(pair, mixed(), schedule=schedule) as pipe:
         trained = losses(pipe, 0, 4)
         before = pipe.plan
         speeds["m0"] = 3.0
@@ -75,14 +75,14 @@ def test_a_stream_flushes_and_continues(
 ) -> None:  # fmt: skip
     """The losses equal a run that flushed there and resumed with the new plan."""
     options: dict[str, Any] = {"schedule": "pipedream", "weights": weights, "microbatches": 1}
-    with planned(pair, mixed(far=False), **options) as pipe:
+    with open_planned(pair, mixed(far=False), **options) as pipe:
         trained = losses(pipe, 0, 6)
         pipe.save(tmp_path)
         speeds["m0"] = 3.0
         assert pipe.rebalance().moved
         trained += losses(pipe, 6, 12)
         plan, costs, state = pipe.plan, pipe.costs, pipe.state_dict()
-    with planned(pair, mixed(far=False), **options) as pipe:
+    with open_planned(pair, mixed(far=False), **options) as pipe:
         assert count(pipe.plan, "m0") > count(plan, "m0")
         wanted = losses(pipe, 0, 6)
     model = mixed(far=False)
@@ -104,7 +104,7 @@ def test_auto_moves_between_steps(
     caplog.set_level(logging.INFO, "hetpipe")
     model = mixed(far=False)
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 3}
-    with planned(pair, model, rebalance="auto", **options) as pipe:
+    with open_planned(pair, model, rebalance="auto", **options) as pipe:
         before = pipe.plan
         results = pipe.run(batch(b) for b in range(7 * WINDOW))
         taken = [next(results) for _ in range(WINDOW)]
@@ -162,7 +162,7 @@ def test_a_worker_killed_during_a_move_is_named(
     """The error is clear, the checkpoint is complete, and training continues from it."""
     cluster = hp.Cluster(pair.cluster.members, transport="shared-memory")
     with Crew.start(cluster) as crew:
-        pipe = planned(crew, mixed())
+        pipe = open_planned(crew, mixed())
         losses(pipe, 0, 4)
         pipe.save(tmp_path)
         speeds["m0"] = 3.0
@@ -179,14 +179,14 @@ def test_a_worker_killed_during_a_move_is_named(
             pipe.rebalance()
         with pytest.raises(WorkerError, match="SIGKILL"):
             pipe.step(*batch(4))
-    with planned(pair, mixed(), resume=hp.checkpoint.load(tmp_path)) as pipe:
+    with open_planned(pair, mixed(), resume=hp.checkpoint.load(tmp_path)) as pipe:
         assert pipe.steps == 4
         losses(pipe, 4, 5)
 
 
 def test_the_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_path: Path) -> None:
     """The plan is only the start of the resumed training, so it may change."""
-    with planned(pair, mixed()) as pipe:
+    with open_planned(pair, mixed()) as pipe:
         losses(pipe, 0, 4)
         pipe.save(tmp_path)
         plan = pipe.plan
@@ -202,7 +202,7 @@ def test_the_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_pat
 
 
 def test_accumulated_gradients_forbid_a_move(pair: Crew, speeds: Speeds) -> None:
-    with planned(pair, mixed(), accumulate=2) as pipe:
+    with open_planned(pair, mixed(), accumulate=2) as pipe:
         losses(pipe, 0, 5)
         speeds["m0"] = 3.0
         with pytest.raises(HetpipeError, match="1 mini-batches are accumulated since the last"):
@@ -225,7 +225,7 @@ def test_the_reason_against_a_move_is_named(
     pair: Crew, speeds: Speeds, monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any], why: str,
 ) -> None:  # fmt: skip
-    with planned(pair, mixed(far=False), **options) as pipe:
+    with open_planned(pair, mixed(far=False), **options) as pipe:
         with pytest.raises(HetpipeError, match=f"rebalance: .*{why}"):
             pipe.rebalance()
         plan, costs = pipe.plan, pipe.costs
@@ -235,25 +235,28 @@ def test_the_reason_against_a_move_is_named(
 
     monkeypatch.setattr("hetpipe.pipeline.planning.profile", nothing)
     with pytest.raises(HetpipeError, match=f"rebalance='auto': .*{why}"):
-        planned(pair, mixed(far=False), rebalance="auto", **options)
+        open_planned(pair, mixed(far=False), rebalance="auto", **options)
     given = {"plan": plan, "costs": costs, "schedule": "auto", "microbatches": None}
     with pytest.raises(HetpipeError, match="rebalance='auto': a given plan fixes every"):
-        planned(pair, mixed(far=False), rebalance="auto", **given)
+        open_planned(pair, mixed(far=False), rebalance="auto", **given)
 
 
 def test_invalid_arguments_are_refused(pair: Crew, speeds: Speeds) -> None:
     with pytest.raises(HetpipeError, match="rebalance='always': give 'auto'"):
-        planned(pair, mixed(), rebalance="always")
-    with planned(pair, mixed()) as pipe, pytest.raises(HetpipeError, match="steps=0: give a whole"):
+        open_planned(pair, mixed(), rebalance="always")
+    with (
+        open_planned(pair, mixed()) as pipe,
+        pytest.raises(HetpipeError, match="steps=0: give a whole"),
+    ):
         pipe.rebalance(steps=0)
-    one = planned(pair, mixed())
-    planned(pair, mixed())
+    one = open_planned(pair, mixed())
+    open_planned(pair, mixed())
     with pytest.raises(HetpipeError, match="crew has the stages of another pipeline"):
         one.rebalance()
 
 
 def test_an_unprofitable_move_is_not_made(pair: Crew, speeds: Speeds) -> None:
-    with planned(pair, mixed()) as pipe:
+    with open_planned(pair, mixed()) as pipe:
         assert not pipe.rebalance().moved
         losses(pipe, 0, 4)
         plan = pipe.plan
@@ -269,7 +272,7 @@ def test_a_changed_emulated_speed_is_learned(pair: Crew, priced: None) -> None:
     """The speed is learned from the passes, and costs are labelled emulated meanwhile."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(6)))
-    with planned(pair, model) as pipe:
+    with open_planned(pair, model) as pipe:
         counts = []
         for speed in (1.0, 0.1, 1.0):
             pipe.set_speed("m0", speed)

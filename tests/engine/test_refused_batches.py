@@ -16,7 +16,7 @@ from hetpipe.errors import HetpipeError
 DEVICES = UNLIKE[:2]
 
 
-def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
+def _train(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
     """Train four mini-batches; if `refused`, offer an invalid one, with class 9, after two."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
@@ -41,6 +41,6 @@ def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_training_continues(crew: Crew, schedule: str) -> None:
     """Without a check, numpy would read a wrong class, or a device's error would end the run."""
-    expected = _trained(crew, schedule, refused=False)
-    for name, value in _trained(crew, schedule, refused=True).items():
+    expected = _train(crew, schedule, refused=False)
+    for name, value in _train(crew, schedule, refused=True).items():
         assert torch.equal(value, expected[name]), name

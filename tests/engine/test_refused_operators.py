@@ -41,20 +41,20 @@ def started(request: pytest.FixtureRequest) -> Iterator[Crew]:
         yield crew
 
 
-def opened(crew: Crew, *layers: nn.Module, **options: Any) -> hp.Pipeline:
+def open_pipeline(crew: Crew, *layers: nn.Module, **options: Any) -> hp.Pipeline:
     options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
     return user_pipeline(crew, nn.Sequential(*layers), F.cross_entropy, BATCH, **options)
 
 
 @pytest.mark.slow
 def test_cuts_a_device_cannot_run_are_refused(started: Crew) -> None:
-    with opened(started, nn.Linear(4, 4), nn.Linear(4, 4)) as first:
+    with open_pipeline(started, nn.Linear(4, 4), nn.Linear(4, 4)) as first:
         first.step(*BATCH)
         text = r"stage 1 on partial: early:cpu:0 cannot run aten.sin.* of layer 1: no sines here"
         with pytest.raises(UnsupportedOperatorError, match=text):
-            opened(started, nn.Linear(4, 4), Sine(trains=True))
+            open_pipeline(started, nn.Linear(4, 4), Sine(trains=True))
         first.step(*BATCH)  # no stage was loaded
-    with opened(started, Sine(trains=True), nn.Linear(4, 4)) as second:
+    with open_pipeline(started, Sine(trains=True), nn.Linear(4, 4)) as second:
         second.step(*BATCH)
 
 
@@ -64,7 +64,7 @@ def test_an_evaluation_a_device_cannot_run_is_refused(started: Crew) -> None:
     losses: list[list[float]] = []
     for evaluates in (False, True):
         torch.manual_seed(0)
-        with opened(started, nn.Linear(4, 4), Sine(trains=False)) as pipe:
+        with open_pipeline(started, nn.Linear(4, 4), Sine(trains=False)) as pipe:
             losses.append([])
             for _ in range(3):
                 losses[-1].append(pipe.step(*BATCH))

@@ -26,7 +26,7 @@ def adamw(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def divided(
+def open_divided(
     crew: Crew, model: Any, loss_fn: Any, example: Any, microbatches: int,
     shares: tuple[float, ...], cuts: tuple[int, ...] = (), **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
@@ -56,7 +56,7 @@ def test_equals_unpartitioned_training(
         model, loss_fn = found.model(), found.loss_fn
         data = [found.batch(generator) for _ in range(3)]
     expected = train(model, loss_fn, data, microbatches, adamw)
-    with divided(crew, model, loss_fn, data[0], microbatches, shares, cuts) as pipe:
+    with open_divided(crew, model, loss_fn, data[0], microbatches, shares, cuts) as pipe:
         found_losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
         assert pipe.timeline.workers == tuple(f"m{n}" for n in range(len(shares)))
@@ -66,7 +66,7 @@ def test_equals_unpartitioned_training(
     check_close(state, expected.state)
 
 
-def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_and_count(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weighted sum and the sum of its weights, which differ between rows."""
     weight = (y + 1).float()
     return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
@@ -78,10 +78,10 @@ def test_a_counted_loss_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
     expected = train(
-        model, counted, data, 1, adamw,
+        model, sum_and_count, data, 1, adamw,
         before_step=lambda p: torch.nn.utils.clip_grad_norm_(p, 0.2),
     )  # fmt: skip
-    with divided(crew, model, counted, data[0], 2, (2, 1), cuts, clip_norm=0.2) as pipe:
+    with open_divided(crew, model, sum_and_count, data[0], 2, (2, 1), cuts, clip_norm=0.2) as pipe:
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(expected.losses, rel=1e-5)
         state = pipe.state_dict()
     check_close(state, expected.state)
@@ -95,7 +95,7 @@ def test_a_sum_continues_while_earlier_stages_compute() -> None:
     data = batches(2)
     with (
         Crew.start(Cluster(members, slow)) as crew,
-        divided(crew, MLP(), F.cross_entropy, data[0], 2, (1, 1), (2,)) as pipe,
+        open_divided(crew, MLP(), F.cross_entropy, data[0], 2, (1, 1), (2,)) as pipe,
     ):
         for x, y in data:
             pipe.step(x, y)
@@ -112,7 +112,7 @@ def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str
     def trained(crew: Crew) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         data = batches(3)
-        with divided(crew, MLP(), F.cross_entropy, data[0], 2, (2, 1, 1), (1, 3)) as pipe:
+        with open_divided(crew, MLP(), F.cross_entropy, data[0], 2, (2, 1, 1), (1, 3)) as pipe:
             for x, y in data:
                 pipe.step(x, y)
             return pipe.state_dict()
@@ -129,7 +129,7 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     torch.manual_seed(0)
     model, data = Normalized(), batches(2)
     norm = model.first[1]
-    with divided(crew, model, F.cross_entropy, data[0], 1, (1, 1)) as pipe:
+    with open_divided(crew, model, F.cross_entropy, data[0], 1, (1, 1)) as pipe:
         pipe.step(*data[0])
         mean = pipe.state_dict()["first.1.running_mean"]
     first = model.first[0](data[0][0][:6]).mean(0) * norm.momentum
@@ -137,7 +137,7 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     plain = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(20, 5))
     found = []
     for shares in [(1,), (1, 1), (2, 1)]:
-        with divided(crew, plain, F.cross_entropy, data[0], 1, shares) as pipe:
+        with open_divided(crew, plain, F.cross_entropy, data[0], 1, shares) as pipe:
             found.append(pipe.step(*data[1]))
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
@@ -147,7 +147,9 @@ def test_accumulated_gradients_and_gradients_without_update(crew: Crew) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     expected = train(model, F.cross_entropy, data, 1, adamw, accumulate=2)
-    with divided(crew, model, F.cross_entropy, data[0], 2, (2, 1), (1, 3), accumulate=2) as pipe:
+    with open_divided(
+        crew, model, F.cross_entropy, data[0], 2, (2, 1), (1, 3), accumulate=2
+    ) as pipe:
         _, gradients = pipe.gradients(*data[0])
         check_close(gradients, gradients_of(model, F.cross_entropy, *data[0])[1])
         for x, y in data:
@@ -159,13 +161,15 @@ def test_accumulated_gradients_and_gradients_without_update(crew: Crew) -> None:
 def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
-    with divided(crew, model, F.cross_entropy, data[0], 2, (2, 1)) as pipe:
+    with open_divided(crew, model, F.cross_entropy, data[0], 2, (2, 1)) as pipe:
         pipe.step(*data[0])
         pipe.save(tmp_path)
         wanted = pipe.evaluate(*data[1])
         model.load_state_dict(pipe.state_dict())
     assert wanted == pytest.approx(F.cross_entropy(model(data[1][0]), data[1][1]).item(), rel=1e-5)
-    with divided(crew, MLP(), F.cross_entropy, data[0], 2, (2, 1), checkpoint=tmp_path) as pipe:
+    with open_divided(
+        crew, MLP(), F.cross_entropy, data[0], 2, (2, 1), checkpoint=tmp_path
+    ) as pipe:
         assert pipe.evaluate(*data[1]) == wanted
 
 
@@ -188,4 +192,4 @@ def test_too_few_samples_are_refused(crew: Crew) -> None:
     ):
         divide(4, (9, 1))
     with pytest.raises(HetpipeError, match="cannot split a micro-batch of 1 samples"):
-        divided(crew, MLP(), F.cross_entropy, batches(1)[0], 12, (1, 1))
+        open_divided(crew, MLP(), F.cross_entropy, batches(1)[0], 12, (1, 1))

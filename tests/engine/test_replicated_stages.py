@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from crews import UNLIKE, Crews
 from models import CASES
-from pipelines import pipeline, replicated
+from pipelines import members_by_stage, pipeline
 from reference import check_close, train
 from torch import nn
 
@@ -23,14 +23,14 @@ DEVICES = UNLIKE
 ADAMW = hp.optim.adamw(lr=1e-2)
 
 
-def divided(
+def open_divided(
     crew: Crew, model: Any, loss_fn: Any, example: Any, shares: Sequence[Shares],
     microbatches: int = 2, schedule: str = "1f1b", **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
     """Open a pipeline with one stage per entry of `shares`, on one member per share."""
     return pipeline(
-        crew, model, loss_fn, example, replicated(crew, [len(each) for each in shares]), schedule,
-        microbatches, shares=shares, optimizer=ADAMW, **options,
+        crew, model, loss_fn, example, members_by_stage(crew, [len(each) for each in shares]),
+        schedule, microbatches, shares=shares, optimizer=ADAMW, **options,
     )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def compare(
     torch.manual_seed(0)
     model, loss_fn, batches = CASES[case].model(), CASES[case].loss_fn, data(case, 3)
     expected = train(model, loss_fn, batches, microbatches, lambda p: torch.optim.AdamW(p, lr=1e-2))
-    with divided(crew, model, loss_fn, batches[0], shares, microbatches, **options) as pipe:
+    with open_divided(crew, model, loss_fn, batches[0], shares, microbatches, **options) as pipe:
         assert [pipe.step(x, y) for x, y in batches] == pytest.approx(expected.losses, rel=1e-5)
         state = pipe.state_dict()
     check_close(state, expected.state)
@@ -97,7 +97,7 @@ def test_smaller_mini_batches_and_evaluation(crew: Crew) -> None:
     torch.manual_seed(0)
     model, batches = CASES["mlp"].model(), data("mlp", 2)
     shares = ((1, 1), (2, 1))
-    with divided(crew, model, F.cross_entropy, batches[0], shares) as pipe:
+    with open_divided(crew, model, F.cross_entropy, batches[0], shares) as pipe:
         for x, y in [batches[0], (batches[1][0][:9], batches[1][1][:9])]:
             model.load_state_dict(pipe.state_dict())
             wanted = pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
@@ -121,6 +121,6 @@ class Merged(nn.Module):
 def test_a_tensor_without_a_row_for_each_sample_is_refused(crew: Crew) -> None:
     x = torch.randn(12, 20)
     with pytest.raises(HetpipeError, match=r"no dimension of it has one row for each sample"):
-        divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1,)))
-    with divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1, 1))) as pipe:
+        open_divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1,)))
+    with open_divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1, 1))) as pipe:
         assert pipe.step(x, x) > 0

@@ -18,14 +18,16 @@ from hetpipe.errors import CheckpointError
 STEPS = 12
 
 
-def straight(crew: Crew, stages: int, weights: str, **options: Any) -> hp.Pipeline:
+def open_straight(crew: Crew, stages: int, weights: str, **options: Any) -> hp.Pipeline:
     """Put one stage on each of the first members; the default optimizer is Adam."""
     schedule = "1f1b" if weights == "flush" else "pipedream"
     options = {"optimizer": ADAM[0], "weights": weights, **options}
     return pipeline(crew, *task(), "0123"[:stages], schedule, **options)
 
 
-def resumed(crew: Crew, folder: Path, stages: int, weights: str, **options: Any) -> hp.Pipeline:
+def open_resumed(
+    crew: Crew, folder: Path, stages: int, weights: str, **options: Any
+) -> hp.Pipeline:
     """Open such a pipeline from a checkpoint, with a model of other initial values."""
     schedule = "1f1b" if weights == "flush" else "pipedream"
     options = {"optimizer": ADAM[0], "weights": weights, "checkpoint": folder, **options}
@@ -40,12 +42,12 @@ def run(pipe: hp.Pipeline, lo: int, hi: int) -> None:
 def test_the_same_plan_continues_bit_for_bit(crew: Crew, tmp_path: Path, weights: str) -> None:
     """The result equals a run that only flushed at that step."""
     stop = random.Random(weights).randrange(1, STEPS)
-    with straight(crew, 3, weights) as pipe:
+    with open_straight(crew, 3, weights) as pipe:
         run(pipe, 0, stop)
         pipe.save(tmp_path)
         run(pipe, stop, STEPS)
         wanted = pipe.state_dict()
-    with resumed(crew, tmp_path, 3, weights) as pipe:
+    with open_resumed(crew, tmp_path, 3, weights) as pipe:
         run(pipe, stop, STEPS)
         state = pipe.state_dict()
     for name, value in wanted.items():
@@ -56,12 +58,12 @@ def test_the_same_plan_continues_bit_for_bit(crew: Crew, tmp_path: Path, weights
 def test_another_number_of_stages_continues_from_the_checkpoint(
     crew: Crew, tmp_path: Path, stages: int
 ) -> None:
-    with straight(crew, 3, "flush") as pipe:
+    with open_straight(crew, 3, "flush") as pipe:
         run(pipe, 0, 5)
         pipe.save(tmp_path)
         run(pipe, 5, STEPS)
         wanted = pipe.state_dict()
-    with resumed(crew, tmp_path, stages, "flush") as pipe:
+    with open_resumed(crew, tmp_path, stages, "flush") as pipe:
         run(pipe, 5, STEPS)
         state = pipe.state_dict()
     for name, value in wanted.items():
@@ -69,28 +71,28 @@ def test_another_number_of_stages_continues_from_the_checkpoint(
 
 
 def test_the_default_plan_is_the_checkpoints(crew: Crew, tmp_path: Path) -> None:
-    with straight(crew, 3, "stash") as pipe:
+    with open_straight(crew, 3, "stash") as pipe:
         pipe.save(tmp_path)
         plan = pipe.plan
-    with resumed(crew, tmp_path, 2, "flush", plan=None) as pipe:
+    with open_resumed(crew, tmp_path, 2, "flush", plan=None) as pipe:
         assert pipe.plan == plan
 
 
 def test_another_optimizer_and_damaged_files_are_refused(crew: Crew, tmp_path: Path) -> None:
-    with straight(crew, 2, "flush") as pipe:
+    with open_straight(crew, 2, "flush") as pipe:
         pipe.save(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"optimizer is adam \(state: mean, square\), but sgd"
     ):
-        resumed(crew, tmp_path, 2, "flush", optimizer=SGD[0])
+        open_resumed(crew, tmp_path, 2, "flush", optimizer=SGD[0])
     damaged = next(tmp_path.glob("param-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=damaged.name):
-        resumed(crew, tmp_path, 2, "flush")
+        open_resumed(crew, tmp_path, 2, "flush")
 
 
 def test_another_model_is_refused(crew: Crew, tmp_path: Path) -> None:
-    with straight(crew, 2, "flush") as pipe:
+    with open_straight(crew, 2, "flush") as pipe:
         pipe.save(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)).double()

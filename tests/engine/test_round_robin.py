@@ -18,9 +18,9 @@ from delayed import (
     capture,
     distance,
     task,
-    trained,
+    train_pipeline,
 )
-from pipelines import pipeline, replicated
+from pipelines import members_by_stage, pipeline
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
@@ -28,13 +28,13 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.turns import noam
 
 
-def in_turn(
+def open_round_robin(
     crew: Crew, replicas: Sequence[int], policy: str, optimizer: Any,
     depths: Sequence[int] | None = None, microbatches: int = 1, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
     """Open a pipeline with `replicas[n]` replicas of stage n."""
     return pipeline(
-        crew, *task(), replicated(crew, replicas), "pipedream", microbatches, weights=policy,
+        crew, *task(), members_by_stage(crew, replicas), "pipedream", microbatches, weights=policy,
         in_flight=depths or noam(replicas), optimizer=optimizer, **options,
     )  # fmt: skip
 
@@ -70,8 +70,8 @@ def test_equals_the_sequential_reference(
     depths = [depth + deeper for depth in noam(replicas)]
     rules = delays(policy, replicas, depths)
     wanted = delayed.train(len(replicas), pair[1], *rules, MINI_BATCHES, replicas=replicas)
-    pipe = in_turn(crew, replicas, policy, pair[0], depths)
-    assert distance(trained(pipe, MINI_BATCHES), wanted.last) < 1e-5
+    pipe = open_round_robin(crew, replicas, policy, pair[0], depths)
+    assert distance(train_pipeline(pipe, MINI_BATCHES), wanted.last) < 1e-5
 
 
 def test_a_wrong_delay_is_detected(crew: Crew) -> None:
@@ -81,7 +81,7 @@ def test_a_wrong_delay_is_detected(crew: Crew) -> None:
         return max(0, forward(n, b)[0] - 1), 0
 
     wrong = delayed.train(2, SGD[1], late, late, MINI_BATCHES, replicas=(2, 1))
-    state = trained(in_turn(crew, (2, 1), "stash", SGD[0]), MINI_BATCHES)
+    state = train_pipeline(open_round_robin(crew, (2, 1), "stash", SGD[0]), MINI_BATCHES)
     assert distance(state, wrong.last) > 1e-3
 
 
@@ -90,26 +90,26 @@ def test_an_incomplete_round(crew: Crew) -> None:
     rules = delays("stash", (2, 1), noam((2, 1)))
     for count in (1, 2, 5):
         wanted = delayed.train(2, ADAM[1], *rules, count, replicas=(2, 1))
-        state = trained(in_turn(crew, (2, 1), "stash", ADAM[0]), count)
+        state = train_pipeline(open_round_robin(crew, (2, 1), "stash", ADAM[0]), count)
         assert distance(state, wanted.last) < 1e-5
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
-    wanted = trained(in_turn(crew, (2, 1), "stash", SGD[0]), 10)
-    state = trained(in_turn(crews(ALIKE, transport), (2, 1), "stash", SGD[0]), 10)
+    wanted = train_pipeline(open_round_robin(crew, (2, 1), "stash", SGD[0]), 10)
+    state = train_pipeline(open_round_robin(crews(ALIKE, transport), (2, 1), "stash", SGD[0]), 10)
     for name, value in wanted.items():
         assert torch.equal(state[name], value)
 
 
 def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
     """Saving and evaluating flush in the middle of a round, which makes an update of its part."""
-    with in_turn(crew, (2, 1), "stash", ADAM[0]) as pipe:
+    with open_round_robin(crew, (2, 1), "stash", ADAM[0]) as pipe:
         list(pipe.run(batch(b) for b in range(3)))
         pipe.save(tmp_path)
         list(pipe.run(batch(b) for b in range(3, 8)))
         wanted, loss = pipe.state_dict(), pipe.evaluate(*batch(9))
-    with in_turn(crew, (2, 1), "stash", ADAM[0], checkpoint=tmp_path) as pipe:
+    with open_round_robin(crew, (2, 1), "stash", ADAM[0], checkpoint=tmp_path) as pipe:
         list(pipe.run(batch(b) for b in range(3, 8)))
         assert pipe.evaluate(*batch(9)) == loss
         for name, value in pipe.state_dict().items():
@@ -119,11 +119,11 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
 def test_clipped_by_stage(crew: Crew) -> None:
     """A bound above all norms changes nothing, and a bound below all norms changes much."""
     found = [
-        trained(in_turn(crew, (2, 1), "stash", SGD[0], **options), 12)
+        train_pipeline(open_round_robin(crew, (2, 1), "stash", SGD[0], **options), 12)
         for options in ({}, {"clip_norm": 1e6, "clip_each": True})
     ]
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    with in_turn(crew, (2, 1), "stash", SGD[0], clip_norm=1e-3, clip_each=True) as pipe:
+    with open_round_robin(crew, (2, 1), "stash", SGD[0], clip_norm=1e-3, clip_each=True) as pipe:
         before = pipe.state_dict()
         list(pipe.run([batch(0), batch(1)]))
         moved = [(value - before[name]).norm() for name, value in pipe.state_dict().items()]
@@ -135,12 +135,12 @@ def test_clipped_by_stage(crew: Crew) -> None:
 
 def test_several_micro_batches_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match="each must have 1 micro-batch"):
-        in_turn(crew, (2, 1), "stash", SGD[0], microbatches=2)
+        open_round_robin(crew, (2, 1), "stash", SGD[0], microbatches=2)
 
 
 def test_spectrain_is_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"not for \[2, 1\] replicas"):
-        in_turn(crew, (2, 1), "spectrain", SGD[0])
+        open_round_robin(crew, (2, 1), "spectrain", SGD[0])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from captures import shared
 from crews import ALIKE, UNLIKE, Crews
 from models import CASES
-from pipelines import pipeline, replicated
+from pipelines import members_by_stage, pipeline
 from reference import train
 from torch import nn
 
@@ -48,14 +48,15 @@ def batches(count: int, rows: int = 16) -> list[Any]:
     ]
 
 
-def synced(
+def open_synced(
     crew: Crew, model: nn.Module, example: Any, shares: Shares, microbatches: int = 2,
     schedule: str = "1f1b", sync: bool = True, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
     """Open a pipeline with one stage per entry of `shares`, on one member per share."""
     return pipeline(
-        crew, model, F.cross_entropy, example, replicated(crew, [len(each) for each in shares]),
-        schedule, microbatches, shares=shares, optimizer=SGD, sync_batch_norm=sync, **options,
+        crew, model, F.cross_entropy, example,
+        members_by_stage(crew, [len(each) for each in shares]), schedule, microbatches,
+        shares=shares, optimizer=SGD, sync_batch_norm=sync, **options,
     )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def distance(
     expected = train(
         model, F.cross_entropy, data, microbatches, lambda p: torch.optim.SGD(p, 0.1, 0.9)
     )
-    with synced(crew, model, data[0], shares, microbatches, **options) as pipe:
+    with open_synced(crew, model, data[0], shares, microbatches, **options) as pipe:
         found = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
     pairs = [(torch.tensor(found), torch.tensor(expected.losses))]
@@ -154,7 +155,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
     torch.manual_seed(0)
     model, eager, shares = Normalized(), Normalized(), ((2, 1),)
     first, (x, y) = batches(2)
-    with synced(crew, model, first, shares) as pipe:
+    with open_synced(crew, model, first, shares) as pipe:
         pipe.step(*first)
         assert pipe.step(x[:11], y[:11]) > 0
         eager.load_state_dict(pipe.state_dict())
@@ -163,7 +164,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
         pipe.save(tmp_path)
         wanted = pipe.step(x, y)
-    with synced(crew, Normalized(), first, shares, checkpoint=tmp_path) as pipe:
+    with open_synced(crew, Normalized(), first, shares, checkpoint=tmp_path) as pipe:
         assert pipe.step(x, y) == wanted
 
 
@@ -171,9 +172,9 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
 def test_invalid_options_are_refused(crew: Crew) -> None:
     example = batches(1)[0]
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
-        synced(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream")
+        open_synced(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream")
     with pytest.raises(HetpipeError, match=r"fbp runs two passes of stage 1 at once.*1f1b"):
-        synced(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
+        open_synced(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
     captured = shared(Normalized(), F.cross_entropy, example)
     with pytest.raises(HetpipeError, match="captured has sync_batch_norm=False"):
         hp.Pipeline(
@@ -181,7 +182,7 @@ def test_invalid_options_are_refused(crew: Crew) -> None:
             captured=captured, optimizer=hp.optim.sgd(lr=0.1), sync_batch_norm=True,
         )  # fmt: skip
     with pytest.raises(HetpipeError, match=r"needs? 2 samples or more.*fewer replicas"):
-        synced(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
+        open_synced(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
 
 
 class Sized(nn.Module):
@@ -199,4 +200,4 @@ class Sized(nn.Module):
 @pytest.mark.slow
 def test_replicas_that_would_deadlock_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
-        synced(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)
+        open_synced(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)

@@ -53,7 +53,7 @@ def attempt(folder: Path, content: bytes) -> str:
     return ACCEPTED
 
 
-def summed(data: Any) -> bytes:
+def with_checksum(data: Any) -> bytes:
     """Return the manifest with its right checksum."""
     if isinstance(data, dict):
         data = data | {"checksum": checksum_of(data)}
@@ -62,16 +62,20 @@ def summed(data: Any) -> bytes:
 
 def test_damaged(tmp_path: Path) -> None:
     whole = st.just(OWN)
-    files = changed(whole).map(summed) | changed(whole).map(summed) | spoilt(whole.map(summed))
+    files = (
+        changed(whole).map(with_checksum)
+        | changed(whole).map(with_checksum)
+        | spoilt(whole.map(with_checksum))
+    )
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "b", content)))
 
 
 def test_invented(tmp_path: Path) -> None:
     whole = values(Manifest, TEXTS, strict=True).map(lambda data: data | {"version": VERSION})
-    loose = values(Manifest, TEXTS).map(versioned)
-    files = (whole | whole | changed(whole) | loose).map(summed)
+    loose = values(Manifest, TEXTS).map(with_version)
+    files = (whole | whole | changed(whole) | loose).map(with_checksum)
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "b", content)))
 
 
-def versioned(data: Any) -> Any:
+def with_version(data: Any) -> Any:
     return data | {"version": VERSION} if isinstance(data, dict) else data

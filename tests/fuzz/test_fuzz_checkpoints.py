@@ -47,7 +47,7 @@ def attempt(folder: Path, content: bytes) -> str:
     return ACCEPTED
 
 
-def signed(content: Any) -> bytes:
+def with_checksum(content: Any) -> bytes:
     """Return a manifest with the checksum of its content."""
     content = json.loads(dumped(content).replace(b"9" * 5000, b"9" * 50))
     sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -68,7 +68,7 @@ def test_damaged_manifests(folder: Path) -> None:
 
 
 def test_manifests_with_a_right_checksum(folder: Path) -> None:
-    files = changed(st.just(MANIFEST)).map(signed)
+    files = changed(st.just(MANIFEST)).map(with_checksum)
     check_both_ends(outcomes(files, lambda content: attempt(folder, content)))
 
 

@@ -78,10 +78,10 @@ def test_damaged(tmp_path: Path) -> None:
 
 def test_invented(tmp_path: Path) -> None:
     whole = values(_Table, strict=True).map(fitted)
-    loose = values(_Table).map(versioned)
+    loose = values(_Table).map(with_version)
     files = (whole | whole | changed(whole) | loose).map(dumped)
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.json", content)))
 
 
-def versioned(table: Any) -> Any:
+def with_version(table: Any) -> Any:
     return table | {"version": VERSION} if isinstance(table, dict) else table

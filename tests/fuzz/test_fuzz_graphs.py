@@ -85,7 +85,7 @@ def attempt(data: bytes, in_c: Callable[[bytes], str]) -> str:
     return ACCEPTED
 
 
-def sealed(data: bytes) -> bytes:
+def with_checksum(data: bytes) -> bytes:
     """Return the data with a right length and checksum."""
     return data[:12] + struct.pack("<II", len(data), zlib.crc32(data[20:])) + data[20:]
 
@@ -126,7 +126,7 @@ def test_damaged(captured: list[bytes], in_c: Callable[[bytes], str]) -> None:
 def test_damaged_under_a_right_checksum(
     captured: list[bytes], in_c: Callable[[bytes], str]
 ) -> None:
-    files = damaged(st.sampled_from(captured)).map(sealed)
+    files = damaged(st.sampled_from(captured)).map(with_checksum)
     check_both_ends(outcomes(files, lambda data: attempt(data, in_c)))
 
 
@@ -250,7 +250,9 @@ def invented(draw: DrawFn) -> bytes:
                 out.node(number)
     table = b"".join(text.encode("utf-8", "surrogatepass") + b"\0" for text in out.strings)
     counts = struct.pack("<III", len(out.strings), len(table), nodes)
-    return sealed(b"HETGRAPH" + struct.pack("<III", 1, 0, 0) + counts + table + bytes(out.data))
+    return with_checksum(
+        b"HETGRAPH" + struct.pack("<III", 1, 0, 0) + counts + table + bytes(out.data)
+    )
 
 
 def test_invented(in_c: Callable[[bytes], str]) -> None:
@@ -259,5 +261,7 @@ def test_invented(in_c: Callable[[bytes], str]) -> None:
 
 def test_noise(in_c: Callable[[bytes], str]) -> None:
     head = b"HETGRAPH" + struct.pack("<III", 1, 0, 0)
-    files = st.binary(max_size=200) | st.binary(max_size=200).map(lambda end: sealed(head + end))
+    files = st.binary(max_size=200) | st.binary(max_size=200).map(
+        lambda end: with_checksum(head + end)
+    )
     assert set(outcomes(files, lambda data: attempt(data, in_c))) == {REFUSED}

@@ -62,12 +62,12 @@ def test_invented(tmp_path: Path) -> None:
         }
     )
     whole = st.tuples(values(Plan, strict=True).map(fitted), names).map(lambda p: p[0] | p[1])
-    loose = values(Plan).map(versioned)
+    loose = values(Plan).map(with_version)
     files = (whole | whole | changed(whole) | loose).map(dumped)
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "p.json", content)))
 
 
-def versioned(plan: Any) -> Any:
+def with_version(plan: Any) -> Any:
     return plan | {"version": VERSION} if isinstance(plan, dict) else plan
 
 
