@@ -1,4 +1,4 @@
-"""A device of a library, whose functions provide memory, copies and compiled graphs."""
+"""A device of a library, whose functions provide memory, copies and compiled graphs; its runs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,35 @@ from torch import fx
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import graph as graphs
-from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
+from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.formats.serialised import serialise, serialise_rows
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.inputs import form_of, input_forms
+from hetpipe.sdk.inputs import Form, check_inputs, form_of, input_forms
 from hetpipe.sdk.support import require_support
 
-from .events import drain, sweep
+from .events import NativeEvent, drain, keep_for_ever, sweep
 from .library import Handle, Library, interface
-from .opened import NativeBuffer, OpenedDevice
-from .program import NativeExecutable
 
 Array = np.ndarray[Any, Any]
 
 
-class NativeDevice(OpenedDevice):
-    """An opened device of a library."""
+class NativeBuffer(Buffer):
+    """A tensor on a device. `memory` is None after a run has used it for an output."""
+
+    def __init__(self, device: NativeDevice, form: Form, memory: Handle) -> None:
+        self.device = device
+        self.shape, self.dtype = form
+        self.memory: Handle | None = memory
+
+
+class NativeDevice(Device):
+    """An opened device of a library; `handle` closes it."""
 
     def __init__(self, info: DeviceInfo, library: Library, index: int) -> None:
-        super().__init__(info, library, index)
+        self.info, self.library = info, library
+        out = interface().new("hetpipe_device **")
+        library.call(f"{info.id} cannot be opened", "open", index, out)
+        self.handle = Handle(self.given("open", out), library.function("close"), library)
         self._reasons: dict[bytes, str | None] = {}
 
     # Graphs.
@@ -115,6 +125,41 @@ class NativeDevice(OpenedDevice):
         keeps = (memory, dst)
         return self._copy("download", memory.pointer, dst.ctypes.data, buf.nbytes, keeps)
 
+    def memory(self, pointer: Any) -> Handle:
+        """Return the handle of a library's buffer; the buffer is freed with the handle."""
+        return Handle(pointer, self.library.function("free"), self.handle)
+
+    def memory_of(self, buffer: Buffer) -> Handle:
+        """Return a buffer's memory. Raises `BackendError` if it was donated or is elsewhere."""
+        if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
+            raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
+        if buffer.memory is None:
+            raise BackendError(f"{self.info.id}: a buffer is used after it was donated")
+        return buffer.memory
+
+    def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
+        """Return the event of work that uses `keeps`; the event holds these objects until the end.
+
+        If `pointer` is NULL, the work has ended already.
+        """
+        if pointer == interface().NULL:
+            return DONE
+        give_back = self.library.function("release_event")
+        if give_back is None:
+            path = self.library.path
+            keep_for_ever(keeps)
+            raise BackendError(
+                f"{path} returns events but lacks the functions wait and release_event; add them"
+            )
+        handle = Handle(pointer, give_back, self.handle)
+        return NativeEvent(self, self.library, handle, keeps)
+
+    def given(self, name: str, out: Any) -> Any:
+        """Return the result of a successful call. Raises `BackendError` if it is NULL."""
+        if out[0] == interface().NULL:
+            raise BackendError(f"{self.library.path}: {name} succeeds, and gives NULL")
+        return out[0]
+
     def _copy(
         self, name: str, pointer: Any, address: int, nbytes: int, keeps: Sequence[object]
     ) -> Event:
@@ -134,6 +179,113 @@ class NativeDevice(OpenedDevice):
     def close(self) -> None:
         """Wait for all work. The library's device closes after its last buffer is freed."""
         drain(self)
+
+
+class NativeExecutable(Executable):
+    """A graph that a library has compiled; `program` is None if the graph computes nothing.
+
+    For each output of the graph, `places` has the index of the program's output, or `~i` if the
+    output is placeholder i.
+    """
+
+    def __init__(
+        self,
+        device: NativeDevice,
+        program: Handle | None,
+        inputs: Sequence[Form],
+        outputs: Sequence[Form],
+        places: Sequence[int],
+    ) -> None:
+        self._device = device
+        self._program = program
+        self._inputs, self._outputs = inputs, outputs
+        self._places = places
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        device = self._device
+        check_inputs(device.info.id, inputs, self._inputs)
+        memories = [device.memory_of(buffer) for buffer in inputs]
+        sweep()
+        earlier = self._order(after)
+        if self._program is None:
+            return [inputs[~place] for place in self._places], DONE, ()
+        # A buffer that is two inputs, or an input and an output, is not donated.
+        going_on = {~place for place in self._places if place < 0}
+        given = {i for i in donate - going_on if memories.count(memories[i]) == 1}
+        pointers, made, event = self._queue(memories, given, earlier, queue)
+        buffers = []
+        for pointer, form in zip(pointers, self._outputs, strict=True):
+            buffers.append(NativeBuffer(device, form, self._claim(pointer, memories, given)))
+            made.append(buffers[-1].memory)
+        for memory, buffer in zip(memories, inputs, strict=True):
+            if memory in made:
+                assert isinstance(buffer, NativeBuffer)
+                buffer.memory = None
+        return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
+
+    def _order(self, after: Sequence[Event]) -> list[Handle]:
+        """Return the events that the library must wait for, after waiting for all others here.
+
+        Raises the errors of failed events.
+        """
+        handles = []
+        for event in after:
+            handle = None
+            if isinstance(event, NativeEvent) and event.device is self._device:
+                handle = event.pending if self._program is not None else None
+            if handle is None:
+                event.wait()
+            else:
+                handles.append(handle)
+        return handles
+
+    def _queue(
+        self, memories: list[Handle], given: set[int], earlier: list[Handle], queue: int
+    ) -> tuple[list[Any], list[Handle | None], Event]:
+        """Queue the run; return its outputs' pointers, a list for their handles, and the event.
+
+        The event holds the list.
+        """
+        ffi, device, program = interface(), self._device, self._program
+        assert program is not None
+        outputs = ffi.new("hetpipe_buffer *[]", len(self._outputs))
+        event = ffi.new("hetpipe_event **")
+        device.library.call(
+            device.info.id,
+            "run",
+            program.pointer,
+            queue,
+            ffi.new("hetpipe_buffer *[]", [memory.pointer for memory in memories]),
+            bytes(i in given for i in range(len(memories))),
+            outputs,
+            ffi.new("hetpipe_event *[]", [handle.pointer for handle in earlier]),
+            len(earlier),
+            event,
+        )
+        made: list[Handle | None] = []
+        ended = device.event(event[0], [program, memories, earlier, made])
+        return list(outputs), made, ended
+
+    def _claim(self, pointer: Any, memories: list[Handle], given: set[int]) -> Handle:
+        """Return the handle of an output: a new one, or the handle of a donated input."""
+        path = self._device.library.path
+        if pointer == interface().NULL:
+            raise BackendError(f"{path}: run succeeds, and an output is NULL")
+        for number, memory in enumerate(memories):
+            if memory.pointer == pointer and number not in given:
+                raise BackendError(
+                    f"{path}: run returns input {number}, which was not donated, or twice"
+                )
+            if memory.pointer == pointer:
+                given.remove(number)
+                return memory
+        return self._device.memory(pointer)
 
 
 def _alone(node: fx.Node) -> fx.Graph:

@@ -19,7 +19,7 @@ from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositi
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
-from .convolution import Array
+from .functions import Array
 from .operators import OPERATORS
 
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")

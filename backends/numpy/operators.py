@@ -14,9 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from .convolution import Array, convolution, convolution_backward, max_pool2d
-from .random import keep_mask, uniform
-from .recurrent import lstm, lstm_backward
+from .functions import (
+    Array,
+    convolution,
+    convolution_backward,
+    keep_mask,
+    lstm,
+    lstm_backward,
+    max_pool2d,
+    uniform,
+)
 
 
 def _reduction(fn: Callable[..., Any]) -> Callable[..., Any]:

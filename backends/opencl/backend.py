@@ -16,9 +16,8 @@ from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
-from .options import Options
 from .platform.driver import driver, errors, platforms
-from .platform.families import CHANNELS, MOST_KERNELS, choice, default_family
+from .platform.families import CHANNELS, MOST_KERNELS, Options, choice, default_family
 from .platform.names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
 from .platform.runtimes import EMULATORS, POCL, prepare, unloadable
 

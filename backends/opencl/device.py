@@ -22,18 +22,23 @@ from .bundle.programs import BundledPrograms
 from .lower.lowering import Lowered, lower
 from .lower.registry import Lowering, refusal
 from .lower.target import Target
-from .options import Options
 from .platform.driver import driver, errors, quiet
+from .platform.families import Options
 from .platform.names import Runtime
 from .platform.tuning import cache_nbytes, tuning_of
-from .run.binaries import Binaries, facts_of
 from .run.ceiling import fma_ceiling, launch_floor
 from .run.events import CommandEvent
 from .run.executable import OpenCLExecutable
-from .run.memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, Piece, computes_in_host
+from .run.memory import (
+    GRANULE_NBYTES,
+    Bytes,
+    MemoryPool,
+    OpenCLBuffer,
+    PassQueue,
+    computes_in_host,
+)
 from .run.opened import OpenedDevice
-from .run.programs import Programs
-from .run.queues import PassQueue
+from .run.programs import Binaries, Programs, facts_of
 from .run.second_compiler import SecondCompiler
 from .run.specialise import specialise
 
@@ -63,7 +68,7 @@ class OpenCLDevice(OpenedDevice):
         self._cl_device = cl_device
         self._lowerings = lowerings
         self.retired: deque[Any] = deque()
-        self._drains = runtime is not None and runtime.drains
+        self.drains = runtime is not None and runtime.drains
         self.target = Target(
             info,
             max_work_group_size=cl_device.max_work_group_size,
@@ -98,7 +103,7 @@ class OpenCLDevice(OpenedDevice):
         self._ahead: dict[str, Lowered] = {}
         """The graphs that `compile_ahead` lowered last, by their text."""
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.enqueueing = threading.Lock()
 
     def _programs(self, bundles: Path | None, forgets: bool) -> Programs | BundledPrograms:
@@ -183,7 +188,7 @@ class OpenCLDevice(OpenedDevice):
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
     def trim(self) -> None:
-        with self._lock:
+        with self.lock:
             self._collect()
         self.memory.trim()
 
@@ -198,41 +203,6 @@ class OpenCLDevice(OpenedDevice):
         self._collect()
         self.memory.trim()
         self.retired.clear()
-
-    def waits_long(self, command: Any) -> bool:
-        """Return whether the driver's wait for `command` would also wait for later commands."""
-        if not self._drains:
-            return False
-        behind = (q for q in self.pass_queues if q.last is not None and q.last is not command)
-        return any(command.command_queue == queue.cl for queue in behind)
-
-    def pass_queue(self, number: int) -> PassQueue:
-        """Return queue `number` of the passes. Raises `BackendError` if there are fewer."""
-        if number >= len(self.pass_queues):
-            raise BackendError(
-                f"{self.info.id} runs {len(self.pass_queues)} passes at once, so it has no queue "
-                f"{number}"
-            )
-        return self.pass_queues[number]
-
-    def arena(self, nbytes: int, queue: PassQueue) -> Piece:
-        """Return memory for the intermediates of passes in `queue`."""
-        with self._lock:
-            return queue.arena(nbytes, self.memory)
-
-    def native(self, events: Sequence[Event]) -> list[Any] | None:
-        """Return the commands of this device's events that a new command must wait for.
-
-        Wait here for the events of other devices.
-        """
-        waits = []
-        for event in events:
-            if isinstance(event, CommandEvent) and event.device is self:
-                if not event.done():
-                    waits.append(event.command)
-            else:
-                event.wait()
-        return waits or None
 
     def _lowered(self, graphs: Sequence[fx.GraphModule]) -> list[Lowered]:
         """Lower graphs into launches, and build the programs of the launches."""
@@ -253,7 +223,7 @@ class OpenCLDevice(OpenedDevice):
 
     def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, **where: int) -> Event:
         cl = driver()
-        with self._lock, errors(self.info.id, "copying"):
+        with self.lock, errors(self.info.id, "copying"):
             self._collect()
             command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False, **where)
             self._transfers.flush()

@@ -14,8 +14,7 @@ import torch
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 
-from .cpu import CpuDevice, SynchronizedDevice
-from .device import DTYPES, TorchDevice
+from .device import DTYPES, CpuDevice, SynchronizedDevice, TorchDevice
 from .streams import StreamDevice
 
 

@@ -1,4 +1,4 @@
-"""The common part of all torch devices: buffers, refused operators, and compiled graphs."""
+"""Torch devices: the common part, and devices whose calls return when the work is done."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.graph import operator_name, why_not_fill
+from hetpipe.sdk.blocking import BlockingDevice
+from hetpipe.sdk.graph import canonical, operator_name, why_not_fill
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.support import require_support
 
-from .own import with_operators
 from .program import Program
 
 Array = np.ndarray[Any, Any]
@@ -127,3 +127,79 @@ class TorchDevice(Device):
         if not isinstance(buffer, TorchBuffer) or buffer.device.info.id != self.info.id:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         return buffer
+
+
+Function = Callable[..., Any]
+
+
+def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> fx.GraphModule:
+    """Return the graph with these functions instead of the operators of the same name."""
+    if not any(operator_name(node) in operators for node in graph.graph.nodes):
+        return graph
+    own = canonical(graph)
+    for number, node in enumerate(list(own.graph.nodes)):
+        if node.op == "call_function" and operator_name(node) in operators:
+            node.target = _apart(operators[operator_name(node)], number)
+    return own
+
+
+def _apart(function: Function, number: int) -> Function:
+    """Wrap a function: its results share no memory with its arguments, and its name is unique."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, (tuple, list)):
+            return tuple(_copied(each, taken) for each in result)
+        return _copied(result, taken)
+
+    own.__name__ = f"own_{number}"
+    return own
+
+
+def _copied(value: Any, taken: set[int]) -> Any:
+    shares = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in taken
+    return value.clone() if shares else value
+
+
+class CpuDevice(TorchDevice, BlockingDevice):
+    """torch on the CPU, with the number of threads that the process has."""
+
+    def _compile(self, graph: fx.GraphModule) -> CompiledGraph:
+        return CompiledGraph(with_operators(graph, self._operators), self)
+
+    def _run(
+        self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]
+    ) -> list[Buffer]:
+        return program([self.own(buffer) for buffer in inputs], donate)
+
+    def _to_device(self, src: Array) -> TorchBuffer:
+        dtype = src.dtype.name
+        tensor = torch.empty(src.shape, dtype=getattr(torch, dtype))
+        buffer = TorchBuffer(self, tensor, src.shape, dtype)
+        copy_array(host_array(buffer.tensor), src)
+        return buffer
+
+    def _to_host(self, buf: Buffer, dst: Array) -> None:
+        copy_array(dst, host_array(self.own(buf).tensor))
+
+
+class SynchronizedDevice(CpuDevice):
+    """An accelerator without streams in torch (MPS): every call waits until it is done."""
+
+    def _run(
+        self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]
+    ) -> list[Buffer]:
+        outputs = super()._run(program, inputs, donate)
+        torch.accelerator.synchronize(self.torch_device)
+        return outputs
+
+    def _to_device(self, src: Array) -> TorchBuffer:
+        staged = super()._to_device(src)
+        tensor = torch.empty_like(staged.tensor, device=self.torch_device)
+        tensor.copy_(staged.tensor)
+        torch.accelerator.synchronize(self.torch_device)
+        return TorchBuffer(self, tensor, staged.shape, staged.dtype)
+
+    def _to_host(self, buf: Buffer, dst: Array) -> None:
+        copy_array(dst, host_array(self.own(buf).tensor.cpu()))

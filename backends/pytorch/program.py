@@ -21,8 +21,7 @@ from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.inputs import form_of
 from hetpipe.sdk.operators.custom import function_of
 
-from .layout import needs_row_major
-from .memory import sink_shape_only, write_in_place
+from .memory import needs_row_major, sink_shape_only, write_in_place
 from .recurrent import by_library
 from .simplify import simplify
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from found_devices import execute, fetch, opened, put, run, trace
+from hetpipe.backends.numpy.functions import philox
 from hetpipe.backends.numpy.operators import OPERATORS
-from hetpipe.backends.numpy.random import philox
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import infos
-from hetpipe.backends.opencl.run import binaries
+from hetpipe.backends.opencl.run import programs as binaries
 from hetpipe.backends.opencl.run.programs import Programs
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,7 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        binaries, "ENTRIES", binaries.Entries("programs", "bin", most=2, variable="OWN_CACHE")
+        binaries, "BINARIES", binaries.Entries("programs", "bin", most=2, variable="OWN_CACHE")
     )
     monkeypatch.setenv("OWN_CACHE", str(tmp_path))
     return tmp_path / "programs"
@@ -84,7 +84,7 @@ def test_a_damaged_program_is_compiled_again(
     (path,) = folder.iterdir()
     data = bytearray(path.read_bytes())
     if damage == "foreign":
-        binaries.ENTRIES.store(path.stem, b"a program of another runtime")
+        binaries.BINARIES.store(path.stem, b"a program of another runtime")
     else:
         data[-100] ^= 1
         path.write_bytes(data if damage == "flipped" else data[:-100])
@@ -109,5 +109,5 @@ def test_a_program_depends_on_driver_and_processor(
 
 def test_the_oldest_programs_are_removed(folder: Path) -> None:
     for n in range(4):
-        binaries.ENTRIES.store(f"key{n}", bytes(n))
+        binaries.BINARIES.store(f"key{n}", bytes(n))
     assert len(list(folder.iterdir())) == 2

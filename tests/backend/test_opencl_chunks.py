@@ -41,9 +41,9 @@ def test_chunks_are_ready_before_the_pass_ends(device_id: str, rows: int) -> Non
         device.download_part(outputs[1], lo, hi, part).wait()
         np.testing.assert_allclose(part, expected[lo:hi], rtol=0, atol=1e-5)
     event.wait()
-    ends_s = [ready.span_s[1] for *_, ready in chunks]
-    assert ends_s == sorted(ends_s)
-    assert ends_s[0] < ends_s[-1] < event.span_s[1]
+    ends = [ready.command.profile.end for *_, ready in chunks]
+    assert ends == sorted(ends)
+    assert ends[0] < ends[-1] < event.command.profile.end
 
 
 @pytest.mark.parametrize("device_id", STREAMING)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hetpipe.backends.opencl.lower import launch as launches
 from hetpipe.backends.opencl.lower.launch import Kernel
-from hetpipe.backends.opencl.run import groups
+from hetpipe.backends.opencl.run import programs as groups
 from hetpipe.backends.opencl.run.programs import Programs
 
 from hetpipe.caches import CacheWarning
@@ -24,7 +24,7 @@ A, B, C, D = map(kernel, "abcd")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     entries = groups.Entries("groups", "json", most=100, variable="OWN_CACHE")
-    monkeypatch.setattr(groups, "ENTRIES", entries)
+    monkeypatch.setattr(groups, "GROUPS", entries)
     monkeypatch.setenv("OWN_CACHE", str(tmp_path))
     return tmp_path / "groups"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import put, trace
-from hetpipe.backends.opencl.run.waiting import Waiters
+from hetpipe.backends.opencl.run.events import Waiters
 from opencl_devices import IDS, opencl_device
 
 from hetpipe.errors import BackendError

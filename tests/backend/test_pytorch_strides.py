@@ -14,7 +14,7 @@ from zlib import crc32
 import pytest
 import torch
 from found_devices import opened, run, trace
-from hetpipe.backends.pytorch.layout import reads_strides
+from hetpipe.backends.pytorch.memory import reads_strides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hetpipe.backends.native.elf import architecture, mismatch
+from hetpipe.backends.native.library import architecture, mismatch
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 from torch import fx
 

@@ -103,7 +103,7 @@ class Body:
             expr = stack.pop()
             if expr not in seen and expr not in self._held:
                 seen.add(expr)
-                arguments = [self._source(child) for child in children(expr)]
+                arguments = list(map(self._source, children(expr)))
                 self._uses.update(arguments)
                 stack += arguments
         self._computes = any(isinstance(expr, Apply) and expr.weight >= DEAR for expr in seen)
@@ -114,7 +114,7 @@ class Body:
         if expr not in self._still:
             fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
             fixed = fixed and expr not in self._held
-            self._still[expr] = fixed and all(self.still(child) for child in children(expr))
+            self._still[expr] = fixed and all(map(self.still, children(expr)))
         return self._still[expr]
 
     def has_lanes(self, expr: Expr) -> bool:
@@ -151,7 +151,7 @@ class Body:
             alone = expr.alone and self._uses[self._source(expr.args[-1])] == 1
             code, needed = (expr.alone, expr.args[:-1]) if alone else (expr.code, expr.args)
             if lines is self._row:
-                args = [self._hoist(arg) for arg in needed]
+                args = list(map(self._hoist, needed))
             else:
                 args = [self.emit(arg, width, lines, memo) for arg in needed]
             return code.format(*args, **type_names(expr.dtype, width))
@@ -271,21 +271,13 @@ class Nest:
                 sizes.append(size)
                 strides.append(step)
         self.shape = tuple(sizes)
+        self.inner = sizes[-1] if sizes else 1
+        self.rows = math.prod(sizes[:-1])
         self._strides = (
             dict(zip(self.layouts, zip(*strides, strict=True), strict=True))
             if (strides)
             else dict.fromkeys(self.layouts, ())
         )
-
-    @property
-    def inner(self) -> int:
-        """Number of elements in the innermost dimension."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def rows(self) -> int:
-        """Number of passes through the innermost dimension."""
-        return math.prod(self.shape[:-1])
 
     def strides(self, layout: Layout) -> tuple[int, ...]:
         """Return the strides of a layout in the merged dimensions."""

@@ -162,7 +162,7 @@ class Builder:
 
     def apply(self, code: str, dtype: str, *args: Expr, weight: int = 1, alone: str = "") -> Expr:
         """Return the C expression `code` of arguments that have the same shape; see `Apply`."""
-        args = tuple(self._bounded(arg) for arg in args)
+        args = tuple(map(self._bounded, args))
         return self.pool.make(Apply, args[0].shape, dtype, code, args, weight, alone)
 
     def expand(self, expr: Expr, shape: Shape) -> Expr:
@@ -218,7 +218,10 @@ class Builder:
             group, later = self._groups[at], self._groups[at + 1 :]
             if any(other.follows(group) for others in later for other in others):
                 continue
-            joining = self._joining(store, group)
+            if epilogue.is_product(group):
+                joining = epilogue.fitted(self.pool, store, group)
+            else:
+                joining = store if store.joins(group) else None
             if joining is not None:
                 # No later group needs this one: it can run last, after the operands of the store.
                 del self._groups[at]
@@ -248,18 +251,16 @@ class Builder:
                 launches.append(step)
             elif kept := [store for store in step if store.out.id in needed]:
                 needed.update(*(store.reads for store in step))
-                launches += reversed(self._launches(step, kept))
+                if epilogue.is_product(step):
+                    launches += reversed(epilogue.launches(step, kept, self.device))
+                else:
+                    launches.append(generate(step, self.device, kept))
         return tuple(reversed(launches))
 
     def _bounded(self, expr: Expr) -> Expr:
         if isinstance(expr, Apply) and sum(1 for _ in walk(expr)) > LARGEST:
             return self.pool.load(self.store(expr))
         return expr
-
-    def _joining(self, store: Store, group: Sequence[Store]) -> Store | None:
-        if epilogue.is_product(group):
-            return epilogue.fitted(self.pool, store, group)
-        return store if store.joins(group) else None
 
     def _flush(self, needed: set[int]) -> None:
         """Emit all waiting groups. A product keeps waiting unless an emitted launch reads it.
@@ -277,11 +278,6 @@ class Builder:
         self._groups = waiting[::-1]
         self._steps += ready[::-1]
 
-    def _launches(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
-        if epilogue.is_product(group):
-            return epilogue.launches(group, kept, self.device)
-        return [generate(group, self.device, kept)]
-
 
 def node_dtype(node: fx.Node) -> str:
     """Return the dtype of a node with one result."""
@@ -290,7 +286,7 @@ def node_dtype(node: fx.Node) -> str:
 
 def node_shape(node: fx.Node) -> Shape:
     """Return the shape of a node with one result."""
-    return tuple(int(size) for size in node.meta["val"].shape)
+    return tuple(map(int, node.meta["val"].shape))
 
 
 def _broadcast(layout: Layout, shape: Shape) -> Layout | None:

@@ -213,7 +213,7 @@ class Pool:
     def make(self, kind: type[E], *fields: Any) -> E:
         """Return `kind(*fields)`, or the equal expression that exists already."""
         # 1, 1.0 and True are equal in Python and different in C.
-        key = (kind, fields, *(type(item) for item in fields))
+        key = (kind, fields, *map(type, fields))
         expr = self._interned.setdefault(key, kind(*fields))
         assert isinstance(expr, kind)
         return expr

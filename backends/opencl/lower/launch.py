@@ -184,7 +184,10 @@ class Part(NamedTuple):
 
 
 def blocks_of(launch: Launch) -> list[Block]:
-    """Return the blocks of a launch along its first dimension; empty if it stays whole."""
+    """Return the blocks of a launch along its first dimension; empty if it stays whole.
+
+    So the first rows of an output can be sent while the launch runs.
+    """
     steps, rest = launch.global_size[0], launch.global_size[1:]
     if not launch.step or launch.steady or steps < BLOCKS:
         return []

@@ -74,7 +74,7 @@ def lower(
     nodes = graph_outputs(graph)
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
-    inputs = [builder.input(node) for node in placeholders]
+    inputs = list(map(builder.input, placeholders))
     calls = order(graph)
     for node in calls:
         lowering = lowerings.get(operator_name(node))
@@ -102,7 +102,7 @@ def lower(
     return Lowered(
         tuple(inputs),
         _with_heirs(outputs, inputs, launches),
-        tuple(distinct.index(node) for node in nodes),
+        tuple(map(distinct.index, nodes)),
         launches,
         checked,
         _together(graph, nodes, distinct, outputs),
@@ -215,7 +215,12 @@ class Check:
 
 
 def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
-    """Lower the checks of all calls with indices; calls with equal index and bound share one."""
+    """Lower the checks of all calls with indices; calls with equal index and bound share one.
+
+    A pass computes the least index out of range, and its end event reports it. Kernels never access
+    memory outside a tensor: a read at an index out of range gives NaN (0 for integers), and a write
+    there does nothing.
+    """
     distinct: dict[tuple[Any, ...], Check] = {}
     for bound in (bound for node in calls for bound in index_bounds(node)):
         index = builder.expr(bound.index)

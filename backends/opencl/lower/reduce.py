@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .body import Body, Nest, type_names
 from .builder import Builder
 from .codegen import LANES, finish, indent
-from .expr import Const, Coord, Expr, Load, Value, loads, walk
+from .expr import Const, Coord, Expr, Layout, Load, Value, loads, walk
 from .signature import C_TYPES
 
 CHAIN = 2048
@@ -55,7 +56,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     if 1 in expr.shape:  # a dimension of size 1 needs no loop
         loops = [d for d in range(rank) if expr.shape[d] != 1]
         sizes = tuple(expr.shape[d] for d in loops)
-        narrow = builder.view(expr, lambda layout: layout.reshape(sizes))
+        narrow = builder.view(expr, partial(Layout.reshape, shape=sizes))
         inner = [at for at, d in enumerate(loops) if d in dims]
         return builder.reshape(reduce(builder, narrow, inner, how), shape)
     if expr.numel == 0 or not reduced:
@@ -65,7 +66,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     else:
         order, borders = kept[:-1] + reduced + kept[-1:], [len(kept) - 1, rank - 1]
         make = _by_columns
-    moved = builder.view(expr, lambda layout: layout.permute(order))
+    moved = builder.view(expr, partial(Layout.permute, order=order))
     leaves = [item.layout for item in walk(moved) if isinstance(item, (Load, Coord))]
     nest = Nest(moved.shape, leaves, borders)
     count = math.prod(expr.shape[d] for d in reduced)
@@ -145,8 +146,8 @@ def _by_rows(
         *(_fold(how, dtype) if wide else []),
         "result[item] = sum1;",
     ]
-    parts = _Parts(shape, segments, segment_last=True)
-    return _launch(builder, body, lines, parts, numbers, dtype, how)
+    whole, dim = (shape, None) if segments == 1 else ((*shape, segments), len(shape))
+    return _launch(builder, body, lines, whole, dim, numbers, how, dtype)
 
 
 def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = "") -> list[str]:
@@ -201,8 +202,8 @@ def _by_columns(
     else:
         lines += indent(narrow, "const int i = begin; {", "}")
     numbers = {"items": blocks * outer * segments, "rows": count, "each": each}
-    parts = _Parts(shape, segments, segment_last=False)
-    return _launch(builder, body, lines, parts, numbers, expr.dtype, how)
+    whole, dim = (shape, None) if segments == 1 else ((segments, *shape), 0)
+    return _launch(builder, body, lines, whole, dim, numbers, how, expr.dtype)
 
 
 def _column_loop(
@@ -232,36 +233,16 @@ def _column_loop(
     return lines
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A result of `shape`; several segments form another dimension, the last or the first."""
-
-    shape: tuple[int, ...]
-    segments: int
-    segment_last: bool
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """Shape with the dimension of segments."""
-        if self.segments == 1:
-            return self.shape
-        count = (self.segments,)
-        return self.shape + count if self.segment_last else count + self.shape
-
-
 def _launch(
-    builder: Builder, body: Body, lines: list[str], parts: _Parts, numbers: dict[str, int],
-    dtype: str, how: Reduction,
+    builder: Builder, body: Body, lines: list[str], whole: tuple[int, ...], segments: int | None,
+    numbers: dict[str, int], how: Reduction, dtype: str,
 ) -> Value:  # fmt: skip
-    """Launch the kernel; if there are several segments, also reduce them.
+    """Launch the kernel for a result of shape `whole`; also reduce dimension `segments` of it.
 
     `numbers` are the kernel's int arguments: all items, rows per result and rows per segment.
     """
-    out = builder.new(parts.whole, dtype)
+    out = builder.new(whole, dtype)
     local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
     size = (-(-numbers["items"] // local) * local,)
     builder.add(finish(lines, size, (local,), {**body.named, "result": out}, numbers))
-    if parts.segments == 1:
-        return out
-    dim = len(parts.shape) if parts.segment_last else 0
-    return reduce(builder, builder.pool.load(out), [dim], how)
+    return out if segments is None else reduce(builder, builder.pool.load(out), [segments], how)

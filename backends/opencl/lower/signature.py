@@ -69,7 +69,7 @@ def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, .
                 f"kernel {kernel.name}, argument {name!r}: the source declares "
                 f"{parameter or 'none of that name'}, the launch gives {_described(argument)}"
             )
-    return tuple(arguments[name] for name in declared)
+    return tuple(map(arguments.__getitem__, declared))
 
 
 def _described(argument: Argument | None) -> str:
@@ -109,7 +109,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
         elif all(kept):
             if (define := DEFINE.match(line.strip())) is not None:
                 name, names, body = define.groups()
-                formal = None if names is None else [each.strip() for each in names.split(",")]
+                formal = None if names is None else split(names)
                 macros[name] = (formal, body.strip())
             else:
                 yield line
@@ -145,7 +145,7 @@ def replaced(text: str, names: Mapping[str, str]) -> str:
 
 def split(text: str) -> list[str]:
     """Return the parts between commas, without outer spaces."""
-    return [part.strip() for part in text.split(",")]
+    return list(map(str.strip, text.split(",")))
 
 
 def _parameter(text: str) -> Parameter:

@@ -14,6 +14,5 @@ from . import (  # noqa: F401
     pooling,
     recurrent,
     reduction,
-    scatter,
     view,
 )

@@ -96,11 +96,6 @@ def softmax_backward(builder: Builder, node: fx.Node) -> None:
     builder.result(node, dx)
 
 
-def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (outer, classes, inner) of scores [C], [N][C] or [N][C][...]."""
-    return _split(shape, 0 if len(shape) == 1 else 1)
-
-
 @lowers(
     "aten.nll_loss_forward.default",
     "aten.nll_loss2d_forward.default",
@@ -112,7 +107,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
     x_node, target, weight, reduction, ignore = arguments(node)
     x = builder.value(x_node)
     loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
-    outer, classes, inner = _samples(x.shape)
+    outer, classes, inner = _split(x.shape, len(x.shape[:2]) - 1)  # [C] or [N][C][...]
     if len(x.shape) == 1 and reduction == NONE:
         reduction = SUM  # torch then also returns the weight of the only sample
     builder.launch(
@@ -137,7 +132,7 @@ def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     dloss, x_node, target, weight, reduction, ignore, total = arguments(node)
     shape = tuple(x_node.meta["val"].shape)
     dx = builder.new(shape, "float32")
-    outer, classes, inner = _samples(shape)
+    outer, classes, inner = _split(shape, len(shape[:2]) - 1)
     builder.launch(
         Kernel.of_files("nll_backward", FILES), (outer,),
         {

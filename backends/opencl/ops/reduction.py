@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -32,7 +33,7 @@ def _reduced(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) 
 
 
 def _shaped(builder: Builder, expr: Expr, shape: tuple[int, ...]) -> Expr:
-    return builder.view(expr, lambda layout: layout.reshape(shape))
+    return builder.view(expr, partial(Layout.reshape, shape=shape))
 
 
 def _scaled(builder: Builder, expr: Expr, divisor: float) -> Expr:
@@ -40,14 +41,10 @@ def _scaled(builder: Builder, expr: Expr, divisor: float) -> Expr:
     return builder.apply("{0} / {1}", expr.dtype, expr, number, weight=1)
 
 
-def _source(builder: Builder, node: fx.Node, dtype: str) -> Expr:
-    return cast(builder, builder.expr(node.args[0]), dtype)
-
-
 @lowers("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim",
         "aten.prod.default", "aten.prod.dim_int")  # fmt: skip
 def total(builder: Builder, node: fx.Node) -> None:
-    expr = _source(builder, node, node_dtype(node))
+    expr = cast(builder, builder.expr(node.args[0]), node_dtype(node))
     whole = operator_name(node).endswith(".default")
     dims = _dims(None if whole else node.args[1], len(expr.shape))
     how = PRODUCT if "prod" in operator_name(node) else SUM
@@ -65,7 +62,8 @@ def extreme(builder: Builder, node: fx.Node) -> None:
     how = {"amax": MAXIMUM, "max": MAXIMUM, "amin": MINIMUM, "min": MINIMUM}.get(name)
     how = how or (ANY if name == "any" else ALL)
     # For uint8, torch also compares elements with 0, and returns 0 or 1 as uint8.
-    expr = _source(builder, node, "bool" if how in (ANY, ALL) else node_dtype(node))
+    dtype = "bool" if how in (ANY, ALL) else node_dtype(node)
+    expr = cast(builder, builder.expr(node.args[0]), dtype)
     dims = _dims(argument(node, 1, "dim"), len(expr.shape))
     result = cast(builder, _reduced(builder, expr, dims, how), node_dtype(node))
     builder.define(node, _shaped(builder, result, node_shape(node)))

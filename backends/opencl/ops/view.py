@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -36,11 +37,9 @@ def view_of(node: fx.Node) -> View | None:
     """Return the view of a reshape or a permutation, or None for other nodes."""
     name = operator_name(node)
     if name in RESHAPES:
-        shape = node_shape(node)
-        return lambda layout: layout.reshape(shape)
+        return partial(Layout.reshape, shape=node_shape(node))
     if name in PERMUTATIONS:
-        order = _order(node)
-        return lambda layout: layout.permute(order)
+        return partial(Layout.permute, order=_order(node))
     return None
 
 
@@ -142,7 +141,8 @@ def flip(builder: Builder, node: fx.Node) -> None:
     dims: Any = node.args[1]
     expr = builder.expr(node.args[0])
     for d in (dim % len(shape) for dim in dims):
-        expr = builder.view(expr, lambda x, d=d: x.narrow(d, shape[d] - 1, shape[d], -1))  # type: ignore[misc] # mypy: lambda default
+        last = partial(Layout.narrow, dim=d, start=shape[d] - 1, length=shape[d], step=-1)
+        expr = builder.view(expr, last)
     builder.define(node, expr)
 
 
@@ -156,16 +156,12 @@ def split(builder: Builder, node: fx.Node) -> None:
     expr, parts, begin = builder.expr(source), [], 0
     for part in node.meta["val"]:
         size = 1 if unbind else int(part.shape[dim])
-        view = _cutter(dim, begin, size, unbind)
+        view = partial(Layout.narrow, dim=dim, start=begin, length=size)
+        if unbind:
+            view = partial(Layout.select, dim=dim, index=begin)
         parts.append(builder.view(expr, view))
         begin += size
     builder.define_results(node, tuple(parts))
-
-
-def _cutter(dim: int, begin: int, size: int, drop: bool) -> View:
-    if drop:
-        return lambda layout: layout.select(dim, begin)
-    return lambda layout: layout.narrow(dim, begin, size)
 
 
 @lowers("getitem")
@@ -219,7 +215,7 @@ def constant_pad(builder: Builder, node: fx.Node) -> None:
         dim, before, after = len(shape) - 1 - at, pads[2 * at], pads[2 * at + 1]
         # A negative pad cuts: it reads fewer elements.
         skip, room = max(0, -before), expr.shape[dim] + min(0, before) + min(0, after)
-        expr = builder.view(expr, _cutter(dim, skip, room, False))
+        expr = builder.view(expr, partial(Layout.narrow, dim=dim, start=skip, length=room))
         target = target.narrow(dim, max(0, before), room)
     fill = cast(builder, builder.pool.make(Const, shape, "float32", float(number)), dtype)
     _define_over(builder, node, fill, expr, target)

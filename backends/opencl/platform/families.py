@@ -1,4 +1,4 @@
-"""Chooses the kernel family of a device: `kernels/cpu`, `kernels/gpu` or `kernels/fpga`.
+"""Options of the backend; the kernel family of a device: `kernels/cpu`, `gpu` or `fpga`.
 
 A cluster file may choose it; the variable `HETPIPE_OPENCL_FAMILIES` overrides the file:
 
@@ -12,8 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from hetpipe.errors import BackendError
+from hetpipe.records import Name, Number, OneOf
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.words import short
 
@@ -72,3 +74,19 @@ def choice(by_pattern: Mapping[str, str]) -> Choice:
             there = ", ".join(FAMILIES)
             raise BackendError(f"{VARIABLE}: there is no family {short(family)}; there are {there}")
     return Choice({**by_pattern, **named})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The table [backend.opencl] of a cluster file."""
+
+    kernels: tuple[str, ...] = ()
+    """Specifications of user kernels, which take precedence over shipped kernels."""
+    bundles: Name | None = None
+    """A folder of bundles, which are loaded instead of compiling kernels."""
+    families: dict[str, Annotated[str, OneOf(FAMILIES)]] = field(default_factory=dict)
+    """Families of shipped kernels, by device id or by a pattern such as `opencl:pocl:*`."""
+    channels: bool = True
+    """Whether channels join kernels of the family fpga, on devices that support channels."""
+    dataflow_limit_s: Annotated[float, Number(above=True)] = 600.0
+    """Seconds in which no kernel of a dataflow ends, after which it counts as stuck."""

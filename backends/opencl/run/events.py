@@ -1,4 +1,4 @@
-"""Events: the ends of commands on a device."""
+"""Events: the ends of commands on a device, and threads that wait for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,50 @@ from ..lower.lowering import NONE
 from ..platform.driver import driver, errors
 from .memory import Bytes, Memory
 from .opened import OpenedDevice
-from .waiting import WAITERS
 
 Flowing = tuple[str, Any]
 """(name of a kernel in a dataflow, its command)."""
+
+
+_Wait = tuple[Any, threading.Lock]
+"""A command, and a lock that is held until the command has ended."""
+
+
+class Waiters:
+    """A pool of threads, which are kept: starting a thread takes longer than a small pass.
+
+    A new thread starts if all others wait. A command that hangs keeps its thread until the process
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[_Wait]] = []
+
+    def ends(self, command: Any, timeout_s: float | None) -> bool:
+        """Wait for a command; return whether it ended, failed or not, within the limit."""
+        held = threading.Lock()
+        held.acquire()
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(jobs,), name="hetpipe opencl wait", daemon=True
+            ).start()
+        jobs.put((command, held))
+        return held.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+
+    def _serve(self, jobs: SimpleQueue[_Wait]) -> None:
+        while True:
+            command, held = jobs.get()
+            with suppress(driver().Error):  # the caller looks at the command's state
+                command.wait()
+            del command  # the driver's object must die on the thread that uses the queue
+            self._idle.append(jobs)
+            held.release()
+
+
+WAITERS = Waiters()
 
 
 class CommandEvent(Event):
@@ -62,13 +104,6 @@ class CommandEvent(Event):
             in_time = WAITERS.ends(self.command, timeout_s)
         if not self.done() and not in_time:
             raise BackendError(f"{self.device.info.id} is still {self.doing} after {timeout_s} s")
-
-    @property
-    def span_s(self) -> tuple[float, float]:
-        """Start and end of the command on the device's clock, in seconds."""
-        with errors(self.device.info.id, self.doing):
-            profile = self.command.profile
-            return profile.start * 1e-9, profile.end * 1e-9
 
 
 @dataclass(frozen=True)
@@ -153,3 +188,18 @@ class PassEvent(CommandEvent):
                 outcome.check(self.device.info.id)
             self._outcomes = ()  # frees their memory
         return ended
+
+
+def commands_of(device: OpenedDevice, events: Sequence[Event]) -> list[Any] | None:
+    """Return the commands of the device's events that a new command must wait for.
+
+    Wait here for the events of other devices.
+    """
+    waits = []
+    for event in events:
+        if isinstance(event, CommandEvent) and event.device is device:
+            if not event.done():
+                waits.append(event.command)
+        else:
+            event.wait()
+    return waits or None

@@ -19,12 +19,10 @@ from ..lower.expr import Value
 from ..lower.launch import Block, Launch, blocks_of, finished_parts
 from ..lower.lowering import Lowered
 from ..platform.driver import driver, errors
-from .arguments import Arguments
-from .events import CommandEvent, Flowing, Outcome, PassEvent
-from .memory import Memory, OpenCLBuffer, Part, room_nbytes
+from .events import CommandEvent, Flowing, Outcome, PassEvent, commands_of
+from .memory import Memory, OpenCLBuffer, Part, PassQueue, room_nbytes
 from .opened import OpenedDevice
-from .placement import NOTHING, Given, Plan, Where, given, heirs_of, plan
-from .queues import PassQueue
+from .placement import NOTHING, Arguments, Given, Plan, Where, given, heirs_of, plan
 
 RUNNING = "running a graph"
 
@@ -111,7 +109,7 @@ class OpenCLExecutable(Executable):
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         device = self._device
         buffers = self._check(inputs)
-        waits = device.native(after)
+        waits = commands_of(device, after)
         if device.pass_queue(queue) is not self._queue:
             self._move(device.pass_queue(queue))
         with device.enqueueing, errors(device.info.id, "enqueueing a graph"):

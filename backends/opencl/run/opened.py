@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from hetpipe.sdk.backend import Device, Event
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Device
 
 from ..lower.launch import Kernel, Launch
 from ..lower.target import Target
-from .memory import MemoryPool, Piece
-from .queues import PassQueue
+from .memory import MemoryPool, PassQueue, Piece
 
 
 class KernelSource(Protocol):
@@ -39,22 +38,32 @@ class OpenedDevice(Device):
     """Commands whose events are gone, until the thread that enqueues drops them."""
     enqueueing: threading.Lock
     """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
+    pass_queues: tuple[PassQueue, ...]
+    lock: threading.RLock
+    """Held while an arena is replaced or transfers are enqueued."""
+    drains: bool
+    """Whether the driver's wait for an event waits for its whole queue."""
     dataflow_limit_s: float
     stuck: bool = False
     """Whether kernels of a dataflow hang."""
 
-    @abstractmethod
-    def pass_queue(self, number: int) -> PassQueue:
-        """Return the queue of that number. Raises `BackendError` if there are fewer queues."""
-
-    @abstractmethod
-    def arena(self, nbytes: int, queue: PassQueue) -> Piece:
-        """Return memory for the intermediates of passes in `queue`."""
-
-    @abstractmethod
-    def native(self, events: Sequence[Event]) -> list[Any] | None:
-        """Return events of this device's queues, for a command to wait for; wait for others."""
-
-    @abstractmethod
     def waits_long(self, command: Any) -> bool:
         """Return whether the driver's wait for `command` would also wait for later commands."""
+        if not self.drains:
+            return False
+        behind = (q for q in self.pass_queues if q.last is not None and q.last is not command)
+        return any(command.command_queue == queue.cl for queue in behind)
+
+    def pass_queue(self, number: int) -> PassQueue:
+        """Return queue `number` of the passes. Raises `BackendError` if there are fewer."""
+        if number >= len(self.pass_queues):
+            raise BackendError(
+                f"{self.info.id} runs {len(self.pass_queues)} passes at once, so it has no queue "
+                f"{number}"
+            )
+        return self.pass_queues[number]
+
+    def arena(self, nbytes: int, queue: PassQueue) -> Piece:
+        """Return memory for the intermediates of passes in `queue`."""
+        with self.lock:
+            return queue.arena(nbytes, self.memory)

@@ -8,19 +8,19 @@ without room there are placed in the queue's arena.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hetpipe.sdk.info import DTYPE_NBYTES
 
 from ..lower.arena import Life, Span, aligned, lives, nbytes, place
 from ..lower.launch import Launch
 from ..lower.lowering import Lowered
-from .memory import Memory, OpenCLBuffer, Part
+from .memory import Memory, OpenCLBuffer, Part, Piece
 
 LEAST_NBYTES = 1 << 18
 """With fewer bytes than this, a run uses no donated memory: changing a run's memory means setting
@@ -204,3 +204,60 @@ def _taken(
 
 def _until(end: int, span: Span) -> tuple[Life, Span]:
     return Life(-1, end, 0, 1), span
+
+
+FEW = 4
+"""After more than FEW changes of memory in a row, intermediates stay in the arena: setting the
+arguments of hundreds of small kernels takes as long as running them."""
+
+
+class Arguments:
+    """The kernel arguments of each tensor, and the memory to which they are set."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        # Setting an argument retains nothing, so references to the memories are kept here.
+        self._set: dict[int, Any] = {}
+        self._settled: tuple[Plan, dict[Where, Piece | None]] | None = None
+        self._changes = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the memory keeps changing, as with several micro-batches in flight."""
+        return self._changes > FEW
+
+    def add(self, key: int, kernel: Any, at: int) -> None:
+        """Record that argument `at` of `kernel` is tensor `key`."""
+        self._of[key].append((kernel, at))
+
+    def unset(self, keys: Iterable[int]) -> list[int]:
+        """Return the tensors in `keys` that are arguments and have no memory yet."""
+        return [key for key in keys if key in self._of and key not in self._set]
+
+    def set(self, key: int, memory: Any) -> None:
+        """Set all arguments for tensor `key` to `memory`, a `cl.Buffer`."""
+        if self._set.get(key) is not memory:
+            for kernel, at in self._of[key]:
+                kernel.set_arg(at, memory)
+            self._set[key] = memory
+
+    def settle(
+        self, plan: Plan, donated: Memory | None, new: Memory | None, arena: Piece | None
+    ) -> None:
+        """Set the arguments of all tensors that `plan` places.
+
+        Most runs use the same pieces of memory as the previous run: nothing is set then.
+        """
+        pieces = {
+            Where.DONATED: None if donated is None else donated.piece,
+            Where.NEW: None if new is None else new.piece,
+            Where.ARENA: arena,
+        }
+        if self._settled == (settled := (plan, pieces)):
+            self._changes *= self.moves
+            return
+        self._settled = settled
+        self._changes += 1
+        for key, spot in plan.spots.items():
+            if (piece := pieces[spot.where]) is not None:
+                self.set(key, piece.part(spot.begin, spot.nbytes))

@@ -1,21 +1,39 @@
-"""Built programs of a device, by source and options."""
+"""Built programs of a device, by source and options.
+
+Binaries are stored for runtimes that would compile them in every process. Intel's runtimes compile
+a matrix product in seconds, and load its binary in milliseconds.
+
+Generated kernels are grouped into programs. The groups are stored too: runtimes store compiled
+programs under their text, so every process should build the same programs. Without stored groups, a
+process that compiles single layers before whole stages would put the same kernels into other
+programs than a process that compiles only the stages.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetpipe.entries import Entries, key_of
+
 from ..lower.arena import nbytes
 from ..lower.expr import Value
-from ..lower.launch import Kernel, Launch, with_helpers
+from ..lower.launch import Kernel, Launch, helpers_identity, with_helpers
 from ..platform.driver import driver, errors, quiet
-from .binaries import Binaries
-from .groups import groups_of
+from ..platform.runtimes import cpu_flags, target_arch
 from .memory import room_nbytes
 from .second_compiler import SecondCompiler
 from .specialise import FirstLaunch, Job, build
+
+BINARIES = Entries("opencl/programs", "bin", most=2000)
+GROUPS = Entries("opencl/groups", "json", most=5000)
+MOST_KERNELS = 24
+"""The most new kernels in a program: two compilers share the work by programs, not by kernels."""
+
+Sources = tuple[str, ...]
 
 
 class Programs:
@@ -111,3 +129,91 @@ class _Program:
 def _first(launch: Launch) -> FirstLaunch:
     args = [[room_nbytes(nbytes(arg))] if isinstance(arg, Value) else arg for arg in launch.args]
     return FirstLaunch(launch.kernel.name, launch.global_size, launch.local_size, args)
+
+
+def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
+    """Return the facts that decide whether a device can use a binary, by name.
+
+    `on_cores` adds the facts of the host's processor.
+    """
+    platform = cl_device.platform
+    facts = {
+        "platform": platform.name, "platform version": platform.version, "device": cl_device.name,
+        "device version": cl_device.version, "driver": cl_device.driver_version,
+    }  # fmt: skip
+    if on_cores:
+        facts |= {"target": target_arch(), "processor flags": key_of(sorted(cpu_flags()))}
+    return facts
+
+
+class Binaries:
+    """The stored programs of one device, for its current driver and processor."""
+
+    def __init__(self, cl_device: Any, device_id: str) -> None:
+        self._cl_device = cl_device
+        self._device_id = device_id
+        self._facts = tuple(facts_of(cl_device, on_cores=True).items())
+
+    def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
+        """Return the built program, or None if no binary is stored.
+
+        Warns with `CacheWarning` if the runtime refuses the stored binary.
+        """
+        key = self._key(source, options)
+        binary = BINARIES.load(key)
+        if binary is None:
+            return None
+        cl = driver()
+        try:
+            with quiet():
+                return cl.Program(context, [self._cl_device], [binary]).build()
+        except cl.Error as error:
+            BINARIES.refuse(key, error)
+            return None
+
+    def store(self, program: Any, source: str, options: tuple[str, ...]) -> None:
+        """Store the binary that the runtime has compiled from `source`."""
+        with errors(self._device_id, "reading a compiled program"):
+            (binary,) = program.get_info(driver().program_info.BINARIES)
+        BINARIES.store(self._key(source, options), binary)
+
+    def _key(self, source: str, options: tuple[str, ...]) -> str:
+        return key_of(self._facts, source, options)
+
+
+def groups_of(kernels: Sequence[Kernel]) -> Iterator[Sources]:
+    """Yield the kernel sources of each program; together they have all of `kernels`.
+
+    The kernels are new to this process. Kernels that no earlier process had form new groups, which
+    are stored.
+    """
+    new, grouped = [], set[str]()
+    for kernel in kernels:
+        if kernel.source in grouped:
+            continue
+        sources = _group_of(kernel)
+        if sources is None:
+            new.append(kernel)
+        else:
+            grouped.update(sources)
+            yield sources
+    rest = tuple(kernel.source for kernel in new if kernel.source not in grouped)
+    for begin in range(0, len(rest), MOST_KERNELS):
+        group = rest[begin : begin + MOST_KERNELS]
+        for source in group:
+            GROUPS.store(_group_key(source), json.dumps(group).encode())
+        yield group
+
+
+def _group_of(kernel: Kernel) -> Sources | None:
+    content = GROUPS.load(_group_key(kernel.source))
+    return None if content is None else tuple(json.loads(content))
+
+
+def _group_key(source: str) -> str:
+    """Return the key of a kernel's group, which depends on the text of all helper functions.
+
+    Without that text, a key could find a group of an older version of this package. Other kernels
+    of that group may call functions that no longer exist.
+    """
+    return key_of(helpers_identity(), source)

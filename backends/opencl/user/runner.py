@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from ..platform.names import Runtime
 from ..platform.tuning import VARIABLE, candidates, keep, text_of, tuning_of
 from .images import ImageRoom, is_image
 from .oclgrind_log import flaws_of
-from .shipped import shipped_kernels
 
 KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
 ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
@@ -70,7 +70,16 @@ class OpenCLRunner(KernelRunner):
         return KERNEL.findall(_without_comments(source))
 
     def shipped(self) -> Sequence[Shipped]:
-        return shipped_kernels()
+        root, kernels = files("hetpipe.kernels"), []
+        folders = (each for each in root.iterdir() if each.is_dir() and "_" not in each.name)
+        for folder in sorted(folders, key=lambda each: each.name):
+            for file in sorted(folder.iterdir(), key=lambda each: each.name):
+                if file.name.endswith(".cl"):
+                    text, place = file.read_text(encoding="utf-8"), f"{folder.name}/{file.name}"
+                    purpose = text.partition("\n")[0].removeprefix("//").strip()
+                    names = self.functions(text)
+                    kernels += [Shipped(folder.name, place, name, purpose) for name in names]
+        return kernels
 
     def checks(self, device_id: str) -> bool:
         return device_id.split(":")[1] == "oclgrind"
