@@ -1,4 +1,4 @@
-"""docs/api.md lists every public name, and each name in it can be imported."""
+"""docs/api.md lists every public name, and every listed name can be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A cache whose folder is read-only or full lies in a private temporary one, with one warning."""
+"""A cache whose folder is read-only or full moves to a private temporary folder, with one
+warning."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Usage = namedtuple("Usage", ["free"])
 
 @pytest.fixture(autouse=True)
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary folders go in these tests."""
+    """Redirect temporary folders to this test's folder."""
     monkeypatch.setenv(caches.WARNED, "")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     caches.temporary.cache_clear()
@@ -38,7 +39,7 @@ def below_a_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("folder", [None, Path("/proc/hetpipe"), Path("/sys/hetpipe")])
-def test_costs_are_kept_elsewhere_with_one_warning(
+def test_costs_are_stored_elsewhere_with_one_warning(
     private: Path, folder: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = folder or below_a_file(private)
@@ -72,7 +73,7 @@ def test_a_full_disk_counts_as_unusable(private: Path, monkeypatch: pytest.Monke
         assert not cache_folder("costs", "HETPIPE_CACHE").is_relative_to(full)
 
 
-def test_a_process_that_this_one_starts_does_not_warn_again(
+def test_a_child_process_does_not_warn_again(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(below_a_file(private)))
@@ -86,10 +87,10 @@ def test_a_process_that_this_one_starts_does_not_warn_again(
     assert (done.stdout.strip(), done.stderr) == (str(folder), "")
 
 
-def test_a_folder_of_someone_else_is_not_taken(
+def test_a_folder_of_another_user_is_not_used(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names below /tmp can be guessed, and others can write there."""
+    """Attackers can guess names below /tmp and write there."""
     planted = private / f"hetpipe-{os.getuid()}"
     planted.mkdir(mode=0o777)
     planted.chmod(0o777)
@@ -104,7 +105,7 @@ def test_no_place_at_all_is_an_error(private: Path, monkeypatch: pytest.MonkeyPa
         cache.folder()
 
 
-def test_without_any_place_nothing_is_kept_and_all_goes_on(
+def test_without_any_place_nothing_is_stored(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(below_a_file(private)))
@@ -123,7 +124,7 @@ def test_without_any_place_nothing_is_kept_and_all_goes_on(
 
 @pytest.mark.skipif(os.name != "posix", reason="the list of users is that of POSIX")
 def test_a_user_without_a_home(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written into a folder `~` below the current one."""
+    """The current folder must not get a folder named `~`."""
 
     def unknown(user: int) -> None:
         raise KeyError(user)

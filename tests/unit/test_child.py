@@ -1,4 +1,5 @@
-"""A child that crashes, hangs or prints anything is an error with a reason, and leaves nothing."""
+"""A child that crashes, hangs or prints noise gives an error with a reason, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ def start(*arguments: object, **options: object) -> Child:
     return Child("child_of_test", *arguments, **options)  # type: ignore[arg-type]
 
 
-def runs(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -84,11 +85,11 @@ def runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def ends(pid: int) -> bool:
+def ends_in_time(pid: int) -> bool:
     end_s = time.monotonic() + LIMIT_S
-    while runs(pid) and time.monotonic() < end_s:
+    while is_running(pid) and time.monotonic() < end_s:
         time.sleep(0.02)
-    return not runs(pid)
+    return not is_running(pid)
 
 
 def test_a_child_has_its_variables_cores_and_no_input() -> None:
@@ -104,7 +105,7 @@ def test_a_child_has_its_variables_cores_and_no_input() -> None:
     assert (answer["cores"], answer["variable"], answer["input"]) == ([core], "yes", "")
     assert os.sched_getaffinity(0) == before
     assert not child.is_alive
-    assert not runs(child.pid)
+    assert not is_running(child.pid)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_child_has_its_variables_cores_and_no_input() -> None:
     ],
 )
 @pytest.mark.parametrize("forks", [False, True])
-def test_an_end_has_a_reason(what: str, code: int, reason: str, forks: bool) -> None:
+def test_the_end_of_a_child_has_a_reason(what: str, code: int, reason: str, forks: bool) -> None:
     with start(*["forks"] * forks) as child:
         if forks:
             child.fork(what)
@@ -137,11 +138,11 @@ def test_a_child_that_hangs_is_late() -> None:
         pid = child.receive(LIMIT_S)["hangs"]
         with pytest.raises(ChildLate, match=r"child_of_test gave no answer within 0\.2 s"):
             child.receive(0.2)
-        assert runs(pid)
-    assert not runs(pid)
+        assert is_running(pid)
+    assert not is_running(pid)
 
 
-def test_what_others_print_is_no_message() -> None:
+def test_other_output_is_no_message() -> None:
     with start("junk") as child:
         assert child.receive(LIMIT_S) == {"said": "junk"}
         with pytest.raises(ChildEnded) as ended:
@@ -160,13 +161,13 @@ def test_the_processes_that_a_child_started_end_with_it() -> None:
     with start() as child:
         child.send({"do": "start"})
         pid = child.receive(LIMIT_S)["started"]
-        assert runs(pid)
+        assert is_running(pid)
         child.send({"do": "crash"})
         begin_s = time.monotonic()
         with pytest.raises(ChildEnded, match="SIGSEGV"):
             child.receive(LIMIT_S)
         assert time.monotonic() - begin_s < LIMIT_S / 2, "although its output is still open"
-    assert ends(pid)
+    assert ends_in_time(pid)
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -186,10 +187,10 @@ os.kill(os.getpid(), signal.SIGKILL)
         text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
-    assert all(ends(int(pid)) for pid in done.stdout.split())
+    assert all(ends_in_time(int(pid)) for pid in done.stdout.split())
 
 
-def test_an_interrupt_is_the_parents() -> None:
+def test_an_interrupt_reaches_only_the_parent() -> None:
     with start() as child:
         child.send({"do": "hang"})
         pid = child.receive(LIMIT_S)["hangs"]
@@ -199,7 +200,7 @@ def test_an_interrupt_is_the_parents() -> None:
         threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             child.receive(LIMIT_S)
-    assert not runs(pid)
+    assert not is_running(pid)
 
 
 def test_a_fork_has_the_present_folder_and_variables(
@@ -222,7 +223,7 @@ def test_a_fork_has_the_present_folder_and_variables(
         assert ended.value.code == 0
 
 
-def test_the_log_of_a_fork_is_its_own() -> None:
+def test_each_fork_has_a_separate_log() -> None:
     with start("forks") as child:
         for what in ("raise", "crash"):
             child.fork(what)
@@ -241,7 +242,7 @@ def test_a_dead_child_ends_the_wait_for_all() -> None:
             ask([one, other], {"do": "word"})
 
 
-def test_a_system_that_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     with pytest.raises(ChildError, match=r"child_of_test cannot be started: .*No such file"):
         start()

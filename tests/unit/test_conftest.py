@@ -1,4 +1,4 @@
-"""The tests' own setting works with any torch, and a test that ends its process fails alone."""
+"""The tests' configuration works with any torch, and a test that ends its process fails alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_ends_its_process(): os.abort()
 @pytest.mark.parametrize("number", range(11))
 def test_beside(number): time.sleep(0.2)
 """
-"""The tests beside take so long that the end of a process is known before its tests are asked for:
-xdist fails where it asks a process that has just ended."""
+"""The other tests take long enough for the end of a process to be known before it gets more
+tests: xdist fails if it asks a process that has just ended."""
 
 
 def test_a_test_that_ends_its_process_fails_and_the_others_run(tmp_path: Path) -> None:
-    """Ways to divide tests that hand whole files to workers wait for ever for the dead one."""
+    """A distribution that hands whole files to workers would wait for the dead worker for ever."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     (options,) = re.findall(r"-m pytest (.*) --share", makefile)
     (tmp_path / "test_deadly.py").write_text(ENDS_ITS_PROCESS, encoding="utf-8")

@@ -1,6 +1,8 @@
-"""Whatever happens to a file that people and programs write: one error, of its kind, with a place.
+"""Any damage to a file that people and programs write gives one error, of its kind, with a
+place.
 
-Of 20,000 such files some 400 ended in a TypeError, KeyError, RecursionError and the like once.
+Of 20,000 damaged files some 400 once ended in a TypeError, KeyError, RecursionError and the
+like.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ def document(name):
 
 
 def damaged(content, rng):
-    """Changed in structure or, as text, anywhere."""
+    """Return the content with a changed structure, or with its text damaged anywhere."""
     return dumped(changed(content, rng)) if rng.random() < 0.7 else spoilt(dumped(content), rng)
 
 
 def refusal(read, error):
-    """The message of the error that `read` ends with; None if it accepts the file."""
+    """Return the message of the error that `read` raises, or None if it accepts the file."""
     try:
         read()
     except HetpipeError as refused:
@@ -75,7 +77,8 @@ def refusal(read, error):
 
 
 def check_all(path, make, read, errors, place):
-    """Both ends are reached, and every refusal begins with the file and names a place."""
+    """Check that some files are accepted, and that each refusal begins with the file and names a
+    place."""
     rng = random.Random(0)
     refusals = []
     for _ in range(COUNT):
@@ -101,7 +104,7 @@ def test_plans(tmp_path):
     check_all(tmp_path / "p.json", lambda rng: damaged(plan, rng), read_plan, errors, IN_JSON)
 
 
-def test_a_plan_that_is_read_can_be_shown(tmp_path):
+def test_a_plan_can_be_shown_after_reading(tmp_path):
     rng, plan, shown = random.Random(1), document("plan.json"), 0
     for _ in range(COUNT):
         (tmp_path / "p.json").write_bytes(damaged(plan, rng))
@@ -116,7 +119,7 @@ def test_cost_tables(tmp_path):
     check_all(tmp_path / "c.json", lambda rng: damaged(costs, rng), read_costs, errors, IN_JSON)
 
 
-def test_a_cost_table_that_is_read_can_be_planned_with(tmp_path):
+def test_a_planner_can_use_a_table_after_reading(tmp_path):
     rng, costs, planned = random.Random(1), document("costs.json"), 0
     for _ in range(COUNT):
         (tmp_path / "c.json").write_bytes(damaged(costs, rng))
@@ -139,7 +142,7 @@ def test_timelines(tmp_path):
     )
 
 
-def test_manifests_with_a_right_checksum(tmp_path):
+def test_manifests_with_a_correct_checksum(tmp_path):
     shutil.copytree(DATA / "checkpoint", tmp_path / "checkpoint")
     content = document("checkpoint/manifest.json")
     del content["sha256"]
@@ -157,7 +160,7 @@ def test_manifests_with_a_right_checksum(tmp_path):
         if message is not None:
             assert message.startswith(str(path.parent)), message
             refused += 1
-    assert 0 < refused < COUNT  # what the caller's values hold is not the manifest's affair
+    assert 0 < refused < COUNT  # the manifest does not check the contents of the caller's values
 
 
 def test_manifests(tmp_path):
@@ -184,7 +187,8 @@ def test_cluster_files(tmp_path, monkeypatch):
 
 
 def texts():
-    """With all that a row may hold, and passes alone."""
+    """Return schedules as text: with everything a row may hold, with lanes, and with passes
+    only."""
     whole = print_schedule(generate("1f1b", 3, 4, tied=[(0, [2])]))
     lanes = print_schedule(generate("fbp", 2, 2))
     return [whole.encode(), lanes.encode(), b"0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1  # passes\n"]
@@ -213,6 +217,6 @@ def test_schedules(tmp_path, monkeypatch):
         ("0SF0", "line 1: no pass"),
     ],
 )
-def test_numbers_that_no_schedule_needs_are_refused_at_once(text, match):
+def test_excessive_numbers_are_refused_at_once(text, match):
     with pytest.raises(ScheduleError, match=match):
         fixed.register_text("damaged", text)

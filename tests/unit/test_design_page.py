@@ -1,4 +1,4 @@
-"""The page of the design names rooms and files that exist, all rooms, and each word once."""
+"""The design page names all rooms, only files that exist, and each word once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ segment plan measured emulated modelled predicted saved tied crew controller wir
 
 
 def rows(title: str) -> list[str]:
-    """The first column of the tables in a section."""
+    """Return the first column of the tables in a section."""
     text = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     return list(re.findall(r"^\| ([^|\s][^|]*\S) +\|", text, re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""The backend of the guide is the skeleton, word for word, and computes as the reference does."""
+"""The backend of the guide is the skeleton, word for word, and its results match the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EMPTY = torch.empty(2, 0, dtype=torch.int64)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """The guide's device, from its code."""
+    """Open the guide's device from its code."""
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_instances", {})
     names: dict[str, Any] = {"__name__": "guide"}
@@ -70,14 +70,14 @@ def test_the_guides_backend_passes_the_operators_of_the_suite(device: Device) ->
     assert sum(result.outcome == "passed" for result in results) >= 27
 
 
-def test_the_guides_backend_writes_nothing_by_an_empty_index_of_any_rank(device: Device) -> None:
+def test_the_guides_backend_writes_nothing_for_an_empty_index(device: Device) -> None:
     scatter = torch.ops.aten.scatter.value
     graph = trace(lambda x, i: scatter(x, 0, i, 2.0), [torch.ones(5), EMPTY], {})
     (written,) = run(device, graph, [np.ones(5, np.float32), EMPTY.numpy()])
     np.testing.assert_array_equal(written, np.ones(5, np.float32))
 
 
-def test_the_guides_backend_trains_a_perceptron_as_the_reference_does(device: Device) -> None:
+def test_the_guides_backend_trains_like_the_reference(device: Device) -> None:
     generator = np.random.default_rng(0)
     for program in perceptron_programs():
         arrays = [_example(slot, generator) for slot in program.inputs]
@@ -89,7 +89,7 @@ def test_the_guides_backend_trains_a_perceptron_as_the_reference_does(device: De
 
 
 def _example(slot: Any, generator: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Classes 0 and 1 for integers, else normal numbers."""
+    """Return random inputs: normal numbers, or classes 0 and 1 for integers."""
     if slot.dtype == "float32":
         return np.asarray(generator.standard_normal(slot.shape), slot.dtype)
     return np.asarray(generator.integers(0, 2, slot.shape), slot.dtype)

@@ -1,4 +1,4 @@
-"""Values of environment variables, and paths in a cluster file's options, all read alike."""
+"""Values of environment variables, and paths in a cluster file's options, follow the same rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_paths_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, home: P
     assert environment.path("HETPIPE_DATA") is None
 
 
-def test_training_goes_on_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", NOBODY)
     monkeypatch.setenv("HETPIPE_WARNED_CACHE", "")
     with pytest.warns(CacheWarning, match=r"variable HETPIPE_CACHE: .* nothing is kept"):
@@ -75,7 +75,7 @@ def test_options_of_a_cluster_file_name_paths_from_home(home: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [NOBODY, "a\0b"])
-def test_options_that_name_no_path_are_refused(text: str) -> None:
+def test_options_with_invalid_paths_are_refused(text: str) -> None:
     for backend, options in (
         (OpenCLBackend(), {"bundles": text}),
         (OpenCLBackend(), {"kernels": [text]}),

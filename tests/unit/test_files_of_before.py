@@ -1,4 +1,4 @@
-"""Files that an earlier hetpipe wrote are read as they were meant: tests/data."""
+"""Files that an earlier hetpipe wrote are still read correctly: tests/data."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_a_plan_of_version_2_without_costs():
 
 
 def test_a_cost_table_of_version_1():
-    """It has no probe and no spread; its times are as they were."""
+    """It has no probe and no spread, and its times are unchanged."""
     costs = read_costs(DATA / "costs.json")
     assert list(costs.devices) == ["numpy:cpu:0#0", "numpy:cpu:0#1"]
     data = json.loads(json.dumps(costs.to_json()))
@@ -50,7 +50,7 @@ def test_a_cost_table_of_version_1():
 
 
 def test_a_cost_table_of_version_2():
-    """Its sums go at the speed of messages."""
+    """Sums run at the speed of messages."""
     now = json.loads(json.dumps(read_costs(DATA / "costs.json").to_json()))
     before = [
         {key: value for key, value in link.items() if key != "sum_speed"} for link in now["links"]
@@ -92,7 +92,7 @@ def test_a_plan_keeps_its_costs(tmp_path):
         (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 3"),
     ],
 )
-def test_costs_that_do_not_fit_the_plan(tmp_path, change, error, match):
+def test_costs_that_do_not_fit_the_plan_are_refused(tmp_path, change, error, match):
     costs = document("costs.json")
     change(costs)
     path = tmp_path / "p.json"
@@ -102,7 +102,7 @@ def test_costs_that_do_not_fit_the_plan(tmp_path, change, error, match):
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_costs_that_lack_a_device_of_the_plan(tmp_path):
+def test_costs_without_a_device_of_the_plan_are_refused(tmp_path):
     costs = read_costs(DATA / "costs.json")
     fewer = CostTable(
         costs.model, costs.samples, costs.layers, {"numpy:cpu:0#0": costs.devices["numpy:cpu:0#0"]}

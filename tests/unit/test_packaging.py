@@ -16,7 +16,7 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 
 def packages_in(folder: str, name: str) -> set[str]:
-    """Every folder below that has an `__init__.py`, as a package name."""
+    """Return the names of all packages in a folder."""
     top = ROOT / folder
     found = [path.parent.relative_to(top) for path in top.rglob("__init__.py")]
     return {".".join([name, *path.parts]) for path in found}
@@ -30,8 +30,8 @@ def test_every_package_folder_is_listed() -> None:
 
 
 @pytest.mark.parametrize("folder", ["backends", "boards"])
-def test_mapped_folders_say_how_they_are_imported(folder: str) -> None:
-    """From a checkout's root Python would find `backends/` under the wrong name."""
+def test_mapped_folders_refuse_an_import_and_name_the_right_one(folder: str) -> None:
+    """In a checkout's root Python would find `backends/` under a wrong name."""
     done = subprocess.run(
         [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True
     )
@@ -40,14 +40,14 @@ def test_mapped_folders_say_how_they_are_imported(folder: str) -> None:
 
 
 def test_transformers_can_be_used_from_a_checkouts_root() -> None:
-    """It imports whatever is called `kernels`, and takes one without a version for none."""
+    """transformers imports any package named `kernels`, and ignores one without a version."""
     code = "from transformers import BertModel"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_kernel_and_board_file_is_package_data() -> None:
-    """A `.cl` or `.toml` file outside the listed patterns would be missing from a wheel."""
+    """A wheel would lack a `.cl` or `.toml` file that matches no listed pattern."""
     for name in ("hetpipe.kernels", "hetpipe.boards"):
         top = ROOT / SETUPTOOLS["package-dir"][name]
         data = {path for path in top.rglob("*") if path.suffix in {".cl", ".toml", ".h"}}
@@ -66,7 +66,7 @@ def test_the_headers_and_the_example_in_c_are_package_data() -> None:
 
 
 def test_import_is_lazy() -> None:
-    """`import hetpipe` and the planner's room must not pay for torch or a driver."""
+    """`import hetpipe` and the planner's room must not import torch or a driver."""
     code = (
         "import sys, hetpipe, hetpipe.plan.plan, hetpipe.simulate.timeline;"
         "sys.exit(bool({'torch', 'pyopencl'} & set(sys.modules)))"

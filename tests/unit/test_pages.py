@@ -27,7 +27,7 @@ def test_files_that_a_page_names_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_classes_that_a_page_names_with_their_file_exist(name: str) -> None:
-    """As `Crew.post` (`hetpipe/crew/crew.py`)."""
+    """Check names such as `Crew.post` (`hetpipe/crew/crew.py`)."""
     named = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`\s+\(`(hetpipe/[\w/]+)\.py`\)", page(name))
     for owner, member, file in named:
         module = importlib.import_module(file.replace("/", "."))

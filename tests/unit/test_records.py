@@ -1,4 +1,4 @@
-"""Records of files: what is refused, how it is said, and where."""
+"""Records of files: refusals, their messages, and their places."""
 
 import json
 import subprocess
@@ -87,7 +87,7 @@ def changed(*place, value):
         ),
     ],
 )
-def test_an_error_names_place_value_and_what_is_allowed(thing, message):
+def test_an_error_names_place_value_and_rule(thing, message):
     with pytest.raises(PlanError) as caught:
         Source("the thing", PlanError, "t.json").record(Thing, thing)
     assert str(caught.value) == f"t.json: {message}"
@@ -96,7 +96,7 @@ def test_an_error_names_place_value_and_what_is_allowed(thing, message):
     assert str(caught.value) == (message if message.startswith("the") else f"the thing: {message}")
 
 
-def test_a_written_record_leaves_no_key_out():
+def test_a_written_record_must_have_all_keys():
     source = Source("the thing", PlanError)
     assert source.record(Thing, RIGHT).parts[1] == Part(2, 1.0)
     with pytest.raises(PlanError, match=r"the thing: parts\.0 lacks the key 'weight'"):
@@ -117,7 +117,7 @@ def test_a_written_record_leaves_no_key_out():
         (None, ": cannot be read: No such file"),
     ],
 )
-def test_what_is_not_json_is_refused_with_its_place(tmp_path, raw, message):
+def test_invalid_json_is_refused_with_its_place(tmp_path, raw, message):
     path = tmp_path / "x.json"
     if raw is not None:
         path.write_bytes(raw)
@@ -175,7 +175,7 @@ def test_numbers_of_a_plan_are_checked(change, message):
         Plan.from_json(plan)
 
 
-def test_a_plan_without_prices_has_no_end_of_samples():
+def test_a_plan_without_prices_has_an_unknown_step():
     plan = Plan.from_json(json.loads(PLAN.read_text()) | {"step_s": 0.0})
     assert plan.samples_per_s == float("inf")
     assert "step unknown" in str(plan)
@@ -183,7 +183,7 @@ def test_a_plan_without_prices_has_no_end_of_samples():
     assert "measured costs" not in str(plan)
 
 
-def test_the_validation_library_waits_for_the_first_file():
+def test_the_validation_library_is_imported_with_the_first_file():
     code = (
         "import sys, hetpipe.plan.planner, hetpipe.cluster.cluster, hetpipe.simulate.timeline;"
         "sys.exit('pydantic' in sys.modules)"

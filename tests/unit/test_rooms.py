@@ -1,6 +1,7 @@
-"""Imports go downwards, no files or folders form a circle, and nothing grows without end.
+"""Imports go downwards, no files or folders form a circle, and files, classes and functions stay
+small.
 
-Imports that only type checkers see count too: who reads a file must read what it imports.
+Imports for type checkers count too: readers of a file must also read the modules it imports.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ FLOORS = (
     "cli", "workbench", "conformance", "papers", "study", "bench", "train", "pipeline",
     "diagnosis", "profile", "crew", "worker", "wire",
 )  # fmt: skip
-"""From top to bottom; each may import all below it, and everything in GROUND.
+"""From top to bottom; each room may import all rooms below it, and everything in GROUND.
 
-Commands show what papers, studies and benchmarks find out about pipelines as users make them; the
-conformance suite trains with a backend as users would. A pipeline profiles, plans and then drives
-a crew; a diagnosis and a profile ask a crew's workers; the crew's controller starts workers and
-shares their vocabulary; workers talk over wires, which know of neither.
+Commands show the results of papers, studies and benchmarks on pipelines as users make them; the
+conformance suite trains with a backend as users would. A pipeline profiles, plans and then
+drives a crew; a diagnosis and a profile ask a crew's workers; the crew's controller starts
+workers and shares their vocabulary; workers talk over wires, which know neither.
 """
 GROUND = {
     "capture": {"check", "optim", "sdk"},  # graphs in a backend's operators, and of its updates
-    "checkpoint": {"capture"},  # the roles of what it stores
-    "check": {"sdk"},  # graphs and devices whose numbers it judges
-    "cluster": {"check", "cost", "sdk"},  # devices are there and tested, or not; boards have costs
+    "checkpoint": {"capture"},  # the roles of the stored tensors
+    "check": {"sdk"},  # graphs and devices whose numbers it checks
+    "cluster": {"check", "cost", "sdk"},  # devices are found and tested; boards have costs
     "cost": set(),
     "optim": set(),
     "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
@@ -45,21 +46,22 @@ GROUND = {
     "simulate": {"schedule"},
     "zoo": {"optim"},
 }
-"""Rooms that stand side by side, with those of them that each may import."""
+"""Rooms side by side, each with the rooms among them that it may import."""
 
 DOORS = {
     "hetpipe/sdk/conformance.py": "authors of backends inherit the suite where all else is",
 }
-"""Files that import a room above them, and why; nothing in their room imports them."""
+"""Files that import a room above them, and why; no file in their room imports them."""
 
 USERS = {"hetpipe/sdk/skeleton/backend.py": "an author's backend, as an author writes it"}
-"""Files that import from packages as users do, and why. Others import from modules."""
+"""Files that import from packages as users do, and why. Other files import from modules."""
 
 WALLS = (("capture/export", "capture/passes"),)
-"""Two folders of a room, neither of which imports the other."""
+"""Two folders of a room that must not import each other."""
 
 HOST = "hetpipe.sdk.host."
-"""What runs backends: it stands above the contract of backends, the rest of `hetpipe/sdk`."""
+"""The package that runs backends; it is above the rest of `hetpipe/sdk`, the contract of
+backends."""
 ABOVE_HOST = ("hetpipe/sdk/__init__.py", "hetpipe/sdk/skeleton/__init__.py")
 """Files of `hetpipe/sdk` that import it: the index, and the writer of new backends."""
 
@@ -69,7 +71,7 @@ SOURCES = ("hetpipe", "backends", "kernels", "boards")
 OPENCL_FLOORS = ("user", "bundle", "run", "ops", "gpu", "fpga", "lower", "platform")
 """Rooms of `backends/opencl` from top to bottom; files beside them may import all rooms."""
 
-FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
+FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # maxima; self is no parameter
 
 EXEMPT = {
     "hetpipe/pipeline/pipeline.py:Pipeline.__init__": "the public constructor",
@@ -86,24 +88,25 @@ PENDING: dict[str, set[str]] = {
     "imports": set(), "indexes": set(), "walls": set(), "host": set(), "circles": set(),
     "folders": set(), "opencl imports": set(), "files": set(), "classes": set(), "functions": set(),
 }  # fmt: skip
-"""What is still to be mended. It may only shrink: an entry that breaks no rule any more fails."""
+"""Known violations. The sets may only shrink: the test also fails for an entry that breaks no
+rule."""
 
 
 def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """Every file's path from the root, and what it says."""
+    """Yield each file's path from the root, and its syntax tree."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root).as_posix(), parsed(path)
+            yield path.relative_to(root).as_posix(), parse_file(path)
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file; several rules read it."""
+def parse_file(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, cached since several rules read it."""
     return ast.parse(path.read_text())
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The modules of hetpipe that a file imports, wherever it does so."""
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules of hetpipe that a file imports, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("hetpipe."))
@@ -115,46 +118,51 @@ def imported(tree: ast.AST) -> Iterator[str]:
                     yield name
 
 
-def allowed(room: str) -> set[str]:
-    """The rooms that a room's files may import."""
+def allowed_rooms(room: str) -> set[str]:
+    """Return the rooms that a room's files may import."""
     if room in GROUND:
         return {room} | GROUND[room]
     return {*FLOORS[FLOORS.index(room) :], *GROUND}
 
 
 def upward_imports(root: Path) -> Iterator[str]:
-    """Files directly in hetpipe/ serve all rooms, so they import none; `__init__` is the index."""
+    """Yield the imports of rooms above a file's room.
+
+    Files directly in hetpipe/ serve all rooms, so they must import none; `__init__` is the
+    index.
+    """
     common = {path.stem for path in (root / "hetpipe").glob("*.py")}
     for path, tree in sources(root, "hetpipe"):
         _, *rooms, _ = path.split("/")
         if path != "hetpipe/__init__.py" and path not in DOORS:
-            below = allowed(rooms[0]) if rooms else set()
-            reached = {name.split(".")[1] for name in imported(tree)}
+            below = allowed_rooms(rooms[0]) if rooms else set()
+            reached = {name.split(".")[1] for name in imports_of(tree)}
             yield from (f"{path} imports {room}" for room in sorted(reached - below - common))
 
 
 def wall_imports(root: Path) -> Iterator[str]:
-    """Files of one folder that import the folder behind a wall."""
+    """Yield the files of one folder that import the folder behind a wall."""
     for pair in WALLS:
         for here, there in (pair, pair[::-1]):
             package = f"hetpipe.{there.replace('/', '.')}."
             for path, tree in sources(root, f"hetpipe/{here}"):
-                if any(f"{name}.".startswith(package) for name in imported(tree)):
+                if any(f"{name}.".startswith(package) for name in imports_of(tree)):
                     yield f"{path} imports {there}"
 
 
 def host_imports(root: Path) -> Iterator[str]:
-    """Files of the contract of backends that import what runs backends."""
+    """Yield the files of the contract of backends that import the package that runs backends."""
     for path, tree in sources(root, "hetpipe/sdk"):
         if "/host/" not in path and path not in ABOVE_HOST:
-            yield from (f"{path} imports {name}" for name in imported(tree) if HOST in f"{name}.")
+            yield from (f"{path} imports {name}" for name in imports_of(tree) if HOST in f"{name}.")
 
 
 @cache
 def import_graph(root: Path) -> networkx.DiGraph[str]:
-    """The files of all packages, with an edge from each file to every file that it imports.
+    """Return the files of all packages, with an edge from each file to every file that it
+    imports.
 
-    Lazy indexes are left out: they import their names when somebody asks for them.
+    Lazy indexes are excluded: they import a name only at its first use.
     """
     graph: networkx.DiGraph[str] = networkx.DiGraph()
     for path, tree in sources(root, *SOURCES):
@@ -166,7 +174,8 @@ def import_graph(root: Path) -> networkx.DiGraph[str]:
 
 
 def absolute_imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """The modules that a file of a package imports, or names in them; relative imports too."""
+    """Yield the modules, or names in them, that a file of a package imports; relative imports
+    too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -176,14 +185,14 @@ def absolute_imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def circles(root: Path) -> Iterator[str]:
-    """Files that import each other, directly or not."""
+    """Yield the groups of files that import each other, directly or not."""
     for files in networkx.strongly_connected_components(import_graph(root)):
         if len(files) > 1:
             yield ", ".join(sorted(files))
 
 
 def folder_circles(root: Path) -> Iterator[str]:
-    """Folders side by side whose files import each other, directly or not."""
+    """Yield the groups of neighbouring folders whose files import each other, directly or not."""
     graph: networkx.DiGraph[str] = networkx.DiGraph()
     for file, imported_file in import_graph(root).edges:
         importer, other = Path(file).parent, Path(imported_file).parent
@@ -197,7 +206,7 @@ def folder_circles(root: Path) -> Iterator[str]:
 
 
 def upward_imports_in_opencl(root: Path) -> Iterator[str]:
-    """Files of the OpenCL backend that import a higher room, or a file beside the rooms."""
+    """Yield the OpenCL backend's files that import a higher room, or a file beside the rooms."""
     for pair in import_graph(root).edges:
         if all(file.startswith("backends/opencl/") for file in pair):
             here, there = (file.split("/")[2] for file in pair)
@@ -206,7 +215,7 @@ def upward_imports_in_opencl(root: Path) -> Iterator[str]:
 
 
 def imports_through_an_index(root: Path) -> Iterator[str]:
-    """Imports of a lazy package's names within hetpipe: they name the module that defines them."""
+    """Yield the imports within hetpipe from a lazy package instead of the defining module."""
     indexes = {
         (package := ".".join(Path(path).parent.parts)): index_of(tree, package)
         for path, tree in sources(root, "hetpipe")
@@ -214,7 +223,7 @@ def imports_through_an_index(root: Path) -> Iterator[str]:
     }
     for path, tree in sources(root, "hetpipe"):
         if path not in USERS:
-            for name in imported(tree):
+            for name in imports_of(tree):
                 package, _, last = name.rpartition(".")
                 is_module = (root / name.replace(".", "/")).with_suffix(".py").exists()
                 if last in indexes.get(package, ()) and not is_module and name not in indexes:
@@ -222,7 +231,7 @@ def imports_through_an_index(root: Path) -> Iterator[str]:
 
 
 def file_of(root: Path, name: str) -> str | None:
-    """The file of a module, of a package, or of a name in one of them."""
+    """Return the file of a module, of a package, or of a name in one of them."""
     parts = name.split(".")
     if parts[:1] == ["hetpipe"] and parts[1:2] and parts[1] in SOURCES:
         parts = parts[1:]  # the wheel has backends, kernels and boards in hetpipe
@@ -262,7 +271,7 @@ def wide_functions(root: Path) -> Iterator[str]:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Functions and methods by name, `Class.method`."""
+    """Yield functions and methods with their names, such as `Class.method`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield prefix + node.name, node
@@ -270,7 +279,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
         yield from functions(node, within)
 
 
-def exempt(function: str) -> bool:
+def is_exempt(function: str) -> bool:
     return any(fnmatch(function, pattern) for pattern in EXEMPT)
 
 
@@ -284,7 +293,7 @@ RULES: dict[str, Callable[[Path], Iterator[str]]] = {
     "opencl imports": upward_imports_in_opencl,
     "files": long_files,
     "classes": long_classes,
-    "functions": lambda root: (name for name in wide_functions(root) if not exempt(name)),
+    "functions": lambda root: (name for name in wide_functions(root) if not is_exempt(name)),
 }
 
 
@@ -295,7 +304,7 @@ def test_the_rooms_keep_their_rules(rule: str) -> None:
     assert not PENDING[rule] - broken, "breaks it no more: take it out of PENDING"
 
 
-def test_every_room_has_its_place() -> None:
+def test_every_room_is_listed() -> None:
     rooms = {path.parent.name for path in (ROOT / "hetpipe").glob("*/__init__.py")}
     assert rooms == {*FLOORS, *GROUND}
 
@@ -305,7 +314,7 @@ def test_an_exemption_is_needed(pattern: str) -> None:
     assert any(fnmatch(name, pattern) for name in wide_functions(ROOT))
 
 
-def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
+def test_every_violation_is_found(tmp_path: Path) -> None:
     files = {
         "hetpipe/wire/low.py": "if TYPE_CHECKING:\n    from hetpipe.crew.high import Crew\n",
         "hetpipe/crew/high.py": "from hetpipe.wire.low import x\nfrom hetpipe.crew import near\n",

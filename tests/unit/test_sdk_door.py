@@ -57,31 +57,31 @@ RUNS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", RUNS)
-def test_a_run_that_returns_something_else(device: NumpyDevice, fault: str) -> None:
+def test_a_wrong_result_of_run_is_refused(device: NumpyDevice, fault: str) -> None:
     ran, text = RUNS[fault]
     with pytest.raises(BackendError, match=f"backend 'numpy': run of device numpy:cpu:0 {text}"):
         check_ran(device, ran, 1)
 
 
-def test_a_run_without_an_event(device: NumpyDevice) -> None:
+def test_a_run_without_an_event_is_refused(device: NumpyDevice) -> None:
     buffer, _ = device.upload(np.zeros(3, np.float32))
     with pytest.raises(BackendError, match=r"run of .* returns None as its event, not an Event"):
         check_ran(device, ([buffer], None, ()), 1)
 
 
-def test_a_right_run_passes(device: NumpyDevice) -> None:
+def test_a_correct_run_passes(device: NumpyDevice) -> None:
     buffer, event = check_uploaded(device, device.upload(np.zeros(3, np.float32)))
     assert check_ran(device, ([buffer], event, None), 1) == ([buffer], event, ())
 
 
 @pytest.mark.parametrize("uploaded", [None, (None, DONE), (7,)])
-def test_an_upload_that_returns_something_else(device: NumpyDevice, uploaded: Any) -> None:
+def test_a_wrong_result_of_upload_is_refused(device: NumpyDevice, uploaded: Any) -> None:
     with pytest.raises(BackendError, match=r"upload of .* returns .*, not \(Buffer, Event\)"):
         check_uploaded(device, uploaded)
 
 
-def test_the_operator_is_named_as_well(device: NumpyDevice, graph: fx.GraphModule) -> None:
-    """The first graph that a stage runs: the error names operator, method and both values."""
+def test_the_error_also_names_the_operator(device: NumpyDevice, graph: fx.GraphModule) -> None:
+    """The error at a stage's first graph names the operator, the method and both values."""
     device._run = lambda program, inputs, donate: []  # type: ignore[method-assign]
     inputs = [device.upload(np.zeros(3, np.float32))[0]]
     try:
@@ -93,7 +93,7 @@ def test_the_operator_is_named_as_well(device: NumpyDevice, graph: fx.GraphModul
 
 
 @pytest.mark.parametrize("answer", [True, False, 0])
-def test_supports_that_returns_something_else(
+def test_a_wrong_result_of_supports_is_refused(
     device: NumpyDevice, graph: fx.GraphModule, answer: Any
 ) -> None:
     device.supports = lambda node: answer  # type: ignore[method-assign]
@@ -104,20 +104,20 @@ def test_supports_that_returns_something_else(
         require_support(device, graph)
 
 
-def test_supports_that_raises(device: NumpyDevice, graph: fx.GraphModule) -> None:
+def test_an_error_in_supports_is_reported(device: NumpyDevice, graph: fx.GraphModule) -> None:
     device.supports = lambda node: 1 // 0  # type: ignore[method-assign, return-value]
     with pytest.raises(BackendError, match=r"fails for aten\.neg\.default: ZeroDivisionError"):
         require_support(device, graph)
 
 
-def test_close_that_raises(device: NumpyDevice, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_close_is_logged(device: NumpyDevice, caplog: pytest.LogCaptureFixture) -> None:
     device.close = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
     with caplog.at_level(logging.WARNING, "hetpipe"):
         _close(device)
     assert "backend 'numpy' fails to close device numpy:cpu:0: ZeroDivisionError" in caplog.text
 
 
-def test_a_library_of_another_architecture(tmp_path: Path) -> None:
+def test_a_library_for_another_architecture_is_named(tmp_path: Path) -> None:
     own = Path(sys.executable).resolve()
     assert mismatch(own) == ""
     header = bytearray(own.read_bytes()[:64])
@@ -139,7 +139,7 @@ def test_a_changed_contract_has_a_new_version() -> None:
 
 
 def fingerprint() -> str:
-    """A hash of all classes that the modules of the contract define, and of the C header."""
+    """Return a hash of all classes that the contract's modules define, and of the C header."""
     lines = [repr(info.KINDS), repr(info.DTYPE_NBYTES)]
     for module in (backend, blocking, bundle, info, kernels):
         for name, cls in sorted(vars(module).items()):

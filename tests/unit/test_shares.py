@@ -1,4 +1,4 @@
-"""Shares of wide tables: together they are everything, and each has a part of every table."""
+"""Shares of wide tables: together they contain everything, and each has a part of every table."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def collected(project: Path, *options: str) -> list[str]:
-    """The cases that a run with these options has."""
+def collect_cases(project: Path, *options: str) -> list[str]:
+    """Return the test cases that a run with these options collects."""
     helpers = Path(sys.modules["shares"].__file__ or "").parent
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, str(project),
@@ -66,10 +66,10 @@ def collected(project: Path, *options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> None:
-    everything = collected(project)
+def test_every_share_has_other_wide_cases_and_all_narrow_ones(project: Path) -> None:
+    everything = collect_cases(project)
     assert len(everything) == 18
-    shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
+    shares = [collect_cases(project, "--share", str(n)) for n in range(1, SHARES + 1)]
     for kind, counts in (("wide", {1, 2}), ("slow", {0, 1})):
         own = [[case for case in share if kind in case] for share in shares]
         assert sorted(chain(*own)) == sorted(case for case in everything if kind in case)
@@ -82,7 +82,7 @@ def test_a_tree_has_one_share() -> None:
     assert [share_of_tree(f"{n:040x}") for n in range(9)] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
 
 
-def test_an_amended_message_changes_no_share_and_a_changed_file_may(project: Path) -> None:
+def test_files_but_no_messages_decide_the_share(project: Path) -> None:
     def git(*arguments: str) -> None:
         who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *who, *arguments], cwd=project, check=True, capture_output=True)
@@ -92,16 +92,16 @@ def test_an_amended_message_changes_no_share_and_a_changed_file_may(project: Pat
     messages, files = set(), set()
     for number in range(4):
         git("commit", *(["--amend"] if number else []), "-m", f"message {number}")
-        messages.add(tuple(collected(project, "--share", "tree")))
+        messages.add(tuple(collect_cases(project, "--share", "tree")))
     for number in range(4):
         (project / "text").write_text(f"{number}")
         git("add", ".")
         git("commit", "-m", "the same")
-        files.add(tuple(collected(project, "--share", "tree")))
+        files.add(tuple(collect_cases(project, "--share", "tree")))
     assert len(messages) == 1
     assert len(files | messages) > 1
 
 
 def test_without_a_tree_the_day_chooses(project: Path) -> None:
-    shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
-    assert collected(project, "--share", "tree") in shares
+    shares = [collect_cases(project, "--share", str(n)) for n in range(1, SHARES + 1)]
+    assert collect_cases(project, "--share", "tree") in shares

@@ -15,7 +15,7 @@ SOURCE = re.compile(r"`((?:hetpipe|backends|kernels|boards|tests|examples|docs)/
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """A page that is missing from the contents, or a dead link or anchor, is a warning."""
+    """A page missing from the contents, a dead link and a dead anchor each give a warning."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "docs/site/mkdocs.yml",

@@ -108,12 +108,12 @@ INDEXES = indexes()
 
 
 @pytest.mark.parametrize("package", INDEXES)
-def test_an_index_holds_what_it_names(package: str) -> None:
+def test_an_index_gives_all_names_it_lists(package: str) -> None:
     exported = import_module(package)
     assert sorted(INDEXES[package]) == dir(exported) == exported.__all__
     for name, module in INDEXES[package].items():
         value = getattr(exported, name)
-        submodule = sys.modules.get(f"{package}.{name}")  # it wins over a function of its name
+        submodule = sys.modules.get(f"{package}.{name}")  # it hides a function of its name
         assert value is (submodule or getattr(import_module(module), name))
 
 
@@ -134,20 +134,20 @@ def hidden_types(module: str, name: str) -> Iterator[str]:
     assert spec.origin is not None
     for node in ast.parse(Path(spec.origin).read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            yield from untyped(node)
+            yield from untyped_names(node)
         if isinstance(node, ast.ClassDef) and node.name == name:
             for member in node.body:
                 if isinstance(member, ast.AnnAssign) and ast.unparse(member.annotation) == "Any":
                     yield ast.unparse(member)
                 if isinstance(member, ast.FunctionDef) and is_public(member.name):
-                    yield from untyped(member)
+                    yield from untyped_names(member)
 
 
 def is_public(name: str) -> bool:
     return not name.startswith("_") or name.startswith("__")
 
 
-def untyped(function: ast.FunctionDef) -> Iterator[str]:
+def untyped_names(function: ast.FunctionDef) -> Iterator[str]:
     arguments = function.args
     plain = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     types = {arg.arg: arg.annotation for arg in plain if arg.arg not in ("self", "cls")}
@@ -227,7 +227,7 @@ def short(revealed: str) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_a_users_file(
+def test_a_users_file_has_all_types(
     checker: Callable[[Path, Path], Answers], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     path, asked = user_file(tmp_path)

@@ -1,4 +1,5 @@
-"""Files that threads and processes write at once are whole, and caches take nothing of others."""
+"""Files that threads and processes write at once are whole, and caches accept no files of
+others."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ as_root = pytest.mark.skipif(
 OTHER = 12345
 
 
-def test_threads_write_one_path_at_once(tmp_path: Path) -> None:
-    """Each write succeeds, and each read finds one whole content."""
+def test_threads_can_write_one_path_at_once(tmp_path: Path) -> None:
+    """Each write succeeds, and each read finds one complete content."""
     path, errors = tmp_path / "x.json", list[object]()
     contents = [bytes([letter]) * (1 + 20_000 * (letter % 7)) for letter in b"abcdefgh"]
     write_beside(path, contents[0])
@@ -52,7 +53,7 @@ def test_threads_write_one_path_at_once(tmp_path: Path) -> None:
 def test_a_planted_link_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where somebody guesses the name of the new file."""
+    """The write is refused even if an attacker guesses the name of the new file."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / ".0.partial").symlink_to(victim)
@@ -80,8 +81,8 @@ ENTRIES = Entries("kind", "bin", most=9, variable="OWN_CACHE")
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an entry, `key`."""
+def entry_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Store an entry named `key`; return its folder."""
     monkeypatch.setenv("OWN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(caches.WARNED, "")
     ENTRIES.store("key", b"content")
@@ -100,7 +101,7 @@ def pipe(path: Path) -> None:
 
 
 def other_key(path: Path) -> None:
-    """An entry that is whole, under the name of another one."""
+    """Replace an entry by a complete one that belongs to another key."""
     ENTRIES.store("other", b"other")
     path.with_name("other.bin").replace(path)
 
@@ -117,41 +118,41 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @posix
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_entry_that_others_may_have_written_is_not_read(kept: Path, fault: str) -> None:
+def test_an_entry_that_others_can_write_is_not_read(entry_folder: Path, fault: str) -> None:
     spoil, reason = FAULTS[fault]
-    spoil(kept / "key.bin")
+    spoil(entry_folder / "key.bin")
     with pytest.warns(CacheWarning, match=f"will be made again: .*{reason}"):
         assert ENTRIES.load("key") is None
 
 
 @as_root
 @pytest.mark.parametrize("whose", ["entry", "folder"])
-def test_an_entry_of_another_user_is_not_read(kept: Path, whose: str) -> None:
-    os.chown(kept / "key.bin" if whose == "entry" else kept, OTHER, OTHER)
+def test_an_entry_of_another_user_is_not_read(entry_folder: Path, whose: str) -> None:
+    os.chown(entry_folder / "key.bin" if whose == "entry" else entry_folder, OTHER, OTHER)
     with pytest.warns(CacheWarning, match=f"belongs to user {OTHER}, not to 0"):
         assert ENTRIES.load("key") is None
 
 
 @posix
-def test_cache_folders_are_private(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that an older version made for a group."""
-    assert kept.stat().st_mode & 0o777 == 0o700
-    assert (kept / "key.bin").stat().st_mode & 0o777 == 0o600
-    kept.chmod(0o775)
+def test_cache_folders_are_private(entry_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that an older version made for a group becomes private too."""
+    assert entry_folder.stat().st_mode & 0o777 == 0o700
+    assert (entry_folder / "key.bin").stat().st_mode & 0o777 == 0o600
+    entry_folder.chmod(0o775)
     monkeypatch.setattr(caches, "_usable", set())
-    assert cache_folder("kind", "OWN_CACHE") == kept
-    assert kept.stat().st_mode & 0o777 == 0o700
+    assert cache_folder("kind", "OWN_CACHE") == entry_folder
+    assert entry_folder.stat().st_mode & 0o777 == 0o700
 
 
 @posix
-def test_a_cache_below_a_folder_of_others_lies_elsewhere(
+def test_a_cache_below_a_writable_folder_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
     assert f"others can write to {shared}; chmod go-w" in problem_of(shared / "mine" / "kind")
-    shared.chmod(0o1777)  # as /tmp is: names of others are safe
+    shared.chmod(0o1777)  # like /tmp, where other users' names are safe
     assert problem_of(shared / "mine" / "kind") == ""
 
 
@@ -175,7 +176,7 @@ def test_a_link_of_another_user_is_not_followed(
 
 
 @as_root
-def test_a_folder_on_the_way_of_another_user_counts(tmp_path: Path) -> None:
+def test_a_parent_folder_of_another_user_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "mine").mkdir(parents=True)
     os.chown(tmp_path / "theirs", OTHER, OTHER)
     assert problem_of(tmp_path / "theirs" / "mine").endswith(f"theirs belongs to user {OTHER}")

@@ -39,7 +39,7 @@ class Regular(nn.Module):
 
 
 def _trained() -> nn.Module:
-    """Return a model whose running statistics differ from those of any batch."""
+    """Return a model whose running statistics match no batch."""
     torch.manual_seed(0)
     model = Regular().double()
     with torch.no_grad():

@@ -308,10 +308,7 @@ def test_ignored_labels_must_be_spread_evenly() -> None:
     have some."""
     captured = Captured(linear(), F.cross_entropy, (FEATURES, LABELS), samples=4)
     assert captured.loss_fault(4) == ""
-    uneven = {
-        "x": FEATURES.numpy(),
-        "y": LABELS.where(LABELS != 0, -100).numpy(),
-    }  # 2 and 0
+    uneven = {"x": FEATURES.numpy(), "y": LABELS.where(LABELS != 0, -100).numpy()}  # 2 and 0
     with pytest.raises(
         HetpipeError, match=r"y has 0 labels -100 in samples 4 to 7 and 2 in samples 0 to 3"
     ):

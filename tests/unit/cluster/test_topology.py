@@ -180,14 +180,8 @@ AB = frozenset(("s0.0", "s0.1"))
         (of_boards([2, 3], WIRE, WIRE), "server s0 has 2 devices and server s1 3"),
         (of_boards([2, 2], None, WIRE), "bandwidth inside server s0; add `inside` to it"),
         (of_boards([2, 2], WIRE), r"bandwidth between servers; add a \[network\]"),
-        (
-            of_boards([2, 2], WIRE, Topology(1e-6)),
-            r"bandwidth between servers; add a \[network\]",
-        ),
-        (
-            of_boards([3], WIRE, None, {AB: Link(0.0, 1e9)}),
-            "1 of 3 pairs have a separate link",
-        ),
+        (of_boards([2, 2], WIRE, Topology(1e-6)), r"bandwidth between servers; add a \[network\]"),
+        (of_boards([3], WIRE, None, {AB: Link(0.0, 1e9)}), "1 of 3 pairs have a separate link"),
         (
             of_boards([3], WIRE, None, {AB: Link(0.0, 1.0), frozenset(("s0.0", "s0.2")): Link()}),
             "its links have several bandwidths",

@@ -141,8 +141,7 @@ def test_pipelines_gain_little_without_slow_sums(speedups):
 
 
 def test_gnmt_has_the_papers_parameters(data):
-    """Compute from the profile of 8 layers; 0.1 % is the rounding of "445.6M", 1 % that of
-    "1.78B"."""
+    """Compute from the profile of 8 layers; "445.6M" is rounded to 0.1 %, "1.78B" to 1 %."""
     gnmt = Gnmt(data)
     for layers, millions in bapipe.GNMT_PARAMS.items():
         rounding = 1e-3 if millions < 1000 else 1e-2

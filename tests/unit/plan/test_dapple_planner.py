@@ -178,8 +178,8 @@ def test_no_better_plan_exists(formula, limited):
 
 
 def test_places_of_figure_5():
-    """Place devices on three servers of eight, of which the first has five in use, the second
-    one."""
+    """Place devices on three servers of eight, with five in use on the first and one on the
+    second."""
     counts, used = (8, 8, 8), (5, 1, 0)
     assert places(counts, used, 6) == ((0, 0, 6), (3, 3, 0))
     assert places(counts, (6, 1, 0), 6) == ((0, 0, 6), (2, 4, 0))
@@ -293,7 +293,7 @@ def test_table_4_by_the_published_rules(data, model, config):
     VGG-19 splits between convolutions and dense layers, 16 : 3 of the layers with weights, as in
     the paper's text, though the table prints 13 : 6. BERT-48 splits its encoder layers 24 : 24;
     the table's 25 counts the pooler too. GNMT-16's 9 : 7 of 16 LSTMs is a tie on A: its block is
-    0.5 % longer than that of 8 : 8. On B we expect a difference: the rules choose 10 : 6, whose
+    0.5 % longer than with 8 : 8. On B we expect a difference: the rules choose 10 : 6, whose
     block is 7 % shorter (0.126 against 0.136 s), since in this profile the backward of the last
     LSTM is slow (31 ms, the others 8.5) and the classifier takes 20 ms.
     """
@@ -374,7 +374,7 @@ RELEASED = {
 @pytest.mark.wide
 @pytest.mark.parametrize(("profile", "cluster"), RELEASED)
 def test_no_slower_than_the_plans_of_the_released_planner(data, profile, cluster):
-    """Price all plans alike, at every number of micro-batches and at both depths.
+    """Price all plans by the same rules, at every number of micro-batches and at both depths.
 
     The released planner counts Input nodes, so the test also tries its cuts one and two layers
     earlier.

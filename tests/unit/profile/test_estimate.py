@@ -88,13 +88,7 @@ def test_a_small_layer_needs_less_precision(network: Network) -> None:
 
 
 def test_slices_without_some_patterns_count_for_the_spread(network: Network) -> None:
-    slices = [
-        timed(even(0.9)),
-        timed(even(1.0)),
-        timed({1: 1.1}),
-        timed({1: 1.0}),
-        timed(even()),
-    ]
+    slices = [timed(even(0.9)), timed(even(1.0)), timed({1: 1.1}), timed({1: 1.0}), timed(even())]
     assert series(network, *slices).spread(SIZE) == 0.0
     slices += [timed(even(0.9)), timed({1: 1.1}), timed(even(1.1))]
     assert series(network, *slices).spread(SIZE) == pytest.approx(0.0625)

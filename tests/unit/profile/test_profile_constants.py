@@ -1,4 +1,4 @@
-"""A profile gives constants to a device in their own shapes."""
+"""A profile keeps the shapes of constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.sdk.host.registry import get_backend, open_device
 
 
 class Masked(nn.Module):
-    """Fills a column with a number that the model holds as a 0-d tensor."""
+    """Fill a column with a number that the model holds as a 0-d tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("backend", ["pytorch", "numpy"])
 def test_a_0d_constant_stays_0d(backend: str) -> None:
-    """It came as a vector of one element, which torch's fill refuses."""
+    """torch's fill refuses a vector of one element, which the profile once passed."""
     model = capture(Masked(), F.mse_loss, (torch.randn(2, 3), torch.randn(2, 4)))
     table = get_backend(backend).decompositions()
     stages = model.stage_graphs([], [table], [2], None)

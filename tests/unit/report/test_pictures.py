@@ -1,4 +1,4 @@
-"""Pictures and traces of timelines, without a device: which intervals they show, and where."""
+"""Pictures and traces of timelines, without a device: the intervals they show, and their places."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def predicted(name: str) -> Timeline:
 
 
 def measured(timeline: Timeline, copy_s: float = 1e-3) -> Timeline:
-    """The same as workers would record it: a receive begins when the message has come, and copies
-    it; a send ends when it has left; what is only handed over has no spans."""
+    """Return the timeline as workers would record it.
+
+    A receive begins when its message has arrived, and copies it; a send ends when the message
+    has left; hand-overs within a worker have no spans.
+    """
     came_s = {s.action.message: s.end_s for s in timeline.spans if s.action.op.is_send}
     spans = []
     for span in (span for span in timeline.spans if span.action.op not in HAND_OVERS):
@@ -62,7 +65,7 @@ def measured(timeline: Timeline, copy_s: float = 1e-3) -> Timeline:
 
 
 def text(texts: str, worker: int = 0) -> tuple[Span, ...]:
-    """Spans out of `2F0 1 3`, seconds."""
+    """Return the spans of a text such as `2F0 1 3`, in seconds."""
     parts = texts.split()
     rows = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
     return tuple(Span(worker, Action.parse(a), float(lo), float(hi)) for a, lo, hi in rows)
@@ -117,15 +120,15 @@ def test_panels_of_a_workload_share_a_time_axis_and_workloads_do_not() -> None:
 
 
 def test_a_predicted_receive_is_a_wait_until_its_message_leaves() -> None:
-    """Worker 1 asks for the message at 0, it leaves at 10 ms and arrives at 15 ms."""
+    """Worker 1 asks for the message at 0; it leaves at 10 ms and arrives at 15 ms."""
     timeline = predicted("1f1b")
     assert found(timeline, Kind.WAIT, 1)[0] == pytest.approx(("1F0", 0.0, 10e-3))
     assert found(timeline, Kind.TRANSFER, 1)[0] == pytest.approx(("1RF0", 10e-3, 15e-3))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "fbp"])
-def test_measured_and_predicted_say_the_same_of_the_same_step(name: str) -> None:
-    """Waits agree exactly. A transfer that nobody waits for is measured without its latency."""
+def test_measured_and_predicted_waits_agree(name: str) -> None:
+    """Waits agree exactly. A measured transfer lacks its latency if no worker waits for it."""
     timeline = predicted(name)
     for worker in range(len(timeline.workers)):
         waits = found(measured(timeline), Kind.WAIT, worker)
@@ -133,16 +136,16 @@ def test_measured_and_predicted_say_the_same_of_the_same_step(name: str) -> None
             assert one == pytest.approx(other)
 
 
-def test_a_message_that_lies_ready_is_not_under_way() -> None:
-    """It lies from 2 to 5 s, while its receiver computes; then it is copied."""
+def test_a_waiting_message_is_no_transfer() -> None:
+    """The message waits from 2 to 5 s while its receiver computes, which then copies it."""
     spans = text("0SF0 1 2") + text("1B9 0 5 1RF0 5 6 1F0 6 8", worker=1)
     timeline = Timeline(("a", "b"), spans, "measured")
     assert found(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 2.0), ("1RF0", 5.0, 6.0)]
     assert found(timeline, Kind.WAIT, 1) == []
 
 
-def test_latency_that_a_lane_waits_for_is_a_transfer() -> None:
-    """It leaves from 1 to 2 s and comes at 4 s."""
+def test_a_latency_with_a_waiting_lane_is_a_transfer() -> None:
+    """The message leaves from 1 to 2 s and arrives at 4 s."""
     spans = text("0SF0 1 2") + text("1RF0 4 5 1F0 5 6", worker=1)
     timeline = Timeline(("a", "b"), spans, "measured")
     assert found(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 5.0)]
@@ -154,7 +157,7 @@ def test_a_message_for_later_does_not_end_a_wait() -> None:
     assert found(timeline, Kind.WAIT, 1) == [("1B0", 1.0, 5.0)]
 
 
-def test_a_sum_begins_with_the_last_replica_and_what_is_before_is_a_wait() -> None:
+def test_a_sum_begins_with_the_last_replica_after_a_wait() -> None:
     early = text("0B0 0 1 0A 1 6 0U 6 7")
     late = text("0B0 0 4 0A 4 6 0A 4.5 5 0U 6 7", worker=1)  # with a message of the sum
     timeline = Timeline(("a", "b"), early + late, "measured")
@@ -237,12 +240,12 @@ def test_a_trace_has_a_process_per_timeline_and_no_overlap_on_a_thread(tmp_path:
         assert all(one[1] <= two[0] + 0.01 for one, two in pairwise(spans))
 
 
-def test_intervals_of_nothing_are_none() -> None:
+def test_an_empty_timeline_has_no_intervals() -> None:
     assert intervals(Timeline(("a",), (), "measured")) == []
     assert figure_of([[Timeline(("a",), (), "measured")]]).axes[0].collections[:] == []
 
 
-def test_names_in_tables_are_text_and_no_pictures() -> None:
+def test_names_in_tables_are_no_emoji_and_no_markup() -> None:
     table = make_table("a :factory: [b]", ["cell", ":bug:"])
     table.add_row(":rocket:", "[red]x[/red]")
     console = Console(width=80)

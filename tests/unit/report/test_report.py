@@ -119,7 +119,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_trace_of_a_time_beyond_all_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_trace_of_an_excessive_time_is_refused(tmp_path: Path) -> None:
     endless = replace(timeline("a"), spans=(Span(0, Action.parse("0F0"), 0.0, 1e305),))
     with pytest.raises(CostError, match=r"ends at 1e\+305 s, .* check the costs"):
         write_trace(tmp_path / "trace.json", [endless])

@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: the order of actions, its delay, refusals, and its time."""
+"""Asynchronous data parallelism: the order of actions, its delay, its refusals and its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_two_replicas() -> None:
     ]
 
 
-def test_it_prints_and_parses() -> None:
+def test_asp_schedules_print_and_parse() -> None:
     schedule = asp(3, 7, 2)
     assert parse_schedule(print_schedule(schedule)) == schedule
 
@@ -43,7 +43,7 @@ def test_more_replicas_than_mini_batches() -> None:
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_segments_and_flush_are_the_schedule(replicas: int, microbatches: int) -> None:
+def test_segments_and_flush_form_the_schedule(replicas: int, microbatches: int) -> None:
     stream = Stream("asp", 1, microbatches, None, (replicas,))
     for count in (*range(1, 3 * replicas + 3), 2 * stream.window + 5):
         parts = [*map(stream.segment, range(count)), stream.flush(count)]
@@ -63,7 +63,7 @@ def later(action: Action, mini_batches: int, microbatches: int) -> Action:
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_a_gradient_is_of_weights_that_are_one_update_less_old_than_there_are_replicas(
+def test_weights_of_a_gradient_are_one_update_less_old_than_replicas(
     replicas: int, microbatches: int
 ) -> None:
     stream = Stream("asp", 1, microbatches, None, (replicas,))
@@ -73,7 +73,7 @@ def test_a_gradient_is_of_weights_that_are_one_update_less_old_than_there_are_re
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_nothing_in_a_segment_waits_for_a_later_one(replicas: int) -> None:
+def test_no_segment_waits_for_a_later_one(replicas: int) -> None:
     stream = Stream("asp", 1, 1, None, (replicas,))
     sent: dict[int, int] = {}
     for b in range(3 * stream.window):
@@ -136,8 +136,8 @@ def test_faults_are_found(fault: str) -> None:
         validate(edited(schedule, row, edit), 1, None, 5, (2,))
 
 
-def test_receives_in_another_order_than_the_sends() -> None:
-    """Of the same sender: one message would be taken for the other."""
+def test_receives_must_follow_the_order_of_sends() -> None:
+    """Both messages have the same sender, so the receiver would confuse them."""
     text = """
         0F0 0B0 0SA 0F2 0B2 0SA2 0U 0RA1 0U1 0U2
         0RA2 0RA 0F1 0B1 0SA1 0U 0U1 0U2
@@ -173,7 +173,7 @@ def update_ends_s(replicas: int, mini_batches: int, times: StageTimes) -> list[f
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_equal_replicas_share_the_time(replicas: int) -> None:
-    """Without transfers and time for updates, R replicas are R times as quick."""
+    """Without transfers and time for updates, R replicas are R times as fast."""
     ends_s = update_ends_s(replicas, 20 * replicas, StageTimes((1.0,), (2.0,)))
     each_s = (ends_s[15 * replicas] - ends_s[5 * replicas]) / (10 * replicas)
     assert each_s == pytest.approx(3.0 / replicas)
@@ -186,8 +186,8 @@ def test_every_replica_makes_all_updates(replicas: int) -> None:
     assert each_s == pytest.approx((3.0 + 0.5 * replicas) / replicas)
 
 
-def test_gradients_arrive_after_their_way() -> None:
-    """One message to each of the others, each on an edge of its own."""
+def test_gradients_arrive_after_their_transfer() -> None:
+    """The replica sends one message to each other replica, each on a separate edge."""
     times = StageTimes((1.0,), (2.0,), gradient_links=(Transfer(0.25, 1.0),))
     timeline = simulate(asp(3, 1), times)
     sends = [s for s in timeline.spans if s.action.op is Op.SEND_GRAD]
@@ -197,9 +197,9 @@ def test_gradients_arrive_after_their_way() -> None:
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 1.0, 9.0])
-def test_a_way_hides_behind_the_passes_of_others(latency_s: float) -> None:
-    """Mini-batch b begins with all gradients up to b-R: of those of others b-R-1 is the last, so
-    R+1 mini-batches begin while one is computed and on its way."""
+def test_a_transfer_hides_behind_other_passes(latency_s: float) -> None:
+    """R+1 mini-batches begin while one is computed and sent: mini-batch b needs all gradients up
+    to b-R, and the last from another replica is b-R-1."""
     times = StageTimes((1.0,), (2.0,), gradient_links=(Transfer(latency_s, 0.0),))
     for replicas in (2, 3):
         ends_s = update_ends_s(replicas, 40 * replicas, times)

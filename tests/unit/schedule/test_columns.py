@@ -1,4 +1,4 @@
-"""Schedules in columns: the actions of their rows, and of the rules' definitions."""
+"""Schedules in columns, compared with their rows and with definitions of the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def straight(stage: int, depth: int, microbatches: int) -> Iterator[Action]:
-    """`depth` forwards, then one backward, one forward, ..."""
+    """Yield `depth` forwards, then one backward, one forward, ..."""
     depth = min(depth, microbatches)
     yield from (Action(stage, F, number) for number in range(depth))
     for number in range(microbatches):
@@ -34,7 +34,7 @@ def straight(stage: int, depth: int, microbatches: int) -> Iterator[Action]:
 
 
 def late_weights(stage: int, stages: int, microbatches: int, bound: int) -> Iterator[Action]:
-    """1F1B whose second halves of backwards are as late as the bound allows."""
+    """Yield 1F1B with the weight halves of backwards as late as the bound allows."""
     depth = min(stages - stage, microbatches, bound)
     late = min(stage, microbatches, bound - depth)
     yield from (Action(stage, F, number) for number in range(depth))
@@ -48,7 +48,7 @@ def late_weights(stage: int, stages: int, microbatches: int, bound: int) -> Iter
 
 
 def in_chunks(worker: int, workers: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Megatron's order: rounds of as many micro-batches as workers through all chunks."""
+    """Yield Megatron's order: rounds through all chunks, each with one micro-batch per worker."""
     chunks = range(worker, stages, workers)
     rounds = [range(first, first + workers) for first in range(0, microbatches, workers)]
     forwards = [Action(n, F, m) for turn in rounds for n in chunks for m in turn]
@@ -63,7 +63,7 @@ def in_chunks(worker: int, workers: int, stages: int, microbatches: int) -> Iter
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "1f1b-so"])
-def test_straight_rules_are_their_definition(name: str, stages: int, microbatches: int) -> None:
+def test_straight_rules_match_their_definition(name: str, stages: int, microbatches: int) -> None:
     depths = {
         "naive": [1] * stages,
         "gpipe": [microbatches] * stages,
@@ -76,14 +76,14 @@ def test_straight_rules_are_their_definition(name: str, stages: int, microbatche
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_late_weights_are_their_definition(stages: int, microbatches: int, more: int) -> None:
+def test_late_weights_match_their_definition(stages: int, microbatches: int, more: int) -> None:
     bounds = [stages - n + more for n in range(stages)]
     expected = tuple(tuple(late_weights(n, stages, microbatches, bounds[n])) for n in range(stages))
     assert rows_of(rule_of("zb-h1").rows(stages, microbatches, bounds)) == expected
 
 
 @pytest.mark.parametrize(("workers", "chunks", "rounds"), [(1, 1, 3), (2, 2, 1), (3, 2, 4)])
-def test_chunks_are_their_definition(workers: int, chunks: int, rounds: int) -> None:
+def test_chunks_match_their_definition(workers: int, chunks: int, rounds: int) -> None:
     stages, microbatches = workers * chunks, workers * rounds
     expected = tuple(
         tuple(in_chunks(worker, workers, stages, microbatches)) for worker in range(workers)
@@ -107,7 +107,7 @@ def test_operations_in_turns_are_merged_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "fbp", "interleaved"])
-def test_columns_are_their_rows(name: str) -> None:
+def test_columns_equal_their_rows(name: str) -> None:
     schedule = generate(name, 4, 4, workers=2 if name in ("zb-v", "interleaved") else None)
     rows = rows_of(schedule)
     columns = columns_of(rows)
@@ -120,8 +120,8 @@ def test_columns_are_their_rows(name: str) -> None:
     assert columns != rows[:-1]
 
 
-def test_pickled_columns_are_rows() -> None:
-    """Workers get rows: they need no arrays."""
+def test_pickled_columns_become_rows() -> None:
+    """Workers get rows, which need no arrays."""
     schedule = generate("1f1b", 3, 4)
     assert pickle.loads(pickle.dumps(schedule)) == rows_of(schedule)
 

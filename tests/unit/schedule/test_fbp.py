@@ -1,4 +1,4 @@
-"""FBP: forwards and backwards at once on two lanes; drawn, checked and timed."""
+"""FBP: forwards and backwards together on two lanes, with its text, checks and times."""
 
 import math
 import random
@@ -20,7 +20,7 @@ worker 0 lane 1: 0RK0 0B0 0SV0 0RK1 0B1 0RK2 0B2 0U
 """
 
 
-def test_forwards_and_backwards_are_rows_of_their_own():
+def test_forwards_and_backwards_have_separate_rows():
     rows = [" ".join(str(action)[1:] for action in row) for row in fbp(2, 3, [2, 1])]
     assert rows == [
         "F0 SK0 F1 SK1 RV0 F2 SK2",
@@ -30,7 +30,7 @@ def test_forwards_and_backwards_are_rows_of_their_own():
     ]
 
 
-def test_transfers_and_the_update_stand_where_they_belong():
+def test_transfers_and_the_update_are_in_order():
     assert format_grid(generate("fbp", 2, 1)) == (
         "worker 0 lane 0: 0F0 0SF0 0SK0\n"
         "worker 0 lane 1: 0RK0 0RB0 0B0 0U\n"
@@ -43,8 +43,8 @@ def test_transfers_and_the_update_stand_where_they_belong():
 @pytest.mark.parametrize("n", range(1, 7))
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 17, 32])
 @pytest.mark.parametrize("times", [(10, 10), (10, 20), (20, 10)])
-def test_fbp_as_of_bapipe(n, m, times):
-    """Table 1: as long as 1F1B, at twice the micro-batches kept."""
+def test_fbp_as_in_bapipe(n, m, times):
+    """By table 1 FBP takes as long as 1F1B and keeps twice as many micro-batches."""
     forward, backward = times
     schedule = generate("fbp", n, m)
     timeline = simulate(schedule, StageTimes((forward,) * n, (backward,) * n))
@@ -53,22 +53,22 @@ def test_fbp_as_of_bapipe(n, m, times):
 
 
 def exposed_s(name, m, transfer_s):
-    """What transfers add to a step of 4 stages that stream, F = B = 10."""
+    """Return the time that transfers add to a step of 4 streaming stages with F = B = 10."""
     hops = (Transfer(0, transfer_s),) * 3
     times = StageTimes((10,) * 4, (10,) * 4, (), hops, hops, chunks=(math.inf,) * 4)
     return simulate(generate(name, 4, m), times).step_s - (m + 3) * 20
 
 
 def test_fbp_needs_less_bandwidth_than_1f1b():
-    """Up to SR = F both hide transfers; beyond, FBP still does but for the fill (table 1)."""
+    """Up to SR = F both hide transfers; beyond, FBP hides them except in the fill (table 1)."""
     for name in ("fbp", "1f1b-as"):
         assert exposed_s(name, 32, 10) == 0
     assert exposed_s("fbp", 64, 15) == exposed_s("fbp", 32, 15) > 0
     assert exposed_s("1f1b-as", 64, 15) > 1.5 * exposed_s("1f1b-as", 32, 15)
 
 
-def test_lanes_share_their_worker_evenly_and_the_one_left_has_it_all():
-    """F1 and B0 begin together; B0 needs 1 more when F1 is through, which then goes twice as fast.
+def test_lanes_share_their_worker_evenly():
+    """F1 and B0 begin together; when F1 ends, B0 needs 1 s more and runs twice as fast.
 
     The last stage computes without a pause.
     """
@@ -82,8 +82,9 @@ def test_lanes_share_their_worker_evenly_and_the_one_left_has_it_all():
     assert named.workers == ("board lane 0", "board lane 1")
 
 
-def fluid(stages, microbatches, bounds, forward_s, backward_s):
-    """When the last backward ends; a plain model in fractions, one instant after the other."""
+def fluid_model_s(stages, microbatches, bounds, forward_s, backward_s):
+    """Return the end of the last backward, by a simple model that steps through time in
+    fractions."""
     done = {(kind, n): 0 for kind in "FB" for n in range(stages)}
     left = {}
     now = Fraction(0)
@@ -116,7 +117,7 @@ def test_unequal_stages_agree_with_a_fluid_model(seed):
     backward_s = tuple(rng.randint(1, 9) for _ in range(n))
     bounds = [rng.randint(1, 2 * (n - stage)) for stage in range(n)]
     timeline = simulate(generate("fbp", n, m, in_flight=bounds), StageTimes(forward_s, backward_s))
-    expected = fluid(n, m, bounds, forward_s, backward_s)
+    expected = fluid_model_s(n, m, bounds, forward_s, backward_s)
     assert timeline.step_s == pytest.approx(float(expected), rel=1e-12)
 
 
@@ -135,13 +136,13 @@ def test_unequal_stages_agree_with_a_fluid_model(seed):
         ),
     ],
 )
-def test_faults_between_lanes(before, after, message):
+def test_faults_between_lanes_are_found(before, after, message):
     assert before in ALONE
     changed = parse_schedule(ALONE.replace(before, after))
     with pytest.raises(ScheduleError, match=message):
         validate(changed, 3)
 
 
-def test_a_bound_is_checked_by_the_places_that_the_forwards_wait_for():
+def test_a_bound_is_checked_between_lanes():
     with pytest.raises(ScheduleError, match="stage 0 has 2 forwards in flight, its bound is 1"):
         validate(parse_schedule(ALONE), 3, in_flight=[1])

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: drawn literally, and its bubble."""
+"""Interleaved 1F1B: its rows as text, and its bubble."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from hetpipe.simulate.times import StageTimes
 SIZES = [(n, rounds * n, v) for n in range(2, 7) for rounds in (1, 2, 5) for v in (1, 2, 3)]
 
 
-def test_micro_batches_go_in_rounds_through_the_chunks():
+def test_micro_batches_pass_the_chunks_in_rounds():
     rows = [" ".join(map(str, row)) for row in interleaved(4, 4, None, 2)]
     assert rows == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
@@ -31,7 +31,7 @@ def test_the_bubble_shrinks_with_the_chunks(n, m, v, times):
 
 
 @pytest.mark.parametrize(("n", "m", "v"), SIZES)
-def test_what_a_worker_keeps_does_not_grow_with_the_micro_batches(n, m, v):
+def test_kept_micro_batches_do_not_grow_with_their_number(n, m, v):
     schedule = generate("interleaved", n * v, m, workers=n)
     for worker, row in enumerate(schedule):
         kept = most = 0

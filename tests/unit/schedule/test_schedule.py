@@ -1,4 +1,4 @@
-"""Schedules as staircases, drawn literally; no device."""
+"""Schedules as staircases of text, without a device."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from hetpipe.schedule.text import format_grid
 
 
 def passes(schedule):
-    """`F0 B0 ...` per stage, without transfers."""
+    """Return `F0 B0 ...` per stage, without transfers."""
     return [
         " ".join(str(a)[1:] for a in row if a.op in (Op.FORWARD, Op.BACKWARD)) for row in schedule
     ]
@@ -64,7 +64,7 @@ def test_a_bound_lowers_the_depth_of_sno_and_so_but_does_not_raise_it():
     assert max_in_flight(generate("1f1b-sno", 3, 8, in_flight=[5, 1, 1])) == [3, 1, 1]
 
 
-def test_transfers_stand_around_the_passes_that_need_them():
+def test_transfers_surround_the_passes_that_need_them():
     assert text(generate("1f1b", 3, 2)) == [
         "F0 SF0 F1 SF1 RB0 B0 RB1 B1 U",
         "RF0 F0 SF0 RF1 F1 SF1 RB0 B0 SB0 RB1 B1 SB1 U",
@@ -76,7 +76,7 @@ def test_a_single_stage_has_no_transfers():
     assert text(generate("gpipe", 1, 2)) == ["F0 F1 B0 B1 U"]
 
 
-def test_tied_parameters_are_summed_by_the_owner_and_sent_back():
+def test_the_owner_sums_tied_gradients_and_sends_parameters_back():
     rows = text(generate("gpipe", 4, 1, tied=[(0, [2, 3]), (1, (3,)), (0, (3,))]))
     assert [row[row.index(" B0") + 1 :] for row in rows] == [
         "B0 RG2 RG3 U SP2 SP3",
@@ -88,7 +88,7 @@ def test_tied_parameters_are_summed_by_the_owner_and_sent_back():
 
 @pytest.mark.parametrize("stages", range(1, 7))
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
-def test_depths_of_the_papers(stages, microbatches):
+def test_depths_match_the_papers(stages, microbatches):
     straight = [min(stages - n, microbatches) for n in range(stages)]
     hiding = [min(2 * (stages - n) - 1, microbatches) for n in range(stages)]
     assert max_in_flight(generate("1f1b", stages, microbatches)) == straight
@@ -124,7 +124,7 @@ def test_depths_of_the_papers(stages, microbatches):
         (("zb-v", 4, 4), {}, "cut into 8 for 4 workers, not into 4"),
     ],
 )
-def test_impossible_requests_are_refused(arguments, options, message):
+def test_invalid_arguments_are_refused(arguments, options, message):
     with pytest.raises(ScheduleError, match=message):
         generate(*arguments, **options)
 
@@ -134,14 +134,14 @@ def test_a_deadlock_of_in_flight_depths_is_found_when_generated():
         generate("1f1b", 2, 4, in_flight=[1, 2])
 
 
-def test_users_register_their_own(monkeypatch):
+def test_users_can_register_schedules(monkeypatch):
     import hetpipe.schedule.rule as module
 
     monkeypatch.setattr(module, "_rules", dict(module._rules))
 
     @register_schedule("mine")
     def mine(stages, microbatches, in_flight):
-        """One micro-batch at a time."""
+        """Run one micro-batch at a time."""
         ops = (Op.FORWARD, Op.BACKWARD)
         row = [(op, m) for m in range(microbatches) for op in ops]
         return tuple(tuple(Action(n, op, m) for op, m in row) for n in range(stages))
@@ -164,7 +164,7 @@ def test_the_registered_schedules():
     ]  # fmt: skip
 
 
-def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
+def test_stages_on_one_worker_hand_over_with_the_same_actions(monkeypatch):
     import hetpipe.schedule.rule as module
 
     monkeypatch.setattr(module, "_rules", dict(module._rules))
@@ -177,8 +177,8 @@ def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
     )
 
 
-def test_tied_parameters_of_stages_that_share_a_worker():
-    """Worker 0 would wait for ever if stage 0 had its parameter back before stage 3 sent."""
+def test_tied_parameters_of_stages_on_one_worker():
+    """If stage 0 awaited its parameter before stage 3 sends, worker 0 would wait for ever."""
     rows = text(generate("zb-v", 4, 1, workers=2, tied=[(1, [0, 3])]))
     assert [row.partition("W0 ")[2].rpartition("W0 ")[2] for row in rows] == [
         "SG1 SG1 U U RP1 RP1",
@@ -186,7 +186,7 @@ def test_tied_parameters_of_stages_that_share_a_worker():
     ]
 
 
-def test_pipedream_goes_on_from_one_mini_batch_to_the_next():
+def test_pipedream_continues_with_the_next_mini_batch():
     assert text(generate("pipedream", 2, 1, mini_batches=3)) == [
         "F0 SF0 F1 SF1 RB0 B0 U F2 SF2 RB1 B1 U1 RB2 B2 U2",
         "RF0 F0 B0 SB0 U RF1 F1 B1 SB1 U1 RF2 F2 B2 SB2 U2",
@@ -203,7 +203,7 @@ def test_actions_print_and_parse(name):
 
 
 @pytest.mark.parametrize("wrong", ["F0", "2F", "0UF1", "2X0", "2F0 ", "", "-1F0"])
-def test_what_is_not_an_action_does_not_parse(wrong):
+def test_invalid_actions_do_not_parse(wrong):
     with pytest.raises(ScheduleError):
         Action.parse(wrong)
 
@@ -223,7 +223,7 @@ def test_a_send_and_its_receive_name_one_message(send, receive, message):
     assert Action.parse(receive).op.is_receive
 
 
-def test_the_grid_shows_the_surroundings_of_marks():
+def test_the_grid_shows_the_actions_around_marks():
     schedule = generate("1f1b", 2, 4)
     assert format_grid(schedule, {1: 7}) == (
         "worker 0: ... 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0B1 0F3 0SF3 0RB2 ...\n"

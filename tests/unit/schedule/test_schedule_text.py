@@ -1,4 +1,4 @@
-"""Schedules as text: there and back, and what is refused."""
+"""Schedules as text: printing and parsing, and refusals."""
 
 import pytest
 
@@ -18,7 +18,7 @@ DRAWN = """
 
 
 @pytest.mark.parametrize("name", schedule_names())
-def test_there_and_back(name):
+def test_every_schedule_survives_printing_and_parsing(name):
     workers = {"zb-v": 2, "data-parallel": 1}.get(name)
     schedule = generate(name, 1 if name == "asp" else 4, 4, workers=workers)
     assert parse_schedule(print_schedule(schedule)) == schedule
@@ -28,7 +28,7 @@ def test_a_drawn_staircase_with_comments():
     assert parse_schedule(DRAWN) == generate("1f1b", 2, 2)
 
 
-def test_headings_may_stand_before_the_rows():
+def test_rows_may_have_headings():
     assert parse_schedule("worker 0: 0F0 0B0 0U") == parse_schedule("0F0 0B0 0U # alone")
     assert print_schedule(parse_schedule("0F0  0B0 0U")) == "worker 0: 0F0 0B0 0U"
 
@@ -54,7 +54,7 @@ def test_a_deadlock_written_by_hand_is_reported_with_grid_and_cycle():
         ("worker 0: 0F0\nworker 0: 1F0", "line 2: worker 0 where worker 1 is next"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_line(text, message):
+def test_invalid_text_is_refused_with_its_line(text, message):
     with pytest.raises(ScheduleError, match=message):
         parse_schedule(text)
 
@@ -70,7 +70,7 @@ def test_a_written_schedule_is_known_by_its_name():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "fbp"])
-def test_passes_alone_are_completed(name):
+def test_missing_transfers_and_updates_are_added(name):
     workers = 2 if name in ("zb-v", "interleaved") else None
     whole = generate(name, 4, 4, workers=workers)
     kept = ("F", "B", "I", "W", "SK", "RK", "SV", "RV")

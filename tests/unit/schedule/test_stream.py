@@ -1,4 +1,4 @@
-"""Streams: segments and a flush make up the whole schedule, however long it is."""
+"""Streams: segments and a flush form the whole schedule, at any length."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ def hiding(stages):
 
 
 def each(action, microbatches):
-    """By how much an action's number grows with a mini-batch."""
+    """Return the increase of an action's number per mini-batch."""
     return 1 if action.op is Op.UPDATE else microbatches
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("depth", [noam, hiding])
-def test_segments_and_flush_are_the_schedule(stages, microbatches, depth):
+def test_segments_and_flush_form_the_schedule(stages, microbatches, depth):
     stream = Stream("pipedream", stages, microbatches, depth(stages))
     for count in range(1, 3 * stages + 6):
         parts = [*map(stream.segment, range(count)), stream.flush(count)]
@@ -45,8 +45,9 @@ def test_segments_and_flush_are_the_schedule(stages, microbatches, depth):
 
 
 @pytest.mark.parametrize("depth", [noam, hiding])
-def test_updates_around_a_micro_batch_are_the_papers(depth):
-    """Straight: max(0, b - K + 1) updates before the forward, K - 1 until the backward."""
+def test_updates_around_a_micro_batch_match_the_paper(depth):
+    """In a straight pipeline max(0, b - K + 1) updates precede the forward, and K - 1 more the
+    backward."""
     depths = depth(4)
     stream = Stream("pipedream", 4, 1, depths)
     for stage, in_flight in enumerate(depths):
@@ -55,14 +56,14 @@ def test_updates_around_a_micro_batch_are_the_papers(depth):
             assert stream.ahead(stage, b) == min(b, in_flight - 1)
 
 
-def test_with_several_micro_batches_an_update_follows_the_last_of_them():
+def test_an_update_follows_the_last_of_several_micro_batches():
     stream = Stream("pipedream", 2, 2)  # stage 0: F0 F1 B0 F2 B1 U0 F3 B2 F4 B3 U1 ...
     assert [stream.applied(0, m) for m in range(6)] == [0, 0, 0, 1, 1, 2]
     assert [stream.ahead(0, m) for m in range(6)] == [0, 0, 1, 0, 1, 0]
     assert [stream.applied(1, m) for m in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_later_segment_is_the_same_with_higher_numbers():
+def test_later_segments_differ_only_in_numbers():
     stream = Stream("pipedream", 3, 1)
     assert stream.segment(1000).schedule is stream.segment(50).schedule  # so it is sent once
     assert stream.segment(1000).first - stream.segment(50).first == 950
@@ -75,7 +76,7 @@ def test_a_schedule_that_never_settles_is_refused(monkeypatch):
 
     @register_schedule("pairs", asynchronous=True)
     def pairs(stages, microbatches, in_flight):
-        """Two forwards, two backwards: what follows a mini-batch depends on whether it is odd."""
+        """Run two forwards, then two backwards, so that odd and even mini-batches differ."""
         order = []
         for first in range(0, microbatches, 2):
             both = range(first, min(first + 2, microbatches))

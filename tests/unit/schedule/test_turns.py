@@ -1,4 +1,4 @@
-"""Schedules in which replicas take mini-batches in turn (1F1B-RR): order, refusals, time."""
+"""Schedules whose replicas take mini-batches in turn (1F1B-RR): order, refusals, time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def passes(row):
     return [str(a)[1:] for a in row if len(a.op) == 1]
 
 
-def test_the_papers_two_one_pipeline():
-    """PipeDream, figure 8: even mini-batches at one replica, odd ones at the other."""
+def test_the_papers_pipeline_with_2_and_1_replicas():
+    """In PipeDream's figure 8 one replica takes even mini-batches and the other odd ones."""
     even, odd, last = generate("pipedream", 2, 1, mini_batches=5, replicas=(2, 1))
     assert passes(even) == ["F0", "F2", "B0", "A1", "U1", "F4", "B2", "A3", "U3", "B4", "A4", "U4"]
     assert passes(odd) == ["F1", "F3", "B1", "A1", "U1", "B3", "A3", "U3", "A4", "U4"]
@@ -39,7 +39,7 @@ def test_noam_is_workers_over_input_replicas(replicas, depths):
 
 
 @pytest.mark.parametrize("replicas", CASES, ids=str)
-def test_segments_and_flush_are_the_schedule(replicas):
+def test_segments_and_flush_form_the_schedule(replicas):
     stages = len(replicas)
     stream = Stream("pipedream", stages, 1, noam(replicas), replicas)
     for count in (*range(1, 8), stream.window + 3, 2 * stream.window + 5):
@@ -54,7 +54,7 @@ def test_segments_and_flush_are_the_schedule(replicas):
 
 
 @pytest.mark.parametrize("replicas", CASES, ids=str)
-def test_nothing_in_a_segment_waits_for_a_later_one(replicas):
+def test_no_segment_waits_for_a_later_one(replicas):
     stream = Stream("pipedream", len(replicas), 1, noam(replicas), replicas)
     sent, summed = {}, {}
     for b in range(2 * stream.window):
@@ -76,7 +76,7 @@ def test_nothing_in_a_segment_waits_for_a_later_one(replicas):
 
 
 @pytest.mark.parametrize("replicas", CASES, ids=str)
-def test_updates_around_a_mini_batch_are_a_straight_pipelines(replicas):
+def test_updates_around_a_mini_batch_match_a_straight_pipeline(replicas):
     depths = noam(replicas)
     stream = Stream("pipedream", len(replicas), 1, depths, replicas)
     for stage, (depth, count) in enumerate(zip(depths, replicas, strict=True)):
@@ -108,8 +108,8 @@ def test_faults_are_found(row, edit, message):
         validate(edited(schedule, row, edit), 1, None, 4, (2, 1))
 
 
-def test_a_sum_that_waits_in_a_circle_is_a_deadlock():
-    """One replica waits in the sum for the other, which waits for what follows the sum."""
+def test_a_sum_in_a_cycle_of_waits_is_a_deadlock():
+    """One replica waits in the sum for the other, which waits for an action after the sum."""
     schedule = generate("pipedream", 2, 1, mini_batches=4, replicas=(1, 2), in_flight=[1, 1])
     late, send = [list(row) for row in schedule], Action(1, Op.SEND_BACKWARD, 0)
     late[1].remove(send)
@@ -119,8 +119,8 @@ def test_a_sum_that_waits_in_a_circle_is_a_deadlock():
 
 
 @pytest.mark.parametrize(("replicas", "forward_s"), [((2, 1), (2.0, 1.0)), ((3, 1), (3.0, 1.0))])
-def test_balanced_replicas_keep_all_busy(replicas, forward_s):
-    """PipeDream, figure 8: the first stage takes R times as long and has R replicas."""
+def test_balanced_replicas_keep_all_workers_busy(replicas, forward_s):
+    """In PipeDream's figure 8 the first stage takes R times as long and has R replicas."""
     count = 60
     schedule = generate("pipedream", 2, 1, mini_batches=count, replicas=replicas)
     timeline = simulate(schedule, StageTimes(forward_s, forward_s))
@@ -128,7 +128,7 @@ def test_balanced_replicas_keep_all_busy(replicas, forward_s):
     assert (ends_s[-10] - ends_s[20]) / (count - 30) == pytest.approx(2.0)
 
 
-def test_a_sum_takes_its_time_from_when_all_are_there():
+def test_a_sum_begins_when_all_replicas_are_ready():
     schedule = generate("pipedream", 1, 1, mini_batches=4, replicas=(2,))
     timeline = simulate(schedule, StageTimes((1.0,), (2.0,), all_reduce_s=(0.5,)))
     sums = [(s.start_s, s.end_s) for s in timeline.spans if s.action.op is Op.ALL_REDUCE]

@@ -1,4 +1,4 @@
-"""The validator against hand-written faults, and against an independent judge on mutations."""
+"""The validator on hand-written faults, and compared with an independent check on mutations."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from hetpipe.schedule.validate import validate
 
 
 def draw(*rows):
-    """A schedule from rows of text; blanks only draw the staircase."""
+    """Return a schedule from rows of text; blanks only draw the staircase."""
     return tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
 
 
@@ -43,7 +43,7 @@ def test_a_missing_action_is_marked_at_the_end_of_its_row():
     )
 
 
-def test_a_backward_before_its_forward():
+def test_a_backward_before_its_forward_is_refused():
     broken = draw("0F0 0SF0 0RB0 0B0 0U", "1RF0 1B0 1F0 1SB0 1U")
     assert refusal(broken, 1) == (
         "1B0 comes before 1F0, which it needs\n"
@@ -52,17 +52,17 @@ def test_a_backward_before_its_forward():
     )
 
 
-def test_a_repeated_forward():
+def test_a_repeated_forward_is_refused():
     broken = draw("0F0 0SF0 0F0 0RB0 0B0 0U", "1RF0 1F0 1B0 1SB0 1U")
     assert "0F0 is there twice" in refusal(broken, 1)
     assert "0F0 0SF0 [0F0] 0RB0" in refusal(broken, 1)
 
 
-def test_a_microbatch_that_does_not_exist():
+def test_an_unknown_microbatch_is_refused():
     assert "0F1 has no place among 2 stages, 1 micro-batches" in refusal(VALID, 1)
 
 
-def test_receives_in_another_order_than_sends():
+def test_receives_must_follow_the_order_of_sends():
     broken = draw(
         "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 0U",
         "1RF1 1F1 1RF0 1F0 1B0 1SB0 1B1 1SB1 1U",
@@ -71,13 +71,13 @@ def test_receives_in_another_order_than_sends():
     assert "worker 1: [1RF1] 1F1" in refusal(broken)
 
 
-def test_the_update_comes_last():
+def test_the_update_must_come_last():
     broken = draw("0F0 0SF0 0RB0 0U 0B0", "1RF0 1F0 1B0 1SB0 1U")
     assert "the update of stage 0 must come last" in refusal(broken, 1)
     assert "0RB0 [0U] 0B0" in refusal(broken, 1)
 
 
-def test_too_many_forwards_in_flight():
+def test_too_many_forwards_in_flight_are_refused():
     message = refusal(VALID, in_flight=[1, 1])
     assert "stage 0 has 2 forwards in flight, its bound is 1" in message
     assert "0F0 0SF0 [0F1]" in message
@@ -97,7 +97,7 @@ def test_a_deadlock_names_its_cycle_and_marks_who_waits():
     )
 
 
-def test_a_tied_gradient_that_nobody_awaits_and_one_that_nobody_sends():
+def test_tied_gradients_must_be_sent_and_received():
     tied = generate("gpipe", 2, 1, tied=[(0, [1])])
     unheard = (tuple(a for a in tied[0] if str(a) != "0RG1"), tied[1])
     assert "1SG0 is never received" in refusal(unheard, 1)
@@ -105,21 +105,21 @@ def test_a_tied_gradient_that_nobody_awaits_and_one_that_nobody_sends():
     assert "0RG1 receives from stage 1, which sends nothing more" in refusal(unsent, 1)
 
 
-def test_a_stage_lives_on_one_worker_and_numbers_have_no_gaps():
+def test_a_stage_is_on_one_worker_and_numbers_have_no_gaps():
     assert "stage 0 is on workers 0 and 1" in refusal(draw("0F0 0B0", "0U"), 1)
     assert "stages are [0, 2]" in refusal(draw("0F0 0B0 0U", "2F0 2B0 2U"), 1)
 
 
-# An independent judge: the actions, the order on every edge, and one graph of all precedences.
+# An independent check: the actions, the order on every edge, and one graph of all precedences.
 
-LOCAL = [  # (before, after): of one stage and micro-batch, where both exist
+LOCAL = [  # (before, after) within a stage and micro-batch, if both exist
     ("RF", "F"), ("F", "SF"), ("F", "B"), ("RB", "B"), ("B", "SB"),
     ("F", "I"), ("RB", "I"), ("I", "SB"), ("I", "W"), ("F", "SK"), ("RK", "B"), ("B", "SV"),
 ]  # fmt: skip
 
 
-def judge(schedule, complete):
-    """Whether a schedule with a complete set of actions can run as it should."""
+def can_run(schedule, complete):
+    """Return whether a schedule with these complete actions can run correctly."""
     cells = [action for row in schedule for action in row]
     if Counter(cells) != Counter(complete):
         return False
@@ -127,7 +127,7 @@ def judge(schedule, complete):
     graph = defaultdict(set)
     for row in schedule:
         at = {action: index for index, action in enumerate(row)}
-        if not all(orderly([a for a in row if a.stage == n]) for n in {a.stage for a in row}):
+        if not all(is_ordered([a for a in row if a.stage == n]) for n in {a.stage for a in row}):
             return False
         for before, after in itertools.pairwise(row):
             graph[after].add(before)
@@ -152,8 +152,9 @@ def judge(schedule, complete):
     return all(sent == received for sent, received in edges.values())
 
 
-def orderly(row):
-    """Passes, tied gradients, update, tied parameters; transfers anywhere before the update."""
+def is_ordered(row):
+    """Check the order: passes, tied gradients, update, tied parameters; transfers before the
+    update."""
     names = [action.op.value for action in row]
     kinds = ["FBIW", "G", "U", "P"]
     ranks = [
@@ -192,7 +193,7 @@ def test_dropped_and_repeated_actions_are_refused(name, stages, microbatches, op
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
-def test_swapped_actions_are_refused_where_they_must_be(name, stages, microbatches, options):
+def test_swapped_actions_are_refused_if_they_must_be(name, stages, microbatches, options):
     valid = generate(name, stages, microbatches, **options)
     complete = [action for row in valid for action in row]
     verdicts = Counter()
@@ -206,14 +207,15 @@ def test_swapped_actions_are_refused_where_they_must_be(name, stages, microbatch
                     accepted = True
                 except ScheduleError:
                     accepted = False
-                assert accepted == judge(mutant, complete), (str(row[i]), str(row[j]))
+                assert accepted == can_run(mutant, complete), (str(row[i]), str(row[j]))
                 verdicts[accepted] += 1
     assert verdicts[True] > 0  # a send may move behind a receive
     assert verdicts[False] > verdicts[True]
 
 
 def mutants(valid):
-    """Schedules with two actions of a row swapped, or one dropped, repeated or moved elsewhere."""
+    """Yield schedules with two actions of a row swapped, or one dropped, repeated or moved
+    elsewhere."""
     for worker, row in enumerate(valid):
         changes = [row[:i] + row[i + 1 :] for i in range(len(row))]
         changes += [row[: i + 1] + row[i:] for i in range(len(row))]
@@ -233,7 +235,9 @@ def mutants(valid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
-def test_tables_accept_what_the_validator_accepts(name, stages, microbatches, options, monkeypatch):
+def test_tables_accept_the_same_schedules_as_the_validator(
+    name, stages, microbatches, options, monkeypatch
+):
     valid = generate(name, stages, microbatches, **options)
     plain = name != "fbp" and "tied" not in options
     monkeypatch.setattr(validator, "is_valid", lambda *arguments: False)

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: drawn literally, their bubbles and what they keep."""
+"""Zero-bubble schedules: their rows as text, their bubbles, and the micro-batches they keep."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_h1_delays_weight_gradients_by_the_rank_of_the_stage():
     ]
 
 
-def test_transfers_stand_around_the_first_half_of_a_backward():
+def test_transfers_surround_the_first_half_of_a_backward():
     row = generate("zb-h1", 3, 2)[1]
     assert " ".join(str(action)[1:] for action in row) == (
         "RF0 F0 SF0 RF1 F1 SF1 RB0 I0 SB0 RB1 I1 SB1 W0 W1 U"
@@ -39,7 +39,8 @@ def test_transfers_stand_around_the_first_half_of_a_backward():
 @pytest.mark.parametrize(("n", "m"), SIZES)
 @pytest.mark.parametrize("times", [(10, 10, 10), (10, 12, 8), (10, 20, 5)])
 def test_bubble_of_h1(n, m, times):
-    """(N-1)(F+I-W) while W <= min(F, I) and M >= N: a third of 1F1B's where all are equal."""
+    """The bubble is (N-1)(F+I-W) while W <= min(F, I) and M >= N: a third of 1F1B's if all are
+    equal."""
     forward, inputs, weights = times
     costs = equal_stages(n, *times)
     bubble = simulate(generate("zb-h1", n, m), costs).step_s - m * sum(times)
@@ -52,12 +53,12 @@ def test_bubble_of_h1(n, m, times):
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
-def test_h1_keeps_no_more_than_the_first_stage_of_1f1b(n, m):
+def test_h1_keeps_as_much_as_the_first_stage_of_1f1b(n, m):
     assert max_in_flight(generate("zb-h1", n, m)) == [min(n, m)] * n
     assert max_in_flight(generate("1f1b", n, m))[0] == min(n, m)
 
 
-def test_a_bound_takes_the_delay_away():
+def test_a_bound_removes_the_delay():
     bounds = [3, 2, 1]
     schedule = generate("zb-h1", 3, 5, in_flight=bounds)
     assert max_in_flight(schedule) == bounds
@@ -76,7 +77,7 @@ def test_v_puts_the_first_and_the_last_stage_on_the_first_worker():
 
 @pytest.mark.parametrize("n", range(2, 7))
 @pytest.mark.parametrize("more", [0, 1, 7])
-def test_v_has_no_bubble_where_all_passes_take_equally_long(n, more):
+def test_v_has_no_bubble_if_all_passes_take_equally_long(n, more):
     """Every worker computes without a pause from its first pass to its last."""
     m = 2 * n + more
     timeline = simulate(generate("zb-v", 2 * n, m, workers=n), equal_stages(2 * n, 10, 10, 10))
@@ -91,7 +92,7 @@ def test_v_has_no_bubble_where_all_passes_take_equally_long(n, more):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 3), *SIZES])
 def test_v_keeps_as_much_everywhere_as_the_first_worker_of_1f1b(n, m):
-    """Counted in halves of a worker's share; with few micro-batches, all of them."""
+    """Count halves of a worker's share; with few micro-batches all of them."""
     schedule = generate("zb-v", 2 * n, m, workers=n)
     for row in schedule:
         kept = most = 0

@@ -29,7 +29,7 @@ device = "optional:cpu:1"
 
 
 class Optional(NumpyBackend):
-    """Has as many devices as its options say."""
+    """A backend with as many devices as its options say."""
 
     name = "optional"
 
@@ -60,7 +60,7 @@ def load(folder: Path, text: str) -> Cluster:
     return Cluster.load(folder / "cluster.toml")
 
 
-def taken() -> list[tuple[Mapping[str, Any], Path]]:
+def received_options() -> list[tuple[Mapping[str, Any], Path]]:
     backend = registry.get_backend("optional")
     assert isinstance(backend, Optional)
     return backend.taken
@@ -68,16 +68,16 @@ def taken() -> list[tuple[Mapping[str, Any], Path]]:
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_options_reach_the_controller_and_every_worker(tmp_path: Path, transport: str) -> None:
-    """A worker without them would not find the device."""
+    """A worker without the options would not find the device."""
     cluster = load(tmp_path, FILE.format(transport=transport, count=2))
     with Crew.start(cluster):
-        assert taken() == [({"count": 2}, tmp_path)]
+        assert received_options() == [({"count": 2}, tmp_path)]
 
 
 def test_the_same_options_are_given_once_and_others_replace_them(tmp_path: Path) -> None:
     for count in (1, 1, 2):
         configure_backend("optional", {"count": count}, tmp_path)
-    assert taken() == [({"count": 1}, tmp_path), ({"count": 2}, tmp_path)]
+    assert received_options() == [({"count": 1}, tmp_path), ({"count": 2}, tmp_path)]
 
 
 def test_refused_options_are_an_error_with_their_line(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_refused_options_are_an_error_with_their_line(tmp_path: Path) -> None:
         Crew.start(load(tmp_path, text))
 
 
-def test_a_backend_takes_no_options_unless_it_says_so(tmp_path: Path) -> None:
+def test_a_backend_without_configure_refuses_options(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="backend 'numpy' takes no options; it got fast"):
         configure_backend("numpy", {"fast": True}, tmp_path)
 
@@ -98,7 +98,7 @@ def test_options_of_a_backend_without_devices_are_refused(tmp_path: Path) -> Non
         load(tmp_path, text)
 
 
-def test_options_are_a_table(tmp_path: Path) -> None:
+def test_options_must_be_a_table(tmp_path: Path) -> None:
     text = "backend = 3\n" + FILE.partition("[backend.optional]\ncount = {count}\n")[2]
     with pytest.raises(ClusterError, match="write the options of each as a table"):
         load(tmp_path, text)

@@ -1,4 +1,4 @@
-"""Decompositions that take the place of torch's, against torch's own operators."""
+"""Decompositions that replace torch's, compared with torch's own operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ready-made events: from a signal, a file descriptor, a flag, and a queue of work."""
+"""The ready-made events: for a signal, a file descriptor, a flag, and a queue of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.sdk.events import FdEvent, PolledEvent, Signal, WorkQueue
 
 
 def by_signal() -> tuple[Event, Callable[[], None], Callable[[], None]]:
-    """An event, a function that ends it well, and one that makes it fail."""
+    """Return an event, a function that ends it, and a function that makes it fail."""
     signal = Signal("a pass on board 1")
     return signal, signal.end, lambda: signal.end(OSError("the cable is cut"))
 
@@ -52,7 +52,7 @@ KINDS = pytest.mark.parametrize("make", [by_signal, by_fd, by_flag])
 
 
 @KINDS
-def test_an_event_happens_once_and_for_all(make: Callable[[], tuple[Event, ...]]) -> None:
+def test_an_event_stays_done(make: Callable[[], tuple[Event, ...]]) -> None:
     event, end, _ = make()
     assert not event.done()
     with pytest.raises(BackendError, match=r"a pass on board 1: not done after 0\.01 s"):
@@ -94,7 +94,7 @@ def test_a_descriptor_is_closed_with_its_event() -> None:
     os.close(writing)
 
 
-def test_a_queue_works_in_order_and_after_what_it_must_follow() -> None:
+def test_a_queue_works_in_order_and_after_given_events() -> None:
     queue, gate, done = WorkQueue("board 1"), Signal("an upload"), []
     first = queue.submit(lambda: done.append(1), [gate, DONE])
     second = queue.submit(lambda: done.append(2))
@@ -107,7 +107,7 @@ def test_a_queue_works_in_order_and_after_what_it_must_follow() -> None:
     queue.close()
 
 
-def test_work_after_a_failure_is_not_done() -> None:
+def test_work_that_follows_a_failure_fails() -> None:
     queue, done = WorkQueue("board 1"), []
 
     def fail() -> None:
@@ -124,7 +124,7 @@ def test_work_after_a_failure_is_not_done() -> None:
     queue.close()
 
 
-def test_a_queue_keeps_nothing_of_work_that_is_done() -> None:
+def test_a_queue_releases_finished_work() -> None:
     queue, gone = WorkQueue("board 1"), threading.Event()
 
     class Held:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def graphs() -> list[fx.GraphModule]:
-    """Forward, backward and update of models that use most kinds of argument and result."""
+    """Return forward, backward and update of models that use most kinds of argument and result."""
     graphs = []
     for case in CASES.values():
         torch.manual_seed(0)
@@ -39,10 +39,10 @@ def graphs() -> list[fx.GraphModule]:
 
 
 def small() -> fx.GraphModule:
-    """Every kind of node and of argument."""
+    """Return a graph with every kind of node and of argument."""
     graph = fx.Graph()
     x, index = graph.placeholder("x"), graph.placeholder("index")
-    unused = graph.placeholder("getitem")  # as the engine names what a forward has saved
+    unused = graph.placeholder("getitem")  # the engine's name for a tensor saved by a forward
     unused.meta["val"] = torch.empty(0, device="meta")
     x.meta |= {"val": torch.empty(2, 3, device="meta"), "steady": True}
     index.meta["val"] = torch.empty(2, dtype=torch.int64, device="meta")
@@ -67,14 +67,14 @@ def small() -> fx.GraphModule:
 
 
 def sealed(data: bytes) -> bytes:
-    """Damaged bytes with the length and the checksum of undamaged ones."""
+    """Return damaged bytes with a correct length and checksum."""
     head = data[:12] + struct.pack("<II", len(data), zlib.crc32(data[20:]))
     return head + data[20:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3 * len(CASES)))
-def test_captured_graphs_come_back_as_they_were(number: int) -> None:
+def test_captured_graphs_are_read_back_unchanged(number: int) -> None:
     graph = graphs()[number]
     back = deserialise(serialise(graph))
     assert graph_rows(back) == graph_rows(canonical(graph))
@@ -89,7 +89,7 @@ def test_every_kind_of_node_and_argument_comes_back() -> None:
     assert index.meta["checked"] == (0, 3, -100)
 
 
-def test_the_bytes_are_those_that_the_page_shows() -> None:
+def test_the_bytes_match_the_documentation() -> None:
     """A change of these bytes needs a new version of the form."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -109,7 +109,7 @@ def test_the_bytes_are_those_that_the_page_shows() -> None:
 
 
 def damages(data: bytes) -> Iterator[bytes]:
-    """Every truncation, every flipped bit, and bytes that say nothing."""
+    """Yield every truncation, every flipped bit, and meaningless bytes."""
     yield from (data[:end] for end in range(len(data)))
     for place in range(len(data)):
         for bit in range(8):
@@ -117,7 +117,7 @@ def damages(data: bytes) -> Iterator[bytes]:
     yield from (data + b"\0", b"\0" * 100, b"")
 
 
-def test_damage_of_any_kind_is_an_error() -> None:
+def test_every_damage_is_an_error() -> None:
     data = serialise(small())
     for damaged in damages(data):
         with pytest.raises(BackendError):
@@ -125,7 +125,7 @@ def test_damage_of_any_kind_is_an_error() -> None:
 
 
 def test_damage_under_a_right_checksum_is_an_error_or_another_graph() -> None:
-    """Such as a foreign writer would make: no other exception, no hang, no huge allocation."""
+    """Damage as a foreign writer could make: no other exception, no hang, no huge allocation."""
     data, generator = serialise(small()), random.Random(0)
     accepted = 0
     for _ in range(4000):
@@ -161,24 +161,24 @@ def test_an_unknown_operator_is_an_error_by_name(old: str, new: str) -> None:
         deserialise(renamed(old, new))
 
 
-def test_an_argument_that_an_operator_lacks_is_refused() -> None:
+def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(BackendError, match=r"Tensor_mode has no argument 'rounding_mood'"):
         deserialise(renamed("rounding_mode", "rounding_mood"))
 
 
-def test_a_name_that_is_no_name_is_refused() -> None:
+def test_an_invalid_name_is_refused() -> None:
     with pytest.raises(BackendError, match=r"has the name 'ind\(x'"):
         deserialise(renamed("index\0", "ind(x\0"))
 
 
-def test_another_version_says_so() -> None:
+def test_another_version_is_refused() -> None:
     data = bytearray(serialise(small()))
     data[8] = 2
     with pytest.raises(BackendError, match=r"version 2 of the serialised form.* reads 1"):
         deserialise(bytes(data))
 
 
-def test_what_the_form_cannot_say_is_refused() -> None:
+def test_unsupported_values_are_refused() -> None:
     def graph_with(*args: object) -> fx.Graph:
         graph = fx.Graph()
         x = graph.placeholder("x")

@@ -1,6 +1,7 @@
-"""Published formulas against the simulator: equal in their domains, and where they stop holding.
+"""Published formulas compared with the simulator: they agree in their domains and fail beyond.
 
-Letters: N stages, M micro-batches, F and B seconds of a forward and a backward, SR of a transfer.
+Letters: N stages, M micro-batches, F and B seconds of a forward and a backward, SR of a
+transfer.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Formula = Callable[[int, int, float, float, float], float]
 
 
 def exposed(n: int, m: int) -> int:
-    """X: the round trips of transfers that 1F1B-SNO does not hide."""
+    """Return X: the round trips of transfers that 1F1B-SNO does not hide."""
     return n + m - 2 - math.ceil((m - 1) / n)
 
 
 def fill_s(n: int, m: int, f: float, b: float, sr: float) -> float:
-    """1F1B-AS and FBP-AS: transfers are hidden."""
+    """Return the step of 1F1B-AS and FBP-AS, which hide transfers."""
     return (m + n - 1) * (f + b)
 
 
@@ -52,16 +53,18 @@ def fill_bubble(n: int, m: int, f: float, b: float, sr: float) -> float:
 
 
 def equal_stages(name: str, n: int, m: int, f: float, b: float, sr: float) -> Outcome:
-    """A step of equal stages, which stream under the asynchronous schedules; it keeps 1 byte for
-    each micro-batch."""
+    """Return the outcome of a step of equal stages that keep 1 byte per micro-batch.
+
+    Under the asynchronous schedules the stages stream.
+    """
     hops = (Transfer(0.0, sr),) * (n - 1)
     chunks = math.inf if name in ("1f1b-as", "fbp") else 1
     times = StageTimes((f,) * n, (b,) * n, (), hops, hops, chunks=(chunks,) * n)
     return outcome(simulate(generate(name, n, m), times), [Memory(0, 1)] * n)
 
 
-def drawn(seed: int) -> tuple[int, int, float, float, float]:
-    """N, M, F, B and SR <= min(F, B)."""
+def random_case(seed: int) -> tuple[int, int, float, float, float]:
+    """Return N, M, F, B and SR <= min(F, B)."""
     rng = random.Random(seed)
     f, b = rng.uniform(0.1, 9), rng.uniform(0.1, 9)
     return rng.randint(2, 6), rng.randint(2, 32), f, b, rng.random() * min(f, b)
@@ -79,8 +82,8 @@ BAPIPE: dict[str, tuple[Formula, Formula, int]] = {
 @pytest.mark.parametrize("name", BAPIPE)
 @pytest.mark.parametrize("seed", range(60))
 def test_table_1_of_bapipe(name: str, seed: int) -> None:
-    """Under FBP a worker keeps no more than the table says, and may keep less."""
-    n, m, f, b, sr = drawn(seed)
+    """Under FBP the table gives an upper bound for the micro-batches that a worker keeps."""
+    n, m, f, b, sr = random_case(seed)
     step_s, bubble, depth = BAPIPE[name]
     actual = equal_stages(name, n, m, f, b, sr)
     assert actual.step_s == pytest.approx(step_s(n, m, f, b, sr), rel=1e-9)
@@ -92,7 +95,8 @@ def test_table_1_of_bapipe(name: str, seed: int) -> None:
 
 
 def error(name: str, n: int, m: int, sr: float) -> float:
-    """How much longer than its formula a step takes, as a share of that; F = 10, B = 20."""
+    """Return the relative error of a formula, for F = 10 and B = 20; positive if the step is
+    longer."""
     closed_s = BAPIPE[name][0](n, m, 10, 20, sr)
     return equal_stages(name, n, m, 10, 20, sr).step_s / closed_s - 1
 
@@ -101,14 +105,15 @@ def error(name: str, n: int, m: int, sr: float) -> float:
     ("sr", "worst"), [(5, 0), (10, 0), (15, 0.0417), (20, 0.1182), (30, 0.3421)]
 )
 def test_so_holds_up_to_sr_equal_to_the_shorter_pass(sr: float, worst: float) -> None:
-    """The greatest error for N of 2-6 and M of 2-32: beyond F = 10 ms an edge sets the pace."""
+    """Compare the greatest error for N of 2-6 and M of 2-32: beyond F = 10 ms an edge sets the
+    pace."""
     errors = [error("1f1b-so", n, m, sr) for n in range(2, 7) for m in range(2, 33)]
     assert min(errors) > -1e-12
     assert max(errors) == pytest.approx(worst, abs=1e-4)
 
 
 def test_the_error_of_so_grows_without_bound() -> None:
-    """With SR and M: here a step is 3, 10 and 21 times as much too long."""
+    """The error grows with SR and M: here to 3, 10 and 21 times the formula."""
     errors = [error("1f1b-so", 2, m, 1000) for m in (8, 32, 128)]
     assert errors == pytest.approx([3.432, 10.391, 21.157], abs=1e-3)
 
@@ -130,11 +135,11 @@ def test_as_holds_up_to_sr_equal_to_the_shorter_pass(name: str) -> None:
 def latency_s(
     f: Sequence[float], b: Sequence[float], ar: Sequence[float], m: int, printed: bool = False
 ) -> float:
-    """DAPPLE's latency of a mini-batch (section 4.1); transfers are stages of their own.
+    """Return DAPPLE's latency of a mini-batch (section 4.1); transfers are separate stages.
 
-    The pivot Q moves from the last stage to an earlier one whose passes take longer than its own
-    and those between. After Q no backward of Q itself and of the last stage is to be taken off;
-    `printed` takes them off all the same, as the paper does.
+    The pivot Q moves from the last stage to an earlier one if its passes take longer than all
+    passes from there to Q. The backwards of Q itself and of the last stage must not be
+    subtracted after Q; `printed` subtracts them, as the paper does.
     """
     q = len(f) - 1
     for s in range(len(f) - 2, -1, -1):
@@ -151,7 +156,8 @@ def latency_s(
 def dapple_s(
     f: Sequence[float], b: Sequence[float], ar: Sequence[float] = (), m: int = 8, sr: float = 0.0
 ) -> float:
-    """A step under early backwards, at P_B where there are transfers and at P_A else."""
+    """Return a step under early backwards, with depths P_B if there are transfers and P_A
+    otherwise."""
     n = len(f)
     hops = (Transfer(0.0, sr),) * (n - 1)
     depths = [2 * (n - stage) - 1 if sr else n - stage for stage in range(n)]
@@ -160,23 +166,24 @@ def dapple_s(
     return simulate(schedule, times).step_s
 
 
-def test_a_long_sum_behind_the_pivot() -> None:
-    """The printed formula takes off two backwards too many; both leave out a bubble."""
+def test_a_long_sum_after_the_pivot() -> None:
+    """The printed formula subtracts two backwards too many; both formulas omit a bubble."""
     f, b, ar = (10, 8), (20, 16), (0, 200)
     assert latency_s(f, b, ar, 8, printed=True) == 384
     assert latency_s(f, b, ar, 8) == 420
     assert dapple_s(f, b, ar) == 438
 
 
-def test_bubbles_inside_the_steady_phase_are_left_out() -> None:
+def test_formulas_omit_bubbles_in_the_steady_phase() -> None:
     assert latency_s((10, 9), (20, 18), (0, 0), 8) == 240
     assert dapple_s((10, 9), (20, 18)) == 264
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_dapples_latency_of_equal_stages(seed: int) -> None:
-    """It is exact there: with transfers between them, and with sums of all gradients."""
-    n, m, f, b, sr = drawn(seed)
+    """The formula is exact for equal stages, with transfers between them and with sums of
+    gradients."""
+    n, m, f, b, sr = random_case(seed)
     ar = [sr * stage for stage in range(n)]
     together = [[*(each,) * (2 * n - 1)] for each in (f, b, 0.0)]
     for cut in range(1, 2 * n - 1, 2):
@@ -191,8 +198,8 @@ def test_dapples_latency_of_equal_stages(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(30))
-def test_early_backwards_have_gpipes_bubble_and_a_bounded_memory(name: str, seed: int) -> None:
-    n, m, f, b, _ = drawn(seed)
+def test_early_backwards_keep_gpipes_bubble_and_bound_memory(name: str, seed: int) -> None:
+    n, m, f, b, _ = random_case(seed)
     actual = equal_stages(name, n, m, f, b, 0.0)
     assert actual.step_s == pytest.approx(fill_s(n, m, f, b, 0.0), rel=1e-9)
     assert actual.bubble == pytest.approx([fill_bubble(n, m, f, b, 0.0)] * n, rel=1e-9)
@@ -204,7 +211,8 @@ def test_early_backwards_have_gpipes_bubble_and_a_bounded_memory(name: str, seed
     ("depths", "busy"), [((4, 3, 2, 1), 0.8), ((7, 5, 3, 1), 1.0)], ids=["NOAM", "2(N-n)-1"]
 )
 def test_pipedreams_depth_hides_transfers_or_not(depths: tuple[int, ...], busy: float) -> None:
-    """N = 4, F = 10, B = 20, SR = 5: the busy share between two mini-batches far from the ends."""
+    """N = 4, F = 10, B = 20, SR = 5: compare the busy share between two mini-batches far from
+    the ends."""
     hops = (Transfer(0.0, 5.0),) * 3
     times = StageTimes((10.0,) * 4, (20.0,) * 4, (), hops, hops)
     schedule = generate("pipedream", 4, 1, mini_batches=80, in_flight=depths)

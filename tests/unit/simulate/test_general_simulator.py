@@ -1,4 +1,4 @@
-"""What the clock alone can do: shared media, half duplex, rings; by hand and against fractions."""
+"""Cases for the clock: shared media, half duplex, rings; by hand, and compared with fractions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hetpipe.simulate.times import FREE, StageTimes, Transfer, ring_s
 
 BUS = ("bus",)
 PAIRS = "0F0 0SF0\n1RF0 1F0\n2F0 2SF0\n3RF0 3F0\n4F0 4SF0\n5RF0 5F0\n6F0 6SF0\n7RF0 7F0"
-"""Four messages of workers that have nothing to do with each other."""
+"""Four messages of independent pairs of workers."""
 
 
-def under_way(text: str, times: StageTimes) -> dict[str, tuple[float, float]]:
-    """From leaving to arrival, by action."""
+def message_times(text: str, times: StageTimes) -> dict[str, tuple[float, float]]:
+    """Return the start and the arrival of each message, by action."""
     spans = simulate(parse_schedule(text), times).spans
     return {
         str(s.action): (s.start_s, s.end_s)
@@ -35,15 +35,16 @@ def under_way(text: str, times: StageTimes) -> dict[str, tuple[float, float]]:
 def pairs(
     forward_s: tuple[float, ...], links: dict[int, Transfer], chunks: float = 1
 ) -> dict[str, tuple[float, float]]:
-    """Messages of stages 0, 2, ...; `forward_s` and `links` are theirs, in order."""
+    """Simulate messages of the stages 0, 2, ... with their `forward_s` and, by stage, their
+    `links`."""
     stages = 2 * len(forward_s)
     each_s = tuple(s for forward in forward_s for s in (forward, 0.0))
     hops = tuple(links.get(n, FREE) for n in range(stages - 1))
     text = "\n".join(PAIRS.splitlines()[:stages])
-    return under_way(text, StageTimes(each_s, each_s, (), hops, chunks=(chunks,) * stages))
+    return message_times(text, StageTimes(each_s, each_s, (), hops, chunks=(chunks,) * stages))
 
 
-def test_two_messages_that_begin_at_once_take_twice_as_long() -> None:
+def test_two_simultaneous_messages_take_twice_as_long() -> None:
     bus = Transfer(0.0, 2.0, BUS)
     assert pairs((1.0, 1.0), {0: bus, 2: bus}) == {"0SF0": (1, 5), "2SF0": (1, 5)}
     alone = Transfer(0.0, 2.0, ("another",))
@@ -51,19 +52,20 @@ def test_two_messages_that_begin_at_once_take_twice_as_long() -> None:
 
 
 def test_a_later_message_slows_the_rest_of_the_first() -> None:
-    """The first is alone for 1 s, so 1 s is left, which takes 2; then the other is alone."""
+    """The first message is alone for 1 s; its remaining 1 s takes 2 s; then the other is alone."""
     bus = Transfer(0.0, 2.0, BUS)
     assert pairs((1.0, 2.0), {0: bus, 2: bus}) == {"0SF0": (1, 4), "2SF0": (2, 5)}
 
 
 def test_latency_is_not_on_the_medium() -> None:
-    """The second message has the bus for itself while the first is only late."""
+    """The second message has the bus alone while only the latency of the first remains."""
     late, bus = Transfer(9.0, 1.0, BUS), Transfer(0.0, 2.0, BUS)
     assert pairs((1.0, 2.0), {0: late, 2: bus}) == {"0SF0": (1, 11), "2SF0": (2, 4)}
 
 
 def test_the_fullest_medium_sets_the_speed() -> None:
-    """Two on x, three on y. The first, on both, has a third although x would give it a half."""
+    """Two messages on x, three on y. The first, on both, gets a third, though x would give it a
+    half."""
     times = {
         0: Transfer(0.0, 1.0, ("x", "y")),
         2: Transfer(0.0, 1.0, ("x",)),
@@ -75,10 +77,10 @@ def test_the_fullest_medium_sets_the_speed() -> None:
 
 
 def test_an_edge_carries_one_message_at_a_time() -> None:
-    """So two messages of one edge are not on its bus together."""
+    """Two messages of one edge never share its bus at the same time."""
     text = "0F0 0SF0 0SF1\n1RF0 1F0 1RF1"
     bus = (Transfer(0.5, 2.0, BUS),)
-    assert under_way(text, StageTimes((1.0, 1.0), (1.0, 1.0), (), bus)) == {
+    assert message_times(text, StageTimes((1.0, 1.0), (1.0, 1.0), (), bus)) == {
         "0SF0": (1, 3.5), "0SF1": (3, 5.5),
     }  # fmt: skip
 
@@ -89,7 +91,7 @@ def test_half_duplex_is_one_medium_for_both_directions(
 ) -> None:
     there, back = (Transfer(0.0, 2.0, each) for each in media)
     times = StageTimes((1.0, 1.0), (1.0, 1.0), (), (there,), (back,))
-    both = under_way("0F0 0SF0 0RB1\n1B1 1SB1 1RF0", times)
+    both = message_times("0F0 0SF0 0RB1\n1B1 1SB1 1RF0", times)
     assert both == {"0SF0": (1, end_s), "1SB1": (1, end_s)}
 
 
@@ -97,9 +99,9 @@ def test_streams_share_from_their_first_chunk_and_end_after_their_pass() -> None
     slow, quick = Transfer(0.0, 3.0, BUS), Transfer(0.0, 1.0, BUS)
     assert pairs((4.0,), {0: quick}, math.inf) == {"0SF0": (0, 4)}
     assert pairs((4.0,), {0: quick}, 4) == {"0SF0": (1, 4.25)}
-    # Each has made 2 of 3 s when its pass ends, and 1 s takes 2.
+    # Each has made 2 of 3 s when its pass ends, and the last 1 s takes 2 s.
     assert pairs((4.0, 4.0), {0: slow, 2: slow}, math.inf) == {"0SF0": (0, 6), "2SF0": (0, 6)}
-    # From 1 to 4 each makes 1.5 of 4 s.
+    # From 1 to 4 s each makes 1.5 of 4 s.
     four = Transfer(0.0, 4.0, BUS)
     assert pairs((4.0, 4.0), {0: four, 2: four}, 4) == {"0SF0": (1, 9), "2SF0": (1, 9)}
 
@@ -116,21 +118,21 @@ def test_a_ring_by_hand() -> None:
 
 
 def test_a_sum_shares_its_media_with_messages() -> None:
-    """The message takes 4 s in place of 2; 4 s of the sum are left then, and its latency."""
+    """The message takes 4 s instead of 2; then 4 s of the sum and its latency remain."""
     text = "0B0 0A 0U\n1B0\n2F0 2SF0\n3RF0 3F0"
     times = StageTimes(
         (1.0,) * 4, (1.0,) * 4, (0.5,) * 4, (FREE, FREE, Transfer(0.0, 2.0, BUS)),
         sums=(Transfer(3.0, 6.0, BUS), FREE, FREE, FREE),
     )  # fmt: skip
-    assert under_way(text, times) == {"2SF0": (1, 5), "0A": (1, 12)}
+    assert message_times(text, times) == {"2SF0": (1, 5), "0A": (1, 12)}
     assert simulate(parse_schedule(text), times).step_s == 12.5
 
 
-def test_sums_of_one_worker_follow_each_other_latency_included() -> None:
-    """Two stages of a worker that has its sums on a bus; each update waits for both sums."""
+def test_sums_of_one_worker_run_one_after_the_other() -> None:
+    """Two stages of a worker sum over a bus; each update waits for both sums."""
     sums = Transfer(3.0, 2.0, BUS), Transfer(1.0, 2.0, BUS)
     times = StageTimes((1.0,) * 2, (1.0,) * 2, sums=sums)
-    assert under_way("0F0 1F0 1B0 1A 0B0 0A 0U 1U", times) == {"1A": (3, 6), "0A": (6, 11)}
+    assert message_times("0F0 1F0 1B0 1A 0B0 0A 0U 1U", times) == {"1A": (3, 6), "0A": (6, 11)}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_sums_of_one_worker_follow_each_other_latency_included() -> None:
         ((2, 8, 0.0, 0.0), "a ring of 2 replicas at 0.0 bytes/s: .* more than 0 bytes/s"),
     ],
 )
-def test_rings_that_cannot_be(ring: tuple[int, int, float, float], message: str) -> None:
+def test_invalid_rings_are_refused(ring: tuple[int, int, float, float], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         ring_s(*ring)
 
@@ -180,8 +182,8 @@ def random_times(rng: random.Random, schedule: Schedule, chunks: bool = True) ->
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_media_that_nobody_shares_change_nothing(seed: int) -> None:
-    """The same spans, whether ends are computed when a message is posted or have events."""
+def test_unshared_media_change_nothing(seed: int) -> None:
+    """Compare the spans with ends computed at once and with ends from events."""
     rng = random.Random(seed)
     schedule = random_schedule(rng)
     times = random_times(rng, schedule)
@@ -211,8 +213,10 @@ def on_one_bus(times: StageTimes) -> StageTimes:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_a_bus_carries_all_bytes_and_no_more(seed: int) -> None:
-    """The time in which messages are on it is their bytes over its bandwidth: it neither idles nor
-    carries two at full speed. So the step is at least as long."""
+    """The bus is busy for all bytes over its bandwidth, so the step takes at least that long.
+
+    It neither idles nor carries two messages at full speed.
+    """
     rng = random.Random(seed)
     schedule = random_schedule(rng)
     times = on_one_bus(random_times(rng, schedule, chunks=False))
@@ -238,17 +242,20 @@ def test_a_bus_carries_all_bytes_and_no_more(seed: int) -> None:
 
 
 def fluid_step_s(schedule: Schedule, times: StageTimes) -> float:
-    """A plain model in fractions: all that is under way goes on to the next instant at which
-    anything ends. One row per worker, no sums, no chunks."""
+    """Return the step by a simple model in fractions that jumps to the next end of anything in
+    progress.
+
+    It has one row per worker, no sums and no chunks.
+    """
     home = {action.stage: row for row, actions in enumerate(schedule) for action in actions}
     at, left = [0] * len(schedule), [Fraction(0)] * len(schedule)
     begun = [False] * len(schedule)
-    edges: dict[tuple[int, int], list[list]] = {}  # of [message, work that is left]
-    late: list[list] = []  # of [message, latency that is left]
+    edges: dict[tuple[int, int], list[list]] = {}  # lists of [message, remaining work]
+    late: list[list] = []  # [message, remaining latency]
     arrived, now = set(), Fraction(0)
 
     def move(row: int) -> bool:
-        """Do the next action of a row if nothing holds it."""
+        """Do the next action of a row if nothing blocks it; return whether it was done."""
         if at[row] == len(schedule[row]):
             return False
         action = schedule[row][at[row]]
@@ -270,7 +277,7 @@ def fluid_step_s(schedule: Schedule, times: StageTimes) -> float:
         return True
 
     def flow() -> bool:
-        """Take what has ended off its edge, or out of its latency."""
+        """Take one finished message off its edge, or out of its latency."""
         for queue in edges.values():
             if queue and queue[0][1] == 0:
                 message = queue.pop(0)[0]
@@ -335,10 +342,8 @@ def test_the_same_input_gives_the_same_timeline() -> None:
 
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 32), (3, 8), (5, 8), (5, 32)])
 @pytest.mark.parametrize("transfer_s", [1.0, 5.0, 10.0])
-def test_fbp_as_of_bapipe_hides_transfers_on_half_duplex_links(
-    n: int, m: int, transfer_s: float
-) -> None:
-    """(M + N - 1)(F + B), as long as a link moves both messages while both passes compute."""
+def test_fbp_hides_transfers_on_half_duplex_links(n: int, m: int, transfer_s: float) -> None:
+    """The step is (M + N - 1)(F + B) if a link moves both messages while both passes compute."""
     media = [(f"link {stage}",) for stage in range(n - 1)]
     hops = tuple(Transfer(0.0, transfer_s, each) for each in media)
     times = StageTimes((10.0,) * n, (10.0,) * n, (), hops, hops, chunks=(math.inf,) * n)
@@ -346,8 +351,8 @@ def test_fbp_as_of_bapipe_hides_transfers_on_half_duplex_links(
     assert step_s == pytest.approx((m + n - 1) * 20, rel=1e-9)
 
 
-def test_on_a_bus_for_all_links_transfers_set_the_pace() -> None:
-    """Four stages send 6 messages per micro-batch: at 5 s each, 30 s where they compute 20."""
+def test_transfers_set_the_pace_if_all_links_share_a_bus() -> None:
+    """Four stages send 6 messages per micro-batch: at 5 s each they take 30 s, compute 20 s."""
     n, m = 4, 32
     hops = (Transfer(0.0, 5.0, BUS),) * (n - 1)
     times = StageTimes((10.0,) * n, (10.0,) * n, (), hops, hops, chunks=(math.inf,) * n)
@@ -356,7 +361,7 @@ def test_on_a_bus_for_all_links_transfers_set_the_pace() -> None:
 
 
 def test_a_deadlock_names_the_action() -> None:
-    """Here of a sum for which another replica never comes, and of a message on a bus."""
+    """Check a sum that another replica never joins, and a message on a bus."""
     times = StageTimes((1.0,), (1.0,), all_reduce_s=(1.0,))
     stuck = (
         tuple(map(Action.parse, ("0B0", "0A", "0U"))),

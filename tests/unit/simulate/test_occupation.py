@@ -1,4 +1,4 @@
-"""The shares of a step: by hand, and of simulated steps."""
+"""The shares of a step: by hand, and for simulated steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_message_that_came_early_costs_nothing() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_simulated_step_has_no_engine(schedule: str) -> None:
-    """Its bubble is waiting; with links it is transfers as well, and the sum stays 1."""
+    """The bubble is waiting, with slow links also transfers; the shares add up to 1."""
     free, slow = Transfer(0.0, 0.0), Transfer(0.1, 0.2)
     for link in (free, slow):
         times = StageTimes((1.0, 1.0), (2.0, 2.0), (0.0, 0.0), (link,), (link,))
@@ -57,5 +57,5 @@ def test_a_simulated_step_has_no_engine(schedule: str) -> None:
         assert (found.transfer > 0) == (link is slow)
 
 
-def test_nothing_is_the_engine() -> None:
+def test_an_empty_timeline_is_all_engine() -> None:
     assert occupation(timeline()) == Occupation(0.0, 0.0, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a simulated step costs: bubble, memory over time, bytes by link; by hand and by bounds."""
+"""The costs of a simulated step: bubble, memory over time, bytes by link; by hand and by bounds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_peaks_are_the_micro_batches_in_flight(name: str, n: int, m: int) -> Non
 
 
 def replayed_peak(row: Sequence[Action], memory: Sequence[Memory]) -> int:
-    """The peak of a worker with one row: its order decides, whatever the times are."""
+    """Return a worker's peak from the order of its one row, which alone decides it."""
     halved = {action.stage for action in row if action.op is Op.BACKWARD_WEIGHT}
     live: dict[tuple[int, int], int] = {}
     peak, resident = 0, sum(memory[n].resident_nbytes for n in {a.stage for a in row})
@@ -100,15 +100,16 @@ def test_peaks_of_stages_together_and_of_halves(name: str, deferred_nbytes: int)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_zero_bubble_with_all_deferred_keeps_what_is_in_flight(n: int) -> None:
+def test_zero_bubble_with_all_deferred_keeps_the_depth(n: int) -> None:
     schedule = generate("zb-h1", n, 8)
     peaks = simulated(schedule, [Memory(0, 10, 10)] * n).peak_nbytes
     assert peaks == tuple(10 * count for count in max_in_flight(schedule))
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 8), (4, 16)])
-def test_lanes_are_one_worker(n: int, m: int) -> None:
-    """Both compute at once, but a worker is busy at most once; its stage is resident once."""
+def test_lanes_count_as_one_worker(n: int, m: int) -> None:
+    """The lanes compute together, but each moment counts once as busy, and the stage is resident
+    once."""
     schedule = generate("fbp", n, m)
     costs = simulated(schedule, [Memory(100, 10)] * n)
     assert costs.workers == tuple(f"worker {stage}" for stage in range(n))
@@ -121,7 +122,7 @@ def test_lanes_are_one_worker(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_the_bubble_is_what_is_not_busy(name: str) -> None:
+def test_the_bubble_is_the_idle_share(name: str) -> None:
     schedule = generate(name, 4, 8)
     times = StageTimes((1.0, 2.0, 1.5, 0.5), (2.0,) * 4)
     step = simulate(schedule, times, workers=["a", "b", "c", "d"])
@@ -131,8 +132,10 @@ def test_the_bubble_is_what_is_not_busy(name: str) -> None:
 
 
 def test_bytes_by_link() -> None:
-    """Every micro-batch crosses each cut once in either direction; stages of one worker have no
-    link, and replicas in turn have links of their own."""
+    """Every micro-batch crosses each cut once in either direction.
+
+    Stages on the same worker have no link; replicas that take turns have separate links.
+    """
     memory = [Memory(cut_nbytes=10**stage) for stage in range(4)]
     ways = {(0, 1): 8, (1, 0): 8, (1, 2): 80, (2, 1): 80, (2, 3): 800, (3, 2): 800}
     assert simulated(generate("1f1b", 4, 8), memory).link_nbytes == ways

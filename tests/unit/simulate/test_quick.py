@@ -1,4 +1,4 @@
-"""What is computed in one pass equals what the simulator's clock says, bit for bit."""
+"""Steps computed in one pass equal the simulator's steps bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_times(rng: random.Random, stages: int, pairs: tuple[tuple[int, int], 
 
 
 @pytest.mark.parametrize("name", STRAIGHT + SEVERAL)
-def test_the_same_as_the_simulator(name: str) -> None:
+def test_one_pass_equals_the_simulator(name: str) -> None:
     rng = random.Random(name)
     for _ in range(40):
         several = name in SEVERAL
@@ -82,7 +82,7 @@ def test_a_walk_gives_the_spans_of_the_clock(name: str, monkeypatch: pytest.Monk
             assert walked == simulate(schedule, times)
 
 
-def test_what_needs_the_clock_is_not_walked() -> None:
+def test_schedules_that_need_the_clock_are_not_walked() -> None:
     whole = StageTimes((1.0, 1.0), (2.0, 2.0))
     assert walk(generate("fbp", 2, 4), whole) is None
     assert walk(generate("1f1b", 2, 2, replicas=[2, 1]), whole) is None

@@ -1,4 +1,4 @@
-"""The simulator against closed forms in their domains and against a plain recursion."""
+"""The simulator compared with closed forms in their domains, and with a plain recursion."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_fill_formula_without_transfers(name, n, m):
 
 
 def exposed(n, m):
-    """How many round trips of transfers 1F1B does not hide."""
+    """Return the round trips of transfers that 1F1B does not hide."""
     return n + m - 2 - math.ceil((m - 1) / n)
 
 
@@ -61,7 +61,7 @@ def test_1f1b_so_of_bapipe(n, m, transfer):
 @pytest.mark.parametrize(("n", "m"), SIZES)
 @pytest.mark.parametrize("transfer", [1, 5, 10])
 def test_1f1b_as_of_bapipe(n, m, transfer):
-    """Asynchronous devices hide transfers while SR <= min(F, B), but for the last chunk."""
+    """Asynchronous devices hide transfers except the last chunk while SR <= min(F, B)."""
     schedule = generate("1f1b-as", n, m)
     filled = (m + n - 1) * 30
     streaming = simulate(schedule, equal_stages(n, 10, 20, transfer, chunks=math.inf))
@@ -76,8 +76,8 @@ def test_naive_does_one_thing_at_a_time(n, m):
     assert timeline.step_s == m * (n * 30 + (n - 1) * 2 * 5)
 
 
-def test_outside_its_domain_the_closed_form_of_so_is_too_low():
-    """BaPipe's formula at F = 10, B = 20, SR = 30 ms: the edge, not compute, sets the pace."""
+def test_the_closed_form_of_so_is_too_low_outside_its_domain():
+    """Use BaPipe's formula at F = 10, B = 20, SR = 30 ms, where the edge sets the pace."""
     times = equal_stages(4, 10, 20, 30)
     closed = (32 + 3) * 30 + 3 * 2 * 30
     assert simulate(generate("1f1b-so", 4, 32), times).step_s > 1.2 * closed
@@ -106,7 +106,7 @@ def sends(schedule, times):
 
 
 def test_an_asynchronous_stage_sends_while_it_computes():
-    """Four chunks, ready at 1, 2, 3 and 4: a quick link waits for the last, a slow one starts."""
+    """Four chunks are ready at 1, 2, 3 and 4: a fast link waits for the last, a slow one starts."""
     schedule = generate("gpipe", 2, 2)
 
     def times(occupancy_s):
@@ -119,8 +119,8 @@ def test_an_asynchronous_stage_sends_while_it_computes():
     assert quick["1SB0"] == (17, 19.5)  # stage 1 is synchronous
 
 
-def test_a_send_that_stands_apart_from_its_pass_leaves_complete():
-    """Another action came in between, so the output has been whole for long."""
+def test_a_send_apart_from_its_pass_leaves_at_once():
+    """Another action runs between them, so the output is already complete."""
     hop = (Transfer(0, 2.0),)
     apart = parse_schedule("0F0 0F1 0SF0 0SF1 0RB0 0B0 0RB1 0B1 0U\n" + LAST)
     found = sends(apart, StageTimes((4, 4), (4, 4), (), hop, hop, chunks=(4, 4)))
@@ -130,7 +130,7 @@ def test_a_send_that_stands_apart_from_its_pass_leaves_complete():
 LAST = "1RF0 1F0 1RF1 1F1 1B0 1SB0 1B1 1SB1 1U"
 
 
-def test_halves_of_a_backward_take_half_of_it_unless_told():
+def test_halves_of_a_backward_take_half_of_it_by_default():
     inputs, weights = Action.parse("1I0"), Action.parse("1W0")
     times = StageTimes((1, 1), (2, 6))
     assert (times.compute_s(inputs), times.compute_s(weights)) == (3, 3)
@@ -139,7 +139,7 @@ def test_halves_of_a_backward_take_half_of_it_unless_told():
 
 
 def recursion(schedule, times):
-    """Every action's end by plain recursion over what it waits for: no events, no clock."""
+    """Return every action's end by recursion over the actions it waits for: no events, no clock."""
     home = {action.stage: w for w, row in enumerate(schedule) for action in row}
     posted = {}  # message -> (worker, index)
     edges = {}  # (worker, worker) -> messages in the order of posting
@@ -160,13 +160,13 @@ def recursion(schedule, times):
 
     @cache
     def left(message):
-        """When its last byte leaves the edge: behind the message before, and chunk by chunk."""
+        """Return when its last byte leaves the edge: after the previous message, chunk by chunk."""
         edge = edges[home[message.source], home[message.target]]
         turn = edge.index(message)
         free = left(edge[turn - 1]) if turn else 0.0
         w, i = posted[message]
         chunks = times.chunks[message.source] if times.chunks and message.kind in "FB" else 1
-        length = end(w, i) - end(w, i - 2) if chunks > 1 else 0.0  # of the pass right before
+        length = end(w, i) - end(w, i - 2) if chunks > 1 else 0.0  # duration of the preceding pass
         for chunk in range(chunks):
             ready = end(w, i) - length * (chunks - 1 - chunk) / chunks
             free = max(free, ready) + times.transfer(message).occupancy_s / chunks
@@ -227,13 +227,13 @@ def test_a_send_to_its_own_worker_is_a_hand_over():
     assert simulate(schedule, StageTimes((1, 1), (2, 2), (), slow, slow)).step_s == 6
 
 
-def test_overhead_is_told_apart_from_the_spans():
+def test_overhead_is_separate_from_the_spans():
     times = StageTimes((1.0,), (2.0,), step_overhead_s=0.5)
     timeline = simulate(generate("gpipe", 1, 2), times)
     assert (timeline.step_s, timeline.total_s) == (6.0, 6.5)
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_inconsistent_arguments_are_refused():
     schedule = generate("gpipe", 2, 1)
     with pytest.raises(ScheduleError, match="2 stages on 2 workers, but there are times for 3"):
         simulate(schedule, StageTimes((1, 1, 1), (1, 1, 1)))
@@ -255,7 +255,7 @@ def test_a_schedule_that_deadlocks_does_not_end_silently():
         simulate(stuck, StageTimes((1, 1), (1, 1)), workers=["gpu", "cpu"])
 
 
-def test_timelines_go_through_json():
+def test_timelines_survive_json():
     timeline = simulate(generate("1f1b", 3, 4, tied=[(0, [2])]), equal_stages(3, 0.1, 0.2, 0.3))
     assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
     with pytest.raises(HetpipeError, match="version 9, this hetpipe reads 1"):
@@ -265,7 +265,7 @@ def test_timelines_go_through_json():
 
 
 def test_twice_the_depth_hides_transfers():
-    """DAPPLE's P_B: a message that is under way is waited for by nobody but at either end."""
+    """With DAPPLE's P_B no worker waits for a message, except at both ends of the step."""
     link = (Transfer(latency_s=1.0, occupancy_s=4.0),)
     times = StageTimes((10.0, 10.0), (20.0, 20.0), (), link, link)
     share = {}

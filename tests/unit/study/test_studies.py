@@ -59,7 +59,7 @@ latency = "20 us"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cluster file and a profile of equal layers, 10 ms forward and 20 ms backward."""
+    """Write a cluster file and a profile of equal layers, 10 ms forward and 20 ms backward."""
     folder = tmp_path_factory.mktemp("study")
     nodes = tuple(
         ProfileNode(f"node{n}", f"Linear{n}", 0.010, 0.020, 4 * MIB, 16 * MIB)
@@ -81,7 +81,7 @@ def cluster(folder: Path) -> Cluster:
     return Cluster.load(folder / "mixed.toml")
 
 
-def test_all_planners_are_priced_alike(subject: Subject, cluster: Cluster) -> None:
+def test_all_planners_are_compared_at_the_same_prices(subject: Subject, cluster: Cluster) -> None:
     comparison = compare(subject, cluster)
     by_name = {row.planner: row for row in comparison.rows}
     assert set(by_name) == {
@@ -101,7 +101,9 @@ def test_all_planners_are_priced_alike(subject: Subject, cluster: Cluster) -> No
         assert 0 < share <= 1
 
 
-def test_a_plan_simulated_by_itself_has_its_own_step(subject: Subject, cluster: Cluster) -> None:
+def test_a_simulation_without_a_cluster_has_the_plans_step(
+    subject: Subject, cluster: Cluster
+) -> None:
     plan, costs = planned(subject, cluster, planner="exact")
     simulation = simulate(plan, costs)
     assert plan.label == "modelled"
@@ -111,7 +113,7 @@ def test_a_plan_simulated_by_itself_has_its_own_step(subject: Subject, cluster: 
 
 
 def test_messages_share_the_links_of_a_cluster(subject: Subject, tmp_path: Path) -> None:
-    """Four devices on one slow bus: a plan takes longer than with a link for each pair."""
+    """On one slow bus for four devices a plan takes longer than with a link for each pair."""
     file = tmp_path / "bus.toml"
     text = """
         [[device]]
@@ -144,7 +146,7 @@ def test_messages_share_the_links_of_a_cluster(subject: Subject, tmp_path: Path)
         ((3, 1), "point-to-point", (8.0, 8.0)),  # into one device
     ],
 )
-def test_the_shares_of_all_replicas_are_on_a_shared_link(
+def test_all_replicas_use_a_shared_link(
     replicas: tuple[int, int], shape: Any, seconds: tuple[float, float]
 ) -> None:
     names = "abcd"
@@ -166,7 +168,8 @@ def test_the_shares_of_all_replicas_are_on_a_shared_link(
 def shared_case(
     replicas: tuple[int, int], shape: Any, cut_mib: int = 8
 ) -> tuple[Plan, dict[int, CostTable], Cluster]:
-    """Two equal layers on two stages, whose replicas sum by rings, and links of 1 MiB/s.
+    """Return a plan of two equal layers on two stages, whose replicas sum by rings over 1 MiB/s
+    links.
 
     A layer takes 1 s forward and 2 s backward on one device, and has 2 MiB of parameters.
     """
@@ -189,10 +192,10 @@ def shared_case(
 @pytest.mark.parametrize(
     ("shape", "sums_s", "step_s"),
     [
-        # Each replica moves 2 x 1/2 of 2 MiB. Stage 1 sums from 2 s on, stage 0 from 3 s.
+        # Each replica moves 2 x 1/2 of 2 MiB. Stage 1 begins its sum at 2 s, stage 0 at 3 s.
         ("point-to-point", (2.0, 2.0), 3.0 + 2.0 + 0.1),
-        # Both replicas are on the bus: 4 s. From 2 to 3 s stage 1 sums alone, then both share it:
-        # it needs 3 s more, which take 6; stage 0 has 1 s of its 4 left then.
+        # Both replicas use the bus: 4 s. From 2 to 3 s stage 1 sums alone, then both stages
+        # share it: stage 1 needs 3 s more, which take 6; then 1 s of stage 0's 4 s remains.
         ("bus", (4.0, 4.0), 3.0 + 6.0 + 1.0 + 0.1),
     ],
 )
@@ -210,7 +213,7 @@ def test_sums_over_replicas_share_a_bus(
     [
         # The gradients of the cut arrive at 4.5 s, and the backward of stage 0 takes 2 s more.
         ("point-to-point", 4.5 + 2.0 + 0.1),
-        # The 1 s of the gradients takes 2 beside the sum, which has 3 of its 4 s left then.
+        # Beside the sum the 1 s of the gradients takes 2 s; then 3 of the sum's 4 s remain.
         ("bus", 5.5 + 3.0 + 0.1),
     ],
 )
@@ -221,8 +224,8 @@ def test_a_sum_and_the_gradients_of_a_cut_share_a_bus(shape: Any, step_s: float)
 
 
 @pytest.mark.parametrize("shape", ["point-to-point", "bus"])
-def test_a_plan_says_what_shared_links_cost(shape: Any) -> None:
-    """Planners price each pair of devices alone; a note has the step of the simulation."""
+def test_a_note_tells_the_cost_of_shared_links(shape: Any) -> None:
+    """Planners price each pair of devices alone; a note gives the step of the simulation."""
     _, tables, cluster = shared_case((2, 2), shape, cut_mib=0)
     best = choose(tables, cluster, PlannerOptions(4, (1,)), "auto")
     assert max(best.replicas) > 1
@@ -249,7 +252,7 @@ def test_the_replica_with_the_most_rows_moves_longest() -> None:
 
 class TestChanges:
     @pytest.mark.slow
-    def test_each_by_itself(self, subject: Subject, cluster: Cluster) -> None:
+    def test_each_change_alone(self, subject: Subject, cluster: Cluster) -> None:
         changes = ["-vcu129.1", "+a100-40", "desktop-cpu.0=h100", "network=100 Gb/s, 5 us"]
         answer = whatif(subject, cluster, changes)
         assert [row.change for row in answer.changes] == changes
@@ -261,7 +264,7 @@ class TestChanges:
         assert better < 1
         assert quicker <= 1.02
 
-    def test_the_cluster_itself_stays(self, cluster: Cluster) -> None:
+    def test_changes_leave_the_cluster_unchanged(self, cluster: Cluster) -> None:
         before = cluster.ids
         assert "vcu129.1" not in changed(cluster, "-vcu129.1").ids
         assert changed(cluster, "+vcu129").ids[-1] == "vcu129.2"
@@ -277,11 +280,11 @@ class TestChanges:
             ("network=fast", 'write bandwidth and latency, as "1 Gb/s, 1 ms"'),
         ],
     )
-    def test_what_is_refused(self, cluster: Cluster, change: str, why: str) -> None:
+    def test_invalid_changes_are_refused(self, cluster: Cluster, change: str, why: str) -> None:
         with pytest.raises(HetpipeError, match=why):
             changed(cluster, change)
 
-    def test_a_network_where_there_is_none(self) -> None:
+    def test_a_change_of_a_missing_network_is_refused(self) -> None:
         alone = Cluster.published("bapipe-4-vcu118")
         if alone.network is None:
             with pytest.raises(ClusterError, match="no network between servers"):
@@ -290,7 +293,7 @@ class TestChanges:
 
 class TestCapacity:
     @pytest.mark.slow
-    def test_it_grows_with_devices_and_recompute(self, subject: Subject) -> None:
+    def test_capacity_grows_with_devices_and_recompute(self, subject: Subject) -> None:
         cluster = Cluster.published("bapipe-4-v100")
         answer = capacity(subject, cluster, block=(1, LAYERS - 1))
         assert answer.devices == (1, 2, 4)
@@ -303,7 +306,8 @@ class TestCapacity:
         assert one[-1] > stash[-1], "two versions at most, not four"
 
     def test_one_more_does_not_fit(self, subject: Subject) -> None:
-        """By the bytes of a device that has the model whole: 4 copies of 16 MiB a layer."""
+        """Compare with the bytes of a device that holds the whole model: 4 copies of 16 MiB per
+        layer."""
         cluster = Cluster.published("bapipe-4-v100")
         answer = capacity(subject, cluster, 2, (0, LAYERS - 1), [Method("data-parallel")])
         (counts,) = answer.largest.values()
@@ -311,7 +315,7 @@ class TestCapacity:
         held = 16 * 1024 * MIB // (layer_nbytes * LAYERS)
         assert abs(counts[0] - held) <= 1
 
-    def test_all_devices_where_they_are_no_power_of_two(self, subject: Subject) -> None:
+    def test_a_number_of_devices_that_is_no_power_of_two(self, subject: Subject) -> None:
         cluster = Cluster.published("bapipe-4-v100")
         three = replace(cluster, members=cluster.members[:3])
         answer = capacity(subject, three, 2, (0, LAYERS - 1), [Method("1f1b")])
@@ -324,13 +328,13 @@ class TestCapacity:
         assert answer.counted == "samples of a micro-batch"
         assert min(answer.largest[METHODS[0]]) > SAMPLES
 
-    def test_a_block_that_is_not_there(self, subject: Subject, cluster: Cluster) -> None:
+    def test_a_missing_block_is_refused(self, subject: Subject, cluster: Cluster) -> None:
         with pytest.raises(PlanError, match=r"block 3..12: the model has layers 0..11"):
             capacity(subject, cluster, block=(3, 12))
 
 
 def run(*arguments: str) -> Any:
-    """A command's JSON."""
+    """Run a command and return its JSON."""
     done = CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout[done.stdout.index("{") :])
@@ -382,12 +386,12 @@ class TestCommands:
         unmeasured = run("compare", *asked, "--no-measure")["rows"]
         assert [row["measured_step_s"] for row in unmeasured] == [None, None]
 
-    def test_whatif_leaves_out_each_device(self, folder: Path) -> None:
+    def test_whatif_removes_each_device(self, folder: Path) -> None:
         data = run("whatif", *self.asked(folder), "--planner", "exact", "--microbatches", "8")
         assert [row["change"] for row in data["rows"]][:2] == ["", "-v100-pcie-16.0"]
         assert data["rows"][0]["factor"] == 1.0
 
-    def test_profiles_that_lack_bytes_of_cuts_or_a_unit(self, folder: Path) -> None:
+    def test_options_for_profiles_without_cut_bytes_or_unit(self, folder: Path) -> None:
         importers = Path(__file__).parents[2] / "data" / "importers"
         cluster = ["--cluster", str(folder / "mixed.toml"), "--samples", "2"]
         metis = ["plan", "--profile", str(importers / "metis.json"), *cluster]
@@ -440,7 +444,7 @@ def test_a_profile_cannot_be_run(folder: Path) -> None:
         compare(subject, cluster, planners=["even"], measured=True)
 
 
-def test_a_cluster_that_is_too_small_says_what_lacks_and_a_cure(folder: Path) -> None:
+def test_the_error_of_a_small_cluster_names_missing_bytes_and_a_cure(folder: Path) -> None:
     subject = of_profile(folder / "equal.txt", SAMPLES, 2**20)
     one = Cluster.load(folder / "mixed.toml")
     with pytest.raises(PlanError, match="bytes are missing; it fits with micro-batches of"):

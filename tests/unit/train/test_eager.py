@@ -1,4 +1,4 @@
-"""Plain torch as the reference: learning-rate schedules and exclusions are followed."""
+"""Plain torch as the reference follows learning-rate schedules and exclusions."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def loss_fn(found, wanted):
     ],
     ids=lambda rule: rule.name,
 )
-def test_the_torch_optimizer_is_the_rule(rule):
+def test_the_torch_optimizer_matches_the_rule(rule):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -44,6 +44,6 @@ def test_the_torch_optimizer_is_the_rule(rule):
         torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-5, atol=1e-7)
 
 
-def test_what_torch_lacks_is_refused():
+def test_a_rule_that_torch_lacks_is_refused():
     with pytest.raises(HetpipeError, match="torch has no optimizer 'lion' to compare with"):
         Eager(nn.Linear(1, 1), loss_fn, optim.lion())

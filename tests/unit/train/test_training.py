@@ -1,4 +1,4 @@
-"""Comparing a training with plain torch's: equal, equal within rounding, or not."""
+"""Comparisons of a training with plain torch's: equal, equal within rounding, or different."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_same_losses_are_equal(workload: Workload, plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_one_percent_is_a_different_training(workload: Workload, plan: Plan) -> None:
-    """Once the comparison ran from trained weights, and called everything rounding."""
+    """The comparison must not run from trained weights, where everything would look like
+    rounding."""
     found = compare(workload, plan, steps(workload, 1.01), seed=0)
     assert found is not None
     assert not found.equal
@@ -49,8 +50,8 @@ def test_one_percent_is_a_different_training(workload: Workload, plan: Plan) -> 
     assert str(found).startswith("differs from unpartitioned torch: 1e-02")
 
 
-def test_a_training_that_hardly_moves_is_judged_by_rounding(workload: Workload, plan: Plan) -> None:
-    """Losses that were off by 5e-5 were once called equal, whatever rounding explained."""
+def test_rounding_decides_for_a_training_that_hardly_moves(workload: Workload, plan: Plan) -> None:
+    """Losses that differ by 5e-5 are equal only if rounding explains them."""
     found = compare(workload, plan, steps(workload, 1.0 + 5e-5), seed=0)
     assert found is not None
     assert not found.equal
@@ -58,8 +59,8 @@ def test_a_training_that_hardly_moves_is_judged_by_rounding(workload: Workload, 
 
 
 @pytest.mark.slow
-def test_what_rounding_explains_is_equal(workload: Workload, plan: Plan) -> None:
-    """The losses of the same training, with rounding errors in its first weights."""
+def test_differences_by_rounding_are_equal(workload: Workload, plan: Plan) -> None:
+    """Compare with losses of the same training that had rounding errors in its first weights."""
     disturbed = load_workload("mlp")
     disturb_parameters(disturbed.model, seed=7)
     expected, losses = (torch_losses(w, (16,) * 4, 20, seed=0) for w in (workload, disturbed))
@@ -82,12 +83,12 @@ SPREADS = {"weight": 1e-6, "bias": 2e-9}
     [
         ([1.0, -2.0 - 2e-6], [1e-9, 0.0], "weight", True),
         ([1.0, -1.9], [1e-9, 0.0], "weight", False),
-        ([1.0, -2.0], [8e-7, -9e-8], "bias", True),  # zero but for rounding
+        ([1.0, -2.0], [8e-7, -9e-8], "bias", True),  # zero except for rounding
         ([1.0, -2.0], [1e-3, 0.0], "bias", False),
         ([float("nan"), -2.0], [1e-9, 0.0], "weight", False),
     ],
 )
-def test_the_gradient_that_is_furthest_from_torch(
+def test_the_gradient_furthest_from_torch_is_found(
     weight: list[float], bias: list[float], name: str, is_right: bool
 ) -> None:
     actual = {"weight": torch.tensor(weight), "bias": torch.tensor(bias)}
@@ -95,7 +96,7 @@ def test_the_gradient_that_is_furthest_from_torch(
     assert (found.name, found.is_right) == (name, is_right)
 
 
-def test_a_gradient_that_is_missing_is_wrong() -> None:
+def test_a_missing_gradient_is_wrong() -> None:
     found = furthest({"bias": RIGHT["bias"]}, RIGHT, SPREADS, terms=4)
     assert (found.name, found.error, found.is_right) == ("weight", 1.0, False)
 
@@ -108,7 +109,7 @@ def test_gradients_are_compared_without_losses(workload: Workload, plan: Plan) -
     )
 
 
-def test_nothing_to_compare(workload: Workload, plan: Plan) -> None:
+def test_a_training_without_expected_losses_is_not_compared(workload: Workload, plan: Plan) -> None:
     assert compare(workload, plan, [Step(0, 1.0, 1.0)], seed=0) is None
 
 
@@ -123,7 +124,7 @@ def test_batches_repeat_with_their_seed(workload: Workload) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [optim.sgd(0.1, momentum=0.9), optim.adam(), optim.adamw()])
 def test_micro_batches_do_not_change_plain_training(rule: optim.Optimizer) -> None:
-    """Uneven micro-batches, a mean loss and (sum, count): three ways to the same losses."""
+    """Uneven micro-batches, a mean loss and (sum, count) give the same losses."""
 
     def summed(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
         return torch.nn.functional.cross_entropy(out, y, reduction="sum"), len(y)

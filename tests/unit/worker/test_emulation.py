@@ -11,13 +11,13 @@ from hetpipe.worker.emulation import OWN_SPEED, Emulation, Moment
 
 
 def compute(seconds: float) -> None:
-    """Occupy a core for so many seconds of the process's own time."""
+    """Occupy a core for this much CPU time of the process."""
     begin_s = time.process_time()
     while time.process_time() - begin_s < seconds:
         pass
 
 
-def test_an_action_lasts_as_long_as_on_a_slower_device() -> None:
+def test_an_action_takes_as_long_as_on_a_slower_device() -> None:
     begin = Moment.now()
     time.sleep(0.02)
     end_s = Emulation(0.5).stretch(begin)
@@ -30,8 +30,8 @@ def test_a_wait_before_an_action_does_not_count() -> None:
     assert Emulation(0.5).lasts_s(begin) < 1.0
 
 
-def test_on_a_shared_core_only_the_own_time_counts() -> None:
-    """The others' turns on the core are as the sleep here."""
+def test_only_cpu_time_counts_on_a_shared_core() -> None:
+    """The sleep stands for the turns of other workers on the core."""
     begin = Moment.now()
     time.sleep(0.1)
     compute(0.01)
@@ -40,7 +40,7 @@ def test_on_a_shared_core_only_the_own_time_counts() -> None:
     assert own.lasts_s(begin) >= 0.44
 
 
-def test_nothing_waits_for_a_moment_that_has_passed() -> None:
+def test_no_action_waits_for_the_past() -> None:
     now_s = time.monotonic()
     for shares_core in (False, True):
         assert Emulation(0.5, shares_core).wait_until(now_s - 1.0) >= now_s
@@ -56,7 +56,7 @@ def test_nothing_waits_for_a_moment_that_has_passed() -> None:
         ([(), ()], set()),
     ],
 )
-def test_members_share_the_cores_that_they_are_pinned_to(
+def test_members_pinned_to_the_same_cores_share_them(
     cores: list[tuple[int, ...]], sharing: set[str]
 ) -> None:
     members = tuple(Member(str(n), "x", own) for n, own in enumerate(cores))

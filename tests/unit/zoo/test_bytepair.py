@@ -1,4 +1,4 @@
-"""Byte-pair coding: by hand, there and back, and the same every time."""
+"""Byte-pair coding: by hand, encoding and decoding, and determinism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = b"a rose is a rose is a rose, and there is no other rose"
 
 
 def test_by_hand() -> None:
-    """Four times `ab`, the most frequent pair, then three times `abc`."""
+    """The most frequent pair is `ab`, four times, then `abc`, three times."""
     pairs = learn(b"abcabcabc ab", BYTES + 2)
     assert pairs.merges == ((ord("a"), ord("b")), (256, ord("c")))
     assert pairs.encode(b"abcabx").tolist() == [257, 256, ord("x")]
@@ -26,12 +26,12 @@ def test_a_run_of_one_letter_is_merged_from_the_left(text: bytes, tokens: list[i
     assert BytePairs(((97, 97),)).encode(text).tolist() == tokens
 
 
-def test_equally_frequent_pairs_go_by_their_letters() -> None:
+def test_letters_decide_between_equally_frequent_pairs() -> None:
     assert learn(b"cd ab", BYTES + 1).merges == ((ord(" "), ord("a")),)
 
 
 @pytest.mark.parametrize("text", [TEXT, b"", b"x", bytes(range(256)), "Straße, naïve".encode()])
-def test_there_and_back(text: bytes) -> None:
+def test_decoding_reverses_encoding(text: bytes) -> None:
     pairs = learn(TEXT, BYTES + 20)
     assert pairs.decode(pairs.encode(text)) == text
 
@@ -42,7 +42,7 @@ def test_the_learnt_text_becomes_short() -> None:
     assert len(pairs.encode(TEXT)) < len(TEXT) / 2
 
 
-def test_the_same_text_teaches_the_same() -> None:
+def test_the_same_text_gives_the_same_pairs() -> None:
     assert learn(TEXT, BYTES + 20) == learn(TEXT, BYTES + 20)
 
 

@@ -1,4 +1,4 @@
-"""The text workloads: their batches, their validation, and that they learn."""
+"""The text workloads: their batches, their validation, and their learning."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_batches_repeat_with_their_seed() -> None:
     assert not torch.equal(once[0][0], other[0][0])
 
 
-def test_an_epoch_is_the_training_text_and_nothing_else() -> None:
-    """Its windows, in the text's order again, are the training tokens: none from validation."""
+def test_an_epoch_is_exactly_the_training_text() -> None:
+    """Its windows, sorted, are the training tokens; none comes from the validation text."""
     batches, _, samples = language(LENGTH)
     x, y = next(batches(samples, 0))
     _, kept, _ = encode_corpus()
@@ -61,7 +61,7 @@ def test_an_epoch_is_the_training_text_and_nothing_else() -> None:
     assert sorted(y[:, -1].tolist()) == sorted(kept[LENGTH : border + 1 : LENGTH].tolist())
 
 
-def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
+def test_the_perplexity_of_a_uniform_model_is_the_vocabulary() -> None:
     class Even(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert not self.training
@@ -82,7 +82,7 @@ def test_the_loss_is_a_mean_over_samples() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "lstm"])
-def test_workloads_begin_as_if_all_tokens_were_alike(name: str) -> None:
+def test_workloads_begin_with_equal_probabilities(name: str) -> None:
     workload = load_workload(name)
     x, y = next(workload.batches(2, 0))
     loss = workload.loss_fn(workload.model(x), y).item()
@@ -106,7 +106,7 @@ def test_gpt_ties_its_weights_and_sees_no_future() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
-def test_a_small_one_learns(kind: str) -> None:
+def test_a_small_model_learns(kind: str) -> None:
     torch.manual_seed(0)
     model = (
         GPT(length=LENGTH, width=32, heads=2, blocks=2) if kind == "gpt" else Recurrent(width=32)

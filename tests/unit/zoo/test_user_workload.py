@@ -1,4 +1,4 @@
-"""What a user's own module does wrong is said as theirs, with their traceback alone."""
+"""Errors in a user's module are reported as the user's, with only the user's traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a module into the working directory; its factory's name."""
+    """Return a function that writes a module into the working directory and returns its
+    factory's name."""
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
 
@@ -44,7 +45,7 @@ def refusal(name: str) -> str:
     return str(caught.value)
 
 
-def test_a_module_s_exception_is_shown_without_our_frames(write: Write) -> None:
+def test_an_exception_is_shown_without_hetpipes_frames(write: Write) -> None:
     text = refusal(write("def make(): return inner()\ndef inner(): raise ValueError('no data')\n"))
     first, *frames, last = text.splitlines()
     assert first == "own_model:make() failed"
@@ -54,7 +55,7 @@ def test_a_module_s_exception_is_shown_without_our_frames(write: Write) -> None:
     assert all("own_model.py" in line for line in files)
 
 
-def test_a_module_that_cannot_be_imported_is_theirs(write: Write) -> None:
+def test_a_failed_import_is_the_users_error(write: Write) -> None:
     text = refusal(write("import not_there_at_all\n"))
     assert text.startswith("model 'own_model:make': its module failed\n")
     assert text.endswith("No module named 'not_there_at_all'")
@@ -62,13 +63,13 @@ def test_a_module_that_cannot_be_imported_is_theirs(write: Write) -> None:
     assert "importlib" not in text
 
 
-def test_a_factory_that_asks_for_arguments_is_theirs(write: Write) -> None:
+def test_a_factory_with_arguments_is_the_users_error(write: Write) -> None:
     text = refusal(write("def make(size): pass\n"))
     assert text.endswith("TypeError: make() missing 1 required positional argument: 'size'")
     assert "Traceback" not in text, "there is no frame of theirs"
 
 
-def test_a_script_that_exits_is_said(write: Write) -> None:
+def test_a_script_that_exits_is_reported(write: Write) -> None:
     assert refusal(write("raise SystemExit(3)\n")).endswith("SystemExit: 3")
 
 
@@ -90,7 +91,7 @@ def test_a_script_that_exits_is_said(write: Write) -> None:
         ("hp.Workload(model(), mse, batches, blocks='0')", "Workload.blocks is '0'"),
     ],
 )
-def test_a_wrong_workload_is_said_by_its_field(write: Write, made: str, message: str) -> None:
+def test_a_wrong_workload_is_reported_with_its_field(write: Write, made: str, message: str) -> None:
     assert message in refusal(write(f"def make(): return {made}\n"))
 
 
@@ -103,7 +104,7 @@ def test_a_wrong_workload_is_said_by_its_field(write: Write, made: str, message:
         ("return iter([(1, 2)])", "batches(4, 0) ended after 1 mini-batches"),
     ],
 )
-def test_wrong_batches_are_said(write: Write, batches: str, message: str) -> None:
+def test_wrong_batches_are_reported(write: Write, batches: str, message: str) -> None:
     workload = load_workload(
         write(f"def own(n, seed): {batches}\ndef make(): return hp.Workload(model(), mse, own)\n")
     )
@@ -112,7 +113,7 @@ def test_wrong_batches_are_said(write: Write, batches: str, message: str) -> Non
     assert message in str(caught.value)
 
 
-def test_batches_that_raise_are_theirs(write: Write) -> None:
+def test_an_exception_in_batches_is_the_users_error(write: Write) -> None:
     text = (
         "def own(n, seed):\n    yield 1, 2\n    raise OSError('disk')\n"
         "def make(): return hp.Workload(model(), mse, own)\n"
@@ -125,7 +126,7 @@ def test_batches_that_raise_are_theirs(write: Write) -> None:
     assert str(caught.value).endswith("OSError: disk")
 
 
-def test_as_many_batches_as_are_asked_for_may_be_all(write: Write) -> None:
+def test_batches_may_end_after_the_requested_number(write: Write) -> None:
     workload = load_workload(write("def make(): return hp.Workload(model(), mse, batches)\n"))
     assert len(list(islice(workload.batches(4, 0), 2))) == 2
 
@@ -134,7 +135,7 @@ def test_as_many_batches_as_are_asked_for_may_be_all(write: Write) -> None:
     ("body", "message"),
     [("return 3", "validate(model) returned 3"), ("return {'a': 'b'}", "could not convert")],
 )
-def test_a_wrong_validation_is_said(write: Write, body: str, message: str) -> None:
+def test_a_wrong_validation_is_reported(write: Write, body: str, message: str) -> None:
     text = f"def own(model): {body}\ndef make(): return hp.Workload(model(), mse, batches, "
     workload = load_workload(write(f"{text}validate=own)\n"))
     assert workload.validate is not None
@@ -146,7 +147,7 @@ def test_a_wrong_validation_is_said(write: Write, body: str, message: str) -> No
 def test_the_working_directory_comes_after_the_library(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `netrc.py` there was once imported instead of the standard library's."""
+    """A user's `netrc.py` there must not replace the standard library's."""
     (tmp_path / "netrc.py").write_text("raise RuntimeError('not this one')\n")
     monkeypatch.delitem(sys.modules, "netrc", raising=False)
     text = "import netrc\ndef make(): return hp.Workload(model(), mse, batches)\n"

@@ -1,4 +1,4 @@
-"""A validation of the zoo leaves every module in the mode that it had."""
+"""A validation of the zoo leaves every module in its mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_frozen_part_stays_in_eval_mode(validate: Callable[[nn.Module], None])
 
 
 @pytest.mark.parametrize("validate", [_on_tokens, _on_rows])
-def test_an_error_restores_modes_too(validate: Callable[[nn.Module], None]) -> None:
+def test_modes_are_restored_after_an_error(validate: Callable[[nn.Module], None]) -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(4, 4))
     with pytest.raises(RuntimeError):
         validate(model)

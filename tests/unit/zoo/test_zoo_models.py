@@ -1,4 +1,4 @@
-"""The zoo's models: their sizes, and that every name gives a model with data that fits it."""
+"""The zoo's models: their sizes, and fitting data for every name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetpipe.zoo.load import FAMILIES, SMALL, ZOO, load_workload, zoo_names
 from hetpipe.zoo.resnet import ResNet
 
 PARAMETERS = {
-    # Models as torchvision and transformers have them.
+    # Models as in torchvision and transformers.
     "alexnet": 61_100_840, "vgg11": 132_863_336, "vgg16": 138_357_544, "vgg19": 143_667_240,
     "resnet18": 11_689_512, "resnet50": 25_557_032, "densenet121": 7_978_856,
     "mobilenet-v3": 5_483_032, "vit": 86_567_656, "swin": 28_288_354, "convnext": 28_589_128,
@@ -19,7 +19,7 @@ PARAMETERS = {
 }  # fmt: skip
 MILLIONS = {"gnmt16": (291, 0.06), "bert48": (640, 0.01), "xlnet36": (500, 0.05),
             "amoebanet36": (933, 0.01)}  # fmt: skip
-"""DAPPLE, table 1, with the difference that is allowed: its vocabularies are not known."""
+"""DAPPLE's table 1, with the allowed difference: its vocabularies are unknown."""
 
 
 def size(model: torch.nn.Module) -> int:
