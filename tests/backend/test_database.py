@@ -106,7 +106,5 @@ def test_listed_entries_exist() -> None:
 
 
 def test_the_page_of_operators_is_made_from_the_list() -> None:
-    command = (
-        "PYTHONPATH=tests python -m benchmarks.survey tests/backend/database.toml docs/operators.md"
-    )
+    command = "python -m benchmarks.survey tests/backend/database.toml docs/operators.md"
     assert PAGE.read_text(encoding="utf-8") == survey.page(SURVEY), f"PYTHONPATH=tests {command}"
