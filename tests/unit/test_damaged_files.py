@@ -60,7 +60,7 @@ def document(name):
     return json.loads((DATA / name).read_text())
 
 
-def damaged(content, rng):
+def damage(content, rng):
     """Return the content with a changed structure, or with its text damaged anywhere."""
     return dumped(changed(content, rng)) if rng.random() < 0.7 else spoilt(dumped(content), rng)
 
@@ -101,13 +101,13 @@ IN_JSON = (
 def test_plans(tmp_path):
     plan = document("plan.json") | {"costs": document("costs.json")}
     errors = (PlanError, CostError)
-    check_all(tmp_path / "p.json", lambda rng: damaged(plan, rng), read_plan, errors, IN_JSON)
+    check_all(tmp_path / "p.json", lambda rng: damage(plan, rng), read_plan, errors, IN_JSON)
 
 
 def test_a_plan_can_be_shown_after_reading(tmp_path):
     rng, plan, shown = random.Random(1), document("plan.json"), 0
     for _ in range(COUNT):
-        (tmp_path / "p.json").write_bytes(damaged(plan, rng))
+        (tmp_path / "p.json").write_bytes(damage(plan, rng))
         if refusal(lambda: read_plan(tmp_path / "p.json"), (PlanError,)) is None:
             read = read_plan(tmp_path / "p.json")[0]
             shown += refusal(lambda read=read: str(read), (ScheduleError,)) is None
@@ -116,13 +116,13 @@ def test_a_plan_can_be_shown_after_reading(tmp_path):
 
 def test_cost_tables(tmp_path):
     costs, errors = document("costs.json"), (CostError,)
-    check_all(tmp_path / "c.json", lambda rng: damaged(costs, rng), read_costs, errors, IN_JSON)
+    check_all(tmp_path / "c.json", lambda rng: damage(costs, rng), read_costs, errors, IN_JSON)
 
 
 def test_a_planner_can_use_a_table_after_reading(tmp_path):
     rng, costs, planned = random.Random(1), document("costs.json"), 0
     for _ in range(COUNT):
-        (tmp_path / "c.json").write_bytes(damaged(costs, rng))
+        (tmp_path / "c.json").write_bytes(damage(costs, rng))
         if refusal(lambda: read_costs(tmp_path / "c.json"), (CostError,)) is None:
             table = read_costs(tmp_path / "c.json")
             numbers = {"mini_batch": 2 * table.samples, "microbatches": 2}
@@ -135,7 +135,7 @@ def test_timelines(tmp_path):
     timeline, errors = document("timeline.json"), (ScheduleError,)
     check_all(
         tmp_path / "t.json",
-        lambda rng: damaged(timeline, rng),
+        lambda rng: damage(timeline, rng),
         lambda path: Timeline.from_json(read_json(path, ScheduleError), str(path)),
         errors,
         IN_JSON,

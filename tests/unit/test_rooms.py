@@ -151,7 +151,7 @@ def wall_imports(root: Path) -> Iterator[str]:
 
 
 def host_imports(root: Path) -> Iterator[str]:
-    """Yield the files of the contract of backends that import the package that runs backends."""
+    """Yield the imports of the host in the files of the contract of backends."""
     for path, tree in sources(root, "hetpipe/sdk"):
         if "/host/" not in path and path not in ABOVE_HOST:
             yield from (f"{path} imports {name}" for name in imports_of(tree) if HOST in f"{name}.")

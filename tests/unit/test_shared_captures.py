@@ -33,7 +33,7 @@ def test_an_equal_model_has_the_same_capture() -> None:
     assert all(other is not kept for other in others)
 
 
-def test_stages_are_traced_once_per_arguments() -> None:
+def test_stages_are_traced_once_for_the_same_arguments() -> None:
     kept = capture(model())
     (whole,), (again,) = (kept.stage_graphs([], [{}], [4], None) for _ in range(2))
     assert again is whole

@@ -82,7 +82,7 @@ def test_a_tree_has_one_share() -> None:
     assert [share_of_tree(f"{n:040x}") for n in range(9)] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
 
 
-def test_files_but_no_messages_decide_the_share(project: Path) -> None:
+def test_the_files_and_not_the_message_decide_the_share(project: Path) -> None:
     def git(*arguments: str) -> None:
         who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *who, *arguments], cwd=project, check=True, capture_output=True)

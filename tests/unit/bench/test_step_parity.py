@@ -111,9 +111,8 @@ def test_a_correct_device_is_equal(device: str, name: str) -> None:
 
 
 class Crossing(nn.Module):
-    """Its first and last layer share a weight, a skip connection crosses the layers between, and a
-    batch norm keeps running sums.
-    """
+    """A model whose first and last layer share a weight, with a skip connection and a batch norm
+    between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ def test_a_wrong_gradient_is_found() -> None:
 
 
 class Close(nn.Module):
-    """One hidden element is 2^-30 and has a small weight; float32 rounds it to 0."""
+    """A model with a hidden element of 2^-30, of small weight, which float32 rounds to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +255,8 @@ PAIRS = 32
 
 
 class Cancelling(nn.Module):
-    """The first weight's gradient is a small sum of large terms, so rounding errors stay in it.
+    """A model whose first weight has a small sum of large terms as gradient, with rounding
+    errors.
 
     The last hidden unit is zero and has weights of about 3000 to both classes, so its tangent is
     the small difference of large products. Samples come in pairs with opposite labels, whose
@@ -332,7 +332,7 @@ def test_the_exact_device_rounds_only_results() -> None:
 @pytest.mark.slow
 def test_a_wrong_tangent_at_a_cut_is_refused() -> None:
     class Off(Exact):
-        """Tensors that cross the cut are off by 0.2 %."""
+        """A device whose tensors at the cut are off by 0.2 %."""
 
         def _run(self, program: Any, inputs: Any, donate: frozenset[int]) -> list[Any]:
             results = super()._run(program, inputs, donate)
@@ -352,7 +352,7 @@ def test_a_wrong_tangent_at_a_cut_is_refused() -> None:
 
 
 class Chaotic(nn.Module):
-    """Each layer multiplies errors by about 20."""
+    """A model whose layers each multiply errors by about 20."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,9 +406,8 @@ def test_steps_in_float32_show_how_far_rounding_moves_a_loss(amplifies: bool) ->
 
 
 class Undone(nn.Module):
-    """The second norm undoes the scale of the first, so the first norm's gradient is what remains
-    after large terms cancel.
-    """
+    """A model whose second norm undoes the scale of the first, so that large terms cancel in the
+    gradient of the first norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +434,7 @@ def test_a_cancelled_gradient_is_compared_with_torch_in_float32() -> None:
 
 
 class Tied(nn.Module):
-    """Float32 rounds the elements of a window to equal values; in float64 the second is larger."""
+    """A model with a window of elements that are equal in float32 and not in float64."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def test_a_graph_takes_the_longer_of_operations_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("backend", [PacedTorch, PacedOpenCL])
-def test_results_are_right_and_late(backend: type[PacedBackend]) -> None:
+def test_results_are_right_and_take_the_modelled_time(backend: type[PacedBackend]) -> None:
     try:
         infos = backend().discover()
     except BackendError as error:

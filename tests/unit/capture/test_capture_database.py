@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from test_capture_devices import DEVICES, _on, opened
+from test_capture_devices import DEVICES, _run_on, opened
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -192,7 +192,7 @@ def check_on_device(case: Case, piece: StagePiece, device_id: str) -> bool:
             require_support(device, program.graph)
     except UnsupportedOperatorError:
         return False
-    case.check(programs, piece, functools.partial(_on, device))
+    case.check(programs, piece, functools.partial(_run_on, device))
     return True
 
 

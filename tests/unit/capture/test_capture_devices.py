@@ -24,7 +24,7 @@ DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())
 SIZES, SHARES = [8, 4], [8 / 12, 4 / 12]
 
 
-def _on(device: Device, program: Program, env: Env) -> Env:
+def _run_on(device: Device, program: Program, env: Env) -> Env:
     """Run a program on the device."""
     require_support(device, program.graph)
     inputs = [env[slot.key].contiguous().numpy() for slot in program.inputs]
@@ -62,7 +62,7 @@ def test_gradients(device_id: str, name: str, mode: str) -> None:
     tables = [get_backend(device.info.backend).decompositions()] * 2
     cut = [len(captured.layer_graph(8)) // 2]
     graphs = captured.stage_graphs(cut, tables, SIZES, None, [mode] * 2, True)
-    execute = functools.partial(_on, device)
+    execute = functools.partial(_run_on, device)
     whole = Stages(captured, graphs, execute=execute).step(batch, SIZES, SHARES)
     halved = Stages(captured, graphs, halves=True, execute=execute).step(batch, SIZES, SHARES)
     _, _, expected = eager(model, loss_fn, batch, SIZES, SHARES)
@@ -85,7 +85,7 @@ def test_evaluation(device_id: str, name: str) -> None:
     state = Stages(
         captured,
         captured.evaluation_graphs([1], tables, SIZES),
-        execute=functools.partial(_on, device),
+        execute=functools.partial(_run_on, device),
     )
     state.step((x, y), SIZES, SHARES)
     model.load_state_dict({**state.params, **state.buffers}, strict=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_harness import Stages, eager, total
-from test_capture_devices import DEVICES, SHARES, SIZES, _on, opened
+from test_capture_devices import DEVICES, SHARES, SIZES, _run_on, opened
 from torch import nn
 
 from hetpipe.capture import Captured
@@ -105,7 +105,7 @@ def test_rows_without_keys(name: str) -> None:
         device = opened(device_id)
         tables: list[Any] = [get_backend(device.info.backend).decompositions()] * 2
         graphs = captured.stage_graphs([1], tables, SIZES, None)
-        state = Stages(captured, graphs, execute=functools.partial(_on, device))
+        state = Stages(captured, graphs, execute=functools.partial(_run_on, device))
         found = total(state.step(batch(), SIZES, SHARES))
         assert state.loss == pytest.approx(loss, rel=1e-5), device_id
         assert found.keys() == expected.keys()

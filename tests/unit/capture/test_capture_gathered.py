@@ -22,7 +22,7 @@ KEPT = core_decompositions(keep=(SUMS, *LSTM))
 
 
 class Matrix(nn.Module):
-    """Multiply rows by a matrix, stored plainly or transposed."""
+    """A product of rows and a matrix, which is stored plainly or transposed."""
 
     def __init__(self, transposed: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ READERS = {
 
 
 class Model(nn.Module):
-    """Map tokens (n, STEPS) to class scores."""
+    """A model from tokens (n, STEPS) to class scores."""
 
     def __init__(self, reader: nn.Module, **settings: Any) -> None:
         super().__init__()

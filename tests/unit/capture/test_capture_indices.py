@@ -15,7 +15,7 @@ from hetpipe.errors import HetpipeError
 
 
 class Net(nn.Module):
-    """Uses indices for lookups, gathers and one-hot; `kind` also feeds a mask."""
+    """A model that uses indices for lookups, gathers and one-hot, and `kind` also for a mask."""
 
     def __init__(self) -> None:
         super().__init__()

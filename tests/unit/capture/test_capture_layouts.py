@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from capture_harness import Stages, eager, total
-from test_capture_devices import DEVICES, SHARES, SIZES, _on, opened
+from test_capture_devices import DEVICES, SHARES, SIZES, _run_on, opened
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -25,7 +25,7 @@ from hetpipe.sdk.host.registry import get_backend
 
 
 class First(nn.Module):
-    """Return a layer's first result; call it with the same tensor for `same` inputs."""
+    """The first result of a layer, which gets the same tensor for `same` inputs."""
 
     def __init__(self, layer: nn.Module, same: int = 1, **options: Any) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_layer_between_transposes(name: str) -> None:
         device = opened(device_id)
         tables = [get_backend(device.info.backend).decompositions()]
         graphs = captured.stage_graphs([], tables, SIZES, None)
-        state = Stages(captured, graphs, execute=functools.partial(_on, device))
+        state = Stages(captured, graphs, execute=functools.partial(_run_on, device))
         try:
             found = total(state.step(batch, SIZES, SHARES))
         except UnsupportedOperatorError:

@@ -25,7 +25,7 @@ IMAGE = (SAMPLES, CHANNELS, SIDE, SIDE)
 
 
 class Pooled(nn.Module):
-    """Map images to class scores through max pooling of an activation's image."""
+    """A model from images to class scores that pools the maxima of an activation."""
 
     def __init__(self, activation: nn.Module, skip: bool = False) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, 3, 6, 6), torch.arange(12) % 5
 
 
-def _on(device_id: str, program: Program, env: Mapping[tuple[str, str], torch.Tensor]) -> Env:
+def _run_on(device_id: str, program: Program, env: Mapping[tuple[str, str], torch.Tensor]) -> Env:
     """Run a program on the device."""
     inputs = [env[slot.key].contiguous().numpy() for slot in program.inputs]
     outputs = found_devices.run(open_device(device_id), program.graph, inputs)
@@ -90,7 +90,7 @@ def _check(
 @pytest.mark.wide
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_a_backbone_in_eval_mode_on_every_backend(device_id: str) -> None:
-    """The frozen backbone uses no batch statistics and no dropout, and its statistics stay
+    """A backbone in eval mode uses neither batch statistics nor dropout, and its statistics stay
     unchanged."""
     net = _net()
     net.backbone.eval()
@@ -99,7 +99,7 @@ def test_a_backbone_in_eval_mode_on_every_backend(device_id: str) -> None:
     assert captured.updated_buffers == {f"norm.{name}" for name in net.norm.state_dict()} - {
         "norm.weight", "norm.bias"
     }  # fmt: skip
-    _check(net, captured, tables=tables, execute=functools.partial(_on, device_id))
+    _check(net, captured, tables=tables, execute=functools.partial(_run_on, device_id))
 
 
 def test_dropout_in_eval_mode_stays_off() -> None:

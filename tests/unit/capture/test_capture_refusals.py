@@ -363,7 +363,7 @@ def test_a_refusal_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Masked(nn.Module):
-    """Write to the places of a mask with the function `write`."""
+    """A model that writes to the places of a mask with the function `write`."""
 
     def __init__(self, write: Callable[[Any, torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__()

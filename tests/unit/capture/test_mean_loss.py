@@ -153,12 +153,12 @@ def test_class_weights_are_found_with_labels_of_one_class() -> None:
 
 
 def test_a_choice_of_samples_by_comparison_is_found() -> None:
-    def hard_ones(o: Tensor, y: Tensor) -> Tensor:
+    def hard_samples(o: Tensor, y: Tensor) -> Tensor:
         losses = F.cross_entropy(o, y, reduction="none")
         return (losses * (losses > losses.mean())).mean()
 
-    assert "no mean over samples" in fault(hard_ones, nn.Linear(6, 3))
-    assert "no mean over samples" in fault(hard_ones, nn.Linear(6, 3), y=LABELS.flip(0))
+    assert "no mean over samples" in fault(hard_samples, nn.Linear(6, 3))
+    assert "no mean over samples" in fault(hard_samples, nn.Linear(6, 3), y=LABELS.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
@@ -280,11 +280,11 @@ def test_outputs_that_are_not_batch_first_pass() -> None:
 
 
 def test_a_loss_that_fails_for_several_micro_batches_warns() -> None:
-    def of_four(o: Tensor, y: Tensor) -> Tensor:
+    def loss_of_four(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o.reshape(4, 3), y)
 
     with pytest.warns(LossWarning, match="fails for several micro-batches of 4 at once"):
-        assert fault(of_four) == ""
+        assert fault(loss_of_four) == ""
 
 
 def test_the_verdict_is_kept_with_the_labels(

@@ -69,7 +69,7 @@ class Endless(Theirs):
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def empty_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_instances", {})
     monkeypatch.setattr(registry, "entry_points", lambda group: [])

@@ -19,7 +19,7 @@ from hetpipe.errors import CostError
 PAGE = (Path(__file__).parents[3] / "docs" / "boards.md").read_text(encoding="utf-8")
 
 
-def printed(*arguments: str) -> str:
+def run_boards(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["boards", *arguments])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -32,7 +32,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 
 def test_all_boards_are_in_the_table() -> None:
-    rows = cells(printed())
+    rows = cells(run_boards())
     assert set(rows) == set(boards())
     assert rows["v100-sxm-16"] == [
         *("gpu", "16 GiB", "900 GB/s", "15.75 GB/s", "50 GB/s"),
@@ -43,7 +43,7 @@ def test_all_boards_are_in_the_table() -> None:
 
 
 def test_a_boards_page_has_every_number_with_its_unit_and_source() -> None:
-    text = printed("u280")
+    text = run_boards("u280")
     rows, there = cells(text), boards()["u280"]
     assert "u280: AMD Alveo U280 (fpga, async)" in text
     assert list(rows) == list(there.sources)
@@ -110,7 +110,7 @@ def example(tmp_path: Path) -> Path:
 
 def test_the_pages_example_is_a_valid_board(example: Path) -> None:
     assert read_board(example).id == "my-card"
-    assert cells(printed("--folder", str(example.parent))).keys() == {"my-card"}
+    assert cells(run_boards("--folder", str(example.parent))).keys() == {"my-card"}
 
 
 def test_the_pages_error_message_is_current(example: Path) -> None:

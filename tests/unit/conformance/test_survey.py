@@ -20,7 +20,7 @@ COMPLEX = (
 
 
 @pytest.fixture
-def some(monkeypatch: pytest.MonkeyPatch) -> Survey:
+def example(monkeypatch: pytest.MonkeyPatch) -> Survey:
     names = ("acos", "cholesky", "fft_irfft", "rand_like", "nn_functional_relu")
     monkeypatch.setattr(survey, "entries", lambda: dict.fromkeys(names))
     results = [
@@ -39,29 +39,29 @@ def test_reasons_become_short() -> None:
     assert survey.cause("complex64 is not among its dtypes") == "complex64 is not among its dtypes"
 
 
-def test_results_of_a_run_are_sorted(some: Survey) -> None:
-    assert some.unasked == {"rand_like": "its results are random"}
-    assert sorted(some.refused["opencl"]) == ["cholesky", "fft_irfft"]
-    assert some.status("opencl", "acos") == some.status("mine", "cholesky") == ""
-    assert some.status("opencl", "fft_irfft") == "refused: dtype complex64"
-    assert some.status("mine", "rand_like") == "not asked: its results are random"
+def test_results_of_a_run_are_sorted(example: Survey) -> None:
+    assert example.unasked == {"rand_like": "its results are random"}
+    assert sorted(example.refused["opencl"]) == ["cholesky", "fft_irfft"]
+    assert example.status("opencl", "acos") == example.status("mine", "cholesky") == ""
+    assert example.status("opencl", "fft_irfft") == "refused: dtype complex64"
+    assert example.status("mine", "rand_like") == "not asked: its results are random"
 
 
-def test_a_list_survives_writing_and_reading(some: Survey, tmp_path: Path) -> None:
+def test_a_list_survives_writing_and_reading(example: Survey, tmp_path: Path) -> None:
     path = tmp_path / "list.toml"
-    path.write_text(survey.text(some), encoding="utf-8")
-    assert survey.read(path) == some
+    path.write_text(survey.text(example), encoding="utf-8")
+    assert survey.read(path) == example
 
 
-def test_the_page_counts_the_operators_that_run(some: Survey) -> None:
-    lines = survey.page(some).splitlines()
+def test_the_page_counts_the_operators_that_run(example: Survey) -> None:
+    lines = survey.page(example).splitlines()
     assert "| all | 4 | 4 | 2 |" in lines
     assert "| linear algebra | `cholesky` | aten.cholesky, aten.linalg_solve_triangular |" in lines
     assert "| activations, losses, layers | 1 | 1 | 1 |" in lines
     assert "| 1 | its results are random |" in lines
 
 
-def test_results_of_a_run_are_written_to_the_files(some: Survey, tmp_path: Path) -> None:
+def test_results_of_a_run_are_written_to_the_files(example: Survey, tmp_path: Path) -> None:
     data, page, results = (tmp_path / name for name in ("list.toml", "page.md", "found.json"))
     found = {"name": "database/cholesky", "message": f"refused: {LACKING}"}
     report = {"devices": {"opencl:pocl:0": {"results": [found]}}}

@@ -128,8 +128,7 @@ PLAUSIBLE = {
     "fabric.dsp_per_mac.float16": (0.5, 2),
     "fabric.dsp_per_mac.int16": (0.5, 1),
 }
-"""Least and most: no range is so wide that a number and a thousandth of it fit, as in a unit
-error."""
+"""Least and most; no range spans a factor of 1000, so that a wrong unit is found."""
 
 
 @pytest.mark.parametrize("id", IDS)

@@ -24,7 +24,7 @@ def milliseconds(times_s):
     return [pytest.approx(time_s / MILLI) for time_s in times_s]
 
 
-def changed(tmp_path, name, *changes):
+def changed_copy(tmp_path, name, *changes):
     """Return a copy of an example with some values changed, each by its place; None deletes a
     key."""
     data = json.loads((DATA / name).read_text(encoding="utf-8"))
@@ -197,7 +197,7 @@ def test_metis():
     ],
 )
 def test_an_error_names_the_place(tmp_path, name, change, says):
-    path = changed(tmp_path, name, change)
+    path = changed_copy(tmp_path, name, change)
     with pytest.raises(CostError) as error:
         read_chain(path)
     assert str(error.value).startswith(f"{path}: ")
@@ -228,7 +228,7 @@ def test_an_error_names_the_place(tmp_path, name, change, says):
     ],
 )
 def test_an_error_in_metis_names_the_place(tmp_path, change, says):
-    path = changed(tmp_path, "metis.json", change)
+    path = changed_copy(tmp_path, "metis.json", change)
     with pytest.raises(CostError) as error:
         read_chain(path, cut_nbytes=160)
     assert str(error.value).startswith(f"{path}: ")
@@ -247,7 +247,7 @@ def test_a_workload_without_backward_nodes_is_refused(tmp_path):
 def test_a_workload_without_forward_nodes_is_refused(tmp_path):
     changes = [("nodes", index, "isBackwardNode", True) for index in range(4)]
     with pytest.raises(CostError, match="no forward node among 8"):
-        read_chain(changed(tmp_path, "layers.json", *changes))
+        read_chain(changed_copy(tmp_path, "layers.json", *changes))
 
 
 def test_studies_pass_on_the_arguments_of_importers():
@@ -266,7 +266,7 @@ def test_studies_pass_on_the_arguments_of_importers():
 
 
 def test_a_backward_node_of_no_forward_node_is_named(tmp_path):
-    path = changed(tmp_path, "layers.json", ("nodes", 7, "colorClass", 9), ("edges", 7, None))
+    path = changed_copy(tmp_path, "layers.json", ("nodes", 7, "colorClass", 9), ("edges", 7, None))
     with pytest.raises(CostError, match=r"nodes\.7 is a backward node of no forward node"):
         read_chain(path)
 

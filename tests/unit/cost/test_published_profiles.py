@@ -24,7 +24,7 @@ def profiles():
     return Path(folder) / "profiles"
 
 
-def written(tmp_path, *lines):
+def write_lines(tmp_path, *lines):
     path = tmp_path / "graph.txt"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -35,7 +35,7 @@ def node(name, activation_nbytes=4):
 
 
 def test_a_profile_as_pipedream_and_as_dapple_write_it(tmp_path):
-    path = written(
+    path = write_lines(
         tmp_path,
         LINE.format("node1", "Input0", "16.000"),
         LINE.format("node2", "LSTM(4 -- 4)", "[9.0; 2.0; 1]"),
@@ -112,7 +112,7 @@ GOOD = [LINE.format("a", "Linear", 4), LINE.format("b", "Linear", 4), LINE.forma
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, lines, number, says):
-    path = written(tmp_path, *lines)
+    path = write_lines(tmp_path, *lines)
     with pytest.raises(CostError) as error:
         read_profile(path)
     assert str(error.value).startswith(f"{path}:{number}: ")
@@ -129,8 +129,8 @@ def test_missing_and_binary_files_are_refused(tmp_path):
 def test_a_partitioned_profile_is_read_with_its_stages(tmp_path):
     """Read a profile in the form that PipeDream's optimizer writes."""
     lines = [*(f"{line} -- stage_id={stage}" for stage, line in enumerate(GOOD[:2])), GOOD[2]]
-    plain = read_profile(written(tmp_path, *GOOD, "\ta -- b"))
-    profile = read_profile(written(tmp_path, *lines, "\ta -- b"))
+    plain = read_profile(write_lines(tmp_path, *GOOD, "\ta -- b"))
+    profile = read_profile(write_lines(tmp_path, *lines, "\ta -- b"))
     assert [each.stage for each in profile.nodes] == [0, 1, None]
     assert profile.chain() == plain.chain()
     write_profile(profile, tmp_path / "again.txt")
@@ -138,7 +138,7 @@ def test_a_partitioned_profile_is_read_with_its_stages(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
-    path = written(tmp_path, *GOOD)
+    path = write_lines(tmp_path, *GOOD)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert read_profile(path).nodes[0].name == "a"
 

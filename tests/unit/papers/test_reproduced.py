@@ -198,7 +198,7 @@ def test_no_deeper_warmup_gains_more_than_the_transfers():
 
 
 def test_bert_grows_with_the_devices_as_in_the_paper(data):
-    """Allow 1 %: one device more or less holds half of a layer among 53."""
+    """Allow 1 %: a device holds about 53 layers, and whole layers round to half of one."""
     layers = dapple.bert_layers(data)
     for devices, (paper, _) in dapple.BERT.items():
         assert layers[devices] >= paper

@@ -40,12 +40,12 @@ def plan_of(costs: CostTable, schedule: str = "1f1b", weights: str = "flush") ->
     )
 
 
-def measured(plan: Plan, costs: CostTable, factors: Mapping[str, float]) -> Timeline:
+def measure(plan: Plan, costs: CostTable, factors: Mapping[str, float]) -> Timeline:
     """Return the step's timeline if each device takes `factors` times its costs."""
     return predict(plan, scale_costs(costs, factors))
 
 
-def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
+def disturb(timeline: Timeline, op: Op, seconds: float) -> Timeline:
     """Return the timeline with stage 0's first pass of this kind set to `seconds`."""
     spans = list(timeline.spans)
     at = next(n for n, s in enumerate(spans) if s.action.op is op and s.action.stage == 0)
@@ -57,7 +57,7 @@ def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
 def test_a_slow_device_is_seen(schedule: str) -> None:
     costs = table()
     plan = plan_of(costs, schedule, "stash" if schedule == "pipedream" else "flush")
-    ratios = ratios_of([measured(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
+    ratios = ratios_of([measure(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
     assert ratios["a"] == pytest.approx([2.0], rel=0.02)
     assert ratios["b"] == pytest.approx([0.7], rel=0.02)
 
@@ -74,10 +74,10 @@ def test_the_last_passes_correct_a_prediction() -> None:
         assert learning.corrected() is None
         for part in (-1, 0, 1):
             factors = {"a": 3.0 * (1 + noise * part), "b": 1.5}
-            learning.add(measured(plan, costs, factors))
+            learning.add(measure(plan, costs, factors))
         found = learning.corrected()
         assert found is not None
-        typical_s = measured(plan, costs, {"a": 3.0, "b": 1.5}).step_s
+        typical_s = measure(plan, costs, {"a": 3.0, "b": 1.5}).step_s
         assert found.raw_s == plan.step_s
         assert found.corrected_s == pytest.approx(typical_s, rel=0.03)
         assert found.drifts == pytest.approx({"a": 3.0, "b": 1.5}, rel=0.03)
@@ -94,7 +94,7 @@ def test_a_senseless_time_is_ignored(op: Op, seconds: float) -> None:
     """Skip it in that mini-batch and for that device only."""
     costs = table()
     plan = plan_of(costs)
-    timeline = disturbed(measured(plan, costs, {"a": 2.0, "b": 2.0}), op, seconds)
+    timeline = disturb(measure(plan, costs, {"a": 2.0, "b": 2.0}), op, seconds)
     ratios = ratios_of([timeline], plan, costs)
     assert ratios.keys() == {"b"}
     assert ratios["b"] == pytest.approx([2.0], rel=0.02)
@@ -105,8 +105,8 @@ def test_one_long_time_moves_nothing() -> None:
     plan = plan_of(costs)
     learning = Learning(costs, plan)
     for number in range(WINDOW):
-        timeline = measured(plan, costs, {"a": 1.5})
-        learning.add(disturbed(timeline, Op.FORWARD, 5.0) if number == 3 else timeline)
+        timeline = measure(plan, costs, {"a": 1.5})
+        learning.add(disturb(timeline, Op.FORWARD, 5.0) if number == 3 else timeline)
     assert learning.factors == pytest.approx({"a": 1.5, "b": 1.0}, rel=0.02)
     assert learning.table().forward_s("a", 0, 5) == pytest.approx(
         1.5 * costs.forward_s("a", 0, 5), rel=0.02
@@ -122,12 +122,12 @@ def test_factors_stay_when_stages_change() -> None:
     assert learning.table() == costs
     assert learning.step_s is None
     for _ in range(WINDOW):
-        learning.add(measured(plan, costs, {"a": 2.0}))
-    assert learning.step_s == pytest.approx(measured(plan, costs, {"a": 2.0}).step_s)
+        learning.add(measure(plan, costs, {"a": 2.0}))
+    assert learning.step_s == pytest.approx(measure(plan, costs, {"a": 2.0}).step_s)
     moved = plan_of(learning.table())
     assert moved != plan
     learning.restart(moved)
-    learning.add(measured(moved, costs, {"a": 1.0}))
+    learning.add(measure(moved, costs, {"a": 1.0}))
     assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
 
 
@@ -173,12 +173,12 @@ class FakeTraining:
         for each in factors:
             if rebalancer.due:
                 rebalancer.follow()
-            timeline = measured(self.plan, self.costs, each)
+            timeline = measure(self.plan, self.costs, each)
             self.steps += 1
             self.watch(SimpleNamespace(timeline=timeline), 8)
 
 
-def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebalancer]:
+def make_training(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebalancer]:
     training = FakeTraining(costs, plan_of(costs))
     either: Any = training
     return training, Rebalancer(either, costs, "", auto)
@@ -186,7 +186,7 @@ def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebal
 
 def test_a_steady_machine_moves_nothing() -> None:
     """Train 500 steps with some percent of noise and an occasional slow step."""
-    training, rebalancer = rebalanced(table())
+    training, rebalancer = make_training(table())
     noise = (
         {"a": 1.02 + 0.04 * math.sin(n) + (n % 31 == 0), "b": 1.0 + 0.04 * math.cos(3 * n)}
         for n in range(500)
@@ -196,7 +196,7 @@ def test_a_steady_machine_moves_nothing() -> None:
 
 
 def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
-    training, rebalancer = rebalanced(table())
+    training, rebalancer = make_training(table())
     before = training.plan
     for slow in (1.0, 2.5, 1.0):
         training.train(rebalancer, iter([{"a": slow}] * 29))
@@ -208,7 +208,7 @@ def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
 
 def test_an_earlier_plan_is_preferred_to_a_slightly_faster_one() -> None:
     """`a` seems slightly faster after it recovers than it was before."""
-    training, rebalancer = rebalanced(table())
+    training, rebalancer = make_training(table())
     before = training.plan
     factor = next(
         factor for factor in (1.0 - n / 1000 for n in range(400))
@@ -222,7 +222,7 @@ def test_an_earlier_plan_is_preferred_to_a_slightly_faster_one() -> None:
 
 def test_a_plan_beyond_the_memory_is_never_chosen() -> None:
     """Speed asks for all layers on b, which has memory for 6 layers' parameters and gradients."""
-    training, rebalancer = rebalanced(table(memory_nbytes=12 * MIB + 10_000))
+    training, rebalancer = make_training(table(memory_nbytes=12 * MIB + 10_000))
     training.train(rebalancer, iter([{"a": 50.0}] * 40))
     assert training.moves
     assert training.plan.cuts == (4,)
@@ -239,7 +239,7 @@ def test_an_asynchronous_plan_never_separates_tied_layers() -> None:
 
 
 def test_a_move_happens_only_if_it_pays() -> None:
-    training, rebalancer = rebalanced(table(), auto=False)
+    training, rebalancer = make_training(table(), auto=False)
     training.stages.took_s = 5.0
     training.train(rebalancer, iter([{"a": 2.0}] * WINDOW))
     few, many = rebalancer.rebalance(100), rebalancer.rebalance(10_000)

@@ -30,7 +30,7 @@ def table(samples: int, fixed_s: float) -> CostTable:
     return CostTable("case", samples, nbytes, dict.fromkeys(MEMBERS, row), links)
 
 
-def planned(
+def plan_and_sizes(
     fixed_s: float, options: PlanOptions, stored: Sequence[int] = ()
 ) -> tuple[Plan, set[int]]:
     """Return the plan and the sizes measured for it."""
@@ -89,20 +89,20 @@ def test_a_refused_layer_is_refused_at_all_sizes() -> None:
 def test_only_the_best_intermediate_size_is_measured(
     fixed_s: float, microbatches: int, sizes: set[int]
 ) -> None:
-    plan, measured = planned(fixed_s, PlanOptions(schedule="1f1b"))
+    plan, measured = plan_and_sizes(fixed_s, PlanOptions(schedule="1f1b"))
     assert plan.microbatches == microbatches
     assert measured == sizes
     assert plan.label == "measured"
 
 
 def test_stored_costs_count_as_measured() -> None:
-    plan, measured = planned(1.0, PlanOptions(schedule="1f1b"), stored=[2, 4, 8, 16])
+    plan, measured = plan_and_sizes(1.0, PlanOptions(schedule="1f1b"), stored=[2, 4, 8, 16])
     assert plan.microbatches == 8
     assert measured == set()
 
 
 def test_given_cuts_need_one_size() -> None:
-    plan, measured = planned(4.0, PlanOptions(cuts=[2]))
+    plan, measured = plan_and_sizes(4.0, PlanOptions(cuts=[2]))
     assert (plan.cuts, measured) == ((2,), {16})
 
 

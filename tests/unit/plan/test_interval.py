@@ -30,26 +30,26 @@ def spread_table(device: float, layer: float, layers: int = 8, **options: float)
     return replace(table, devices=devices)
 
 
-def planned(table: CostTable) -> Plan:
+def plan_of(table: CostTable) -> Plan:
     return make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
 
 
 def test_a_spread_common_to_a_device_does_not_average_out_over_layers() -> None:
     for layers in (4, 16):
-        plan, table = planned(spread_table(0.1, 0.1, layers)), spread_table(0.1, 0.1, layers)
+        plan, table = plan_of(spread_table(0.1, 0.1, layers)), spread_table(0.1, 0.1, layers)
         assert stage_spread(plan.stages[0], table) == pytest.approx((0.1**2 + SIMULATOR**2) ** 0.5)
 
 
 def test_a_spread_of_single_layers_averages_out() -> None:
     table = spread_table(1e-9, 0.1, 16)
-    stage = planned(table).stages[0]
+    stage = plan_of(table).stages[0]
     count = stage.hi - stage.lo
     assert stage_spread(stage, table) == pytest.approx((0.1**2 / count + SIMULATOR**2) ** 0.5)
 
 
 def test_the_interval_reaches_from_a_faster_to_a_slower_step() -> None:
     table = spread_table(0.1, 0.1)
-    plan = planned(table)
+    plan = plan_of(table)
     assert plan.interval_s is not None
     factor = 1 + WIDTH * (0.1**2 + SIMULATOR**2) ** 0.5
     assert plan.interval_s == pytest.approx((plan.step_s / factor, plan.step_s * factor))
@@ -70,7 +70,7 @@ def test_an_interval_contains_its_step(schedule: str) -> None:
 
 
 def test_costs_without_a_spread_give_no_interval() -> None:
-    plan = planned(make_table({"a": 1.0, "b": 0.5}))
+    plan = plan_of(make_table({"a": 1.0, "b": 0.5}))
     assert plan.interval_s is None
     assert " .. " not in str(plan).splitlines()[-1]
 

@@ -73,8 +73,8 @@ def random_table(rng):
 
 
 def fastest_step_s(table):
-    """Simulate all orders x cuts x depths; also check that the bound used for pruning is a
-    bound."""
+    """Return the best step of all orders x cuts x depths; check that the bound for pruning
+    holds."""
     priced = Priced({table.samples: table}, PlannerOptions(24, (6,)))
     stages, layers = len(table.devices), len(table.layers)
     best_s = math.inf
@@ -226,7 +226,7 @@ def test_invalid_arguments_are_refused(devices, options, message):
 
 
 @pytest.mark.parametrize("planner", [make_plan, even_plan, speed_blind_plan])
-def test_more_stages_than_layers(planner):
+def test_more_stages_than_layers_are_refused(planner):
     table = make_table({"a": 1.0, "b": 1.0, "c": 1.0}, layers=2)
     with pytest.raises(PlanError, match="3 stages need as many layers, toy has 2"):
         planner(table, ["a", "b", "c"], mini_batch=32, microbatches=8)

@@ -59,7 +59,7 @@ def perceptron() -> Captured:
     return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
 
 
-def profiled(
+def profile_by_clock(
     folder: Path, monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]
 ) -> CostTable:
     """Return a profile measured with this clock, on one device in this process."""
@@ -83,7 +83,7 @@ def test_a_senseless_clock_is_refused(
         return reading_s[0]
 
     with pytest.raises(CostError, match=r"numpy:cpu:0.*took .* s, .*check the clock") as caught:
-        profiled(tmp_path, monkeypatch, now_s)
+        profile_by_clock(tmp_path, monkeypatch, now_s)
     assert ("nan" if math.isnan(step_s) else f"{step_s}") in str(caught.value)
     assert not list(tmp_path.glob("costs/*.json"))
 
@@ -100,7 +100,7 @@ def test_some_jumps_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # Each layer's times include the engine's part of an action, which a running clock measured.
     monkeypatch.setattr(measure, "engine_s", lambda crew, orders: {})
     with pytest.warns(ClockWarning, match=r"a \(numpy:cpu:0\): .* took .* which is impossible"):
-        table = profiled(tmp_path, monkeypatch, now_s)
+        table = profile_by_clock(tmp_path, monkeypatch, now_s)
     for layer in table.devices["a"].layers:
         for time_s in (layer.forward_s, layer.backward_s):
             assert time_s == pytest.approx(1e-3, rel=1e-3) or time_s == 0.0

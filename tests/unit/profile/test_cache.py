@@ -67,7 +67,7 @@ def test_load_returns_the_stored_table(folder):
     assert os.listdir(folder) == [f"{entry}.json"]  # no other file remains
 
 
-def test_every_part_but_not_their_order_changes_the_key():
+def test_keys_depend_on_every_part_but_not_on_their_order():
     parts = {"model": "f1", "driver": "535.1", "samples": 4, "cores": [0, 1]}
     assert cache.key(parts) == cache.key(dict(reversed(parts.items())))
     changed = [{**parts, name: "other"} for name in parts]

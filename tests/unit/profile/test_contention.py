@@ -54,7 +54,7 @@ def test_a_shared_core_and_threads_of_one_process_count_once() -> None:
     assert foreign_share(before, after) == pytest.approx(7 / 30)
 
 
-def test_the_share_is_never_negative_and_0_without_cores() -> None:
+def test_the_share_is_0_without_cores_and_never_negative() -> None:
     assert foreign_share([at(1, 0.0, 0.0, c0=0.0)], [at(1, 1.0, 1.0, c0=0.99)]) == 0.0
     assert foreign_share([at(1, 0.0, 0.0)], [at(1, 1.0, 0.5)]) == 0.0
 

@@ -50,7 +50,7 @@ def probed(table: CostTable, **changes: Any) -> CostTable:
     return replace(table, devices=devices)
 
 
-def now(**factors: float) -> dict[str, Probe]:
+def later(**factors: float) -> dict[str, Probe]:
     """Return the probes after these drifts."""
     return {id: THEN.scaled(factor, factor) for id, factor in factors.items()}
 
@@ -111,7 +111,7 @@ def test_costs_after_a_drift_have_new_probes() -> None:
     assert present.devices["b"] == table.devices["b"]
     assert present.forward_s("a", 0, 3) == 2 * table.forward_s("a", 0, 3)
     assert present.devices["a"].spread == pytest.approx(0.1)
-    again = drifts_since(present, now(a=2.0, b=1.0), 2)
+    again = drifts_since(present, later(a=2.0, b=1.0), 2)
     assert [one.factor for one in again.values()] == [1.0, 1.0]
 
 
@@ -119,7 +119,7 @@ def test_costs_after_a_drift_have_new_probes() -> None:
 def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -> None:
     table = probed(make_table({"a": 1.0, "b": 0.5}))
     plan = make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
-    correction = correct_for_drift(plan, table, now(**slower))
+    correction = correct_for_drift(plan, table, later(**slower))
     assert correction.raw_s == plan.step_s
     assert correction.corrected_s == pytest.approx(factor * plan.step_s)
     assert correction.drifts == pytest.approx(slower)
@@ -132,7 +132,7 @@ def test_the_slowest_replica_corrects_a_prediction() -> None:
     tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
               8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
     plan = plan_by(tables, Proposal((), (("a", "b"),), "gpipe", 2), 16)
-    correction = correct_for_drift(plan, tables[8], now(a=1.0, b=3.0))
+    correction = correct_for_drift(plan, tables[8], later(a=1.0, b=3.0))
     assert correction.corrected_s == pytest.approx(3 * plan.step_s)
 
 
@@ -151,8 +151,8 @@ def test_a_device_that_computes_alone_is_faster() -> None:
     for plan in (alone, both):  # the timeline agrees with the plan
         assert predict(plan, table).total_s == pytest.approx(plan.step_s)
         assert correct_for_drift(plan, table, {}).corrected_s == plan.step_s
-    assert correct_for_drift(alone, table, now(a=0.5)).corrected_s == pytest.approx(alone.step_s)
-    assert correct_for_drift(both, table, now(a=1.0, b=1.0)).corrected_s == pytest.approx(
+    assert correct_for_drift(alone, table, later(a=0.5)).corrected_s == pytest.approx(alone.step_s)
+    assert correct_for_drift(both, table, later(a=1.0, b=1.0)).corrected_s == pytest.approx(
         both.step_s
     )
 

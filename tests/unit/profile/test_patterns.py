@@ -22,7 +22,7 @@ SIZES = (2, 4)
 
 
 class Scaled(nn.Module):
-    """Multiply by a vector that the model holds as a constant."""
+    """A product with a vector that the model holds as a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from hetpipe.sdk.host.registry import get_backend, open_device
 
 
 class Masked(nn.Module):
-    """Fill a column with a number that the model holds as a 0-d tensor."""
+    """A model that fills a column with a number from a 0-d tensor."""
 
     def __init__(self) -> None:
         super().__init__()

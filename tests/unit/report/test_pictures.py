@@ -33,7 +33,7 @@ def times(stages: int) -> StageTimes:
     )  # fmt: skip
 
 
-def predicted(name: str) -> Timeline:
+def predict(name: str) -> Timeline:
     stages = {"zb-v": 4}.get(name, 2)
     workers = {"zb-v": 2, "data-parallel": 1}.get(name, stages)
     replicas = [2, 2] if name == "data-parallel" else ()
@@ -71,7 +71,7 @@ def text(texts: str, worker: int = 0) -> tuple[Span, ...]:
     return tuple(Span(worker, Action.parse(a), float(lo), float(hi)) for a, lo, hi in rows)
 
 
-def found(timeline: Timeline, kind: Kind, worker: int) -> list[tuple[str, float, float]]:
+def find_intervals(timeline: Timeline, kind: Kind, worker: int) -> list[tuple[str, float, float]]:
     return [
         (str(each.action), each.start_s, each.end_s)
         for each in intervals(timeline)
@@ -98,7 +98,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_pass_transfer_sum_and_wait_is_drawn(name: str) -> None:
-    timeline = predicted(name)
+    timeline = predict(name)
     figure = figure_of([[timeline]], name)
     drawn = labels(figure.axes[0])
     assert set(drawn) == {kind.value for kind in KINDS[name]}
@@ -111,7 +111,7 @@ def test_every_pass_transfer_sum_and_wait_is_drawn(name: str) -> None:
 
 
 def test_panels_of_a_workload_share_a_time_axis_and_workloads_do_not() -> None:
-    long, short = predicted("zb-v"), predicted("1f1b")
+    long, short = predict("zb-v"), predict("1f1b")
     axes = figure_of([[long, short], [short]]).axes
     ends = [each.get_xlim()[1] for each in axes]
     assert ends == pytest.approx([long.step_s * 1e3, long.step_s * 1e3, short.step_s * 1e3])
@@ -121,18 +121,18 @@ def test_panels_of_a_workload_share_a_time_axis_and_workloads_do_not() -> None:
 
 def test_a_predicted_receive_is_a_wait_until_its_message_leaves() -> None:
     """Worker 1 asks for the message at 0; it leaves at 10 ms and arrives at 15 ms."""
-    timeline = predicted("1f1b")
-    assert found(timeline, Kind.WAIT, 1)[0] == pytest.approx(("1F0", 0.0, 10e-3))
-    assert found(timeline, Kind.TRANSFER, 1)[0] == pytest.approx(("1RF0", 10e-3, 15e-3))
+    timeline = predict("1f1b")
+    assert find_intervals(timeline, Kind.WAIT, 1)[0] == pytest.approx(("1F0", 0.0, 10e-3))
+    assert find_intervals(timeline, Kind.TRANSFER, 1)[0] == pytest.approx(("1RF0", 10e-3, 15e-3))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "fbp"])
 def test_measured_and_predicted_waits_agree(name: str) -> None:
     """Waits agree exactly. A measured transfer lacks its latency if no worker waits for it."""
-    timeline = predicted(name)
+    timeline = predict(name)
     for worker in range(len(timeline.workers)):
-        waits = found(measured(timeline), Kind.WAIT, worker)
-        for one, other in zip(waits, found(timeline, Kind.WAIT, worker), strict=True):
+        waits = find_intervals(measured(timeline), Kind.WAIT, worker)
+        for one, other in zip(waits, find_intervals(timeline, Kind.WAIT, worker), strict=True):
             assert one == pytest.approx(other)
 
 
@@ -140,21 +140,21 @@ def test_a_waiting_message_is_no_transfer() -> None:
     """The message waits from 2 to 5 s while its receiver computes, which then copies it."""
     spans = text("0SF0 1 2") + text("1B9 0 5 1RF0 5 6 1F0 6 8", worker=1)
     timeline = Timeline(("a", "b"), spans, "measured")
-    assert found(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 2.0), ("1RF0", 5.0, 6.0)]
-    assert found(timeline, Kind.WAIT, 1) == []
+    assert find_intervals(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 2.0), ("1RF0", 5.0, 6.0)]
+    assert find_intervals(timeline, Kind.WAIT, 1) == []
 
 
 def test_a_latency_with_a_waiting_lane_is_a_transfer() -> None:
     """The message leaves from 1 to 2 s and arrives at 4 s."""
     spans = text("0SF0 1 2") + text("1RF0 4 5 1F0 5 6", worker=1)
     timeline = Timeline(("a", "b"), spans, "measured")
-    assert found(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 5.0)]
+    assert find_intervals(timeline, Kind.TRANSFER, 1) == [("1RF0", 1.0, 5.0)]
 
 
 def test_a_message_for_later_does_not_end_a_wait() -> None:
     spans = text("0SF1 1 3") + text("1F0 0 1 1RF1 3 4 1B0 5 6 1F1 6 7", worker=1)
     timeline = Timeline(("a", "b"), spans, "measured")
-    assert found(timeline, Kind.WAIT, 1) == [("1B0", 1.0, 5.0)]
+    assert find_intervals(timeline, Kind.WAIT, 1) == [("1B0", 1.0, 5.0)]
 
 
 def test_a_sum_begins_with_the_last_replica_after_a_wait() -> None:
@@ -162,9 +162,9 @@ def test_a_sum_begins_with_the_last_replica_after_a_wait() -> None:
     late = text("0B0 0 4 0A 4 6 0A 4.5 5 0U 6 7", worker=1)  # with a message of the sum
     timeline = Timeline(("a", "b"), early + late, "measured")
     for worker in (0, 1):
-        assert found(timeline, Kind.SUM, worker) == [("0A", 4.0, 6.0)]
-    assert found(timeline, Kind.WAIT, 0) == [("0U", 1.0, 4.0)]
-    assert found(timeline, Kind.WAIT, 1) == []
+        assert find_intervals(timeline, Kind.SUM, worker) == [("0A", 4.0, 6.0)]
+    assert find_intervals(timeline, Kind.WAIT, 0) == [("0U", 1.0, 4.0)]
+    assert find_intervals(timeline, Kind.WAIT, 1) == []
 
 
 def events_of(path: Path, timelines: list[Timeline]) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ CATEGORY = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_trace_has_every_span_with_its_times(name: str, tmp_path: Path) -> None:
-    timeline = predicted(name)
+    timeline = predict(name)
     events = events_of(tmp_path / "deep" / "trace.json", [timeline])
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     shown = {
@@ -207,7 +207,7 @@ def test_a_trace_has_every_span_with_its_times(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "fbp"])
 def test_arrows_of_a_trace_go_from_sends_to_their_receives(name: str, tmp_path: Path) -> None:
-    timelines = [measured(predicted(name)), predicted(name)]
+    timelines = [measured(predict(name)), predict(name)]
     events = events_of(tmp_path / "trace.json", timelines)
     at = {
         (e["pid"], e["tid"], e["ts"]): Action.parse(e["name"])
@@ -226,7 +226,7 @@ def test_arrows_of_a_trace_go_from_sends_to_their_receives(name: str, tmp_path: 
 
 
 def test_a_trace_has_a_process_per_timeline_and_no_overlap_on_a_thread(tmp_path: Path) -> None:
-    timelines = [measured(predicted("zb-h1")), predicted("zb-h1")]
+    timelines = [measured(predict("zb-h1")), predict("zb-h1")]
     events = events_of(tmp_path / "trace.json", timelines)
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["measured", "predicted"]

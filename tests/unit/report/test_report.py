@@ -45,7 +45,7 @@ def timeline(label: str) -> Timeline:
     return Timeline(("torch", "opencl"), tuple(spans), label)
 
 
-def rendered(table: object) -> str:
+def render(table: object) -> str:
     from rich.console import Console
 
     console = Console(width=160, file=io.StringIO())
@@ -68,7 +68,7 @@ def test_bytes_and_rates() -> None:
 
 
 def test_cost_table_shows_times_labels_and_reasons(costs: CostTable) -> None:
-    text = rendered(cost_table(costs))
+    text = render(cost_table(costs))
     assert "a, measured" in text
     assert "b, emulated" in text
     assert "1 ms + 2 ms" in text
@@ -76,7 +76,7 @@ def test_cost_table_shows_times_labels_and_reasons(costs: CostTable) -> None:
 
 
 def test_link_table_prices_the_largest_cut(costs: CostTable) -> None:
-    text = rendered(link_table(costs))
+    text = render(link_table(costs))
     assert "954 MiB/s" in text
     assert "101 us" in text
 

@@ -63,7 +63,7 @@ def later(action: Action, mini_batches: int, microbatches: int) -> Action:
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_weights_of_a_gradient_are_one_update_less_old_than_replicas(
+def test_the_delay_of_a_gradient_is_one_less_than_the_replicas(
     replicas: int, microbatches: int
 ) -> None:
     stream = Stream("asp", 1, microbatches, None, (replicas,))
@@ -84,7 +84,7 @@ def test_no_segment_waits_for_a_later_one(replicas: int) -> None:
         assert all(a.number == b for a in cells if a.op is Op.FORWARD)
 
 
-def edited(schedule: Schedule, row: int, edit: Callable[[list[Action]], object]) -> Schedule:
+def edit_row(schedule: Schedule, row: int, edit: Callable[[list[Action]], object]) -> Schedule:
     rows = [list(actions) for actions in schedule]
     edit(rows[row])
     return tuple(map(tuple, rows))
@@ -131,9 +131,9 @@ def test_faults_are_found(fault: str) -> None:
     schedule = asp(2, 5)
     validate(schedule, 1, None, 5, (2,))
     if fault == "mixed by a backward":
-        schedule = edited(schedule, 0, move("0F4", "0U2"))
+        schedule = edit_row(schedule, 0, move("0F4", "0U2"))
     with pytest.raises(ScheduleError, match=f"{message}.*\nworker 0: "):
-        validate(edited(schedule, row, edit), 1, None, 5, (2,))
+        validate(edit_row(schedule, row, edit), 1, None, 5, (2,))
 
 
 def test_receives_must_follow_the_order_of_sends() -> None:

@@ -31,7 +31,7 @@ def test_the_bubble_shrinks_with_the_chunks(n, m, v, times):
 
 
 @pytest.mark.parametrize(("n", "m", "v"), SIZES)
-def test_kept_micro_batches_do_not_grow_with_their_number(n, m, v):
+def test_the_micro_batches_of_a_worker_are_bounded(n, m, v):
     schedule = generate("interleaved", n * v, m, workers=n)
     for worker, row in enumerate(schedule):
         kept = most = 0

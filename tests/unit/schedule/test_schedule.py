@@ -141,7 +141,7 @@ def test_users_can_register_schedules(monkeypatch):
 
     @register_schedule("mine")
     def mine(stages, microbatches, in_flight):
-        """Run one micro-batch at a time."""
+        """Return rows that run one micro-batch at a time."""
         ops = (Op.FORWARD, Op.BACKWARD)
         row = [(op, m) for m in range(microbatches) for op in ops]
         return tuple(tuple(Action(n, op, m) for op, m in row) for n in range(stages))

@@ -19,7 +19,7 @@ def hiding(stages):
     return [2 * (stages - n) - 1 for n in range(stages)]
 
 
-def each(action, microbatches):
+def stride(action, microbatches):
     """Return the increase of an action's number per mini-batch."""
     return 1 if action.op is Op.UPDATE else microbatches
 
@@ -33,7 +33,7 @@ def test_segments_and_flush_form_the_schedule(stages, microbatches, depth):
         parts = [*map(stream.segment, range(count)), stream.flush(count)]
         rows = tuple(
             tuple(
-                replace(a, number=a.number + part.first * each(a, microbatches))
+                replace(a, number=a.number + part.first * stride(a, microbatches))
                 for part in parts
                 for a in part.schedule[worker]
             )
@@ -76,7 +76,7 @@ def test_a_schedule_that_never_settles_is_refused(monkeypatch):
 
     @register_schedule("pairs", asynchronous=True)
     def pairs(stages, microbatches, in_flight):
-        """Run two forwards, then two backwards, so that odd and even mini-batches differ."""
+        """Return two forwards, then two backwards, ...; odd and even mini-batches differ."""
         order = []
         for first in range(0, microbatches, 2):
             both = range(first, min(first + 2, microbatches))

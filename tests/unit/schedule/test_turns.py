@@ -85,7 +85,7 @@ def test_updates_around_a_mini_batch_match_a_straight_pipeline(replicas):
             assert stream.ahead(stage, b) == min(b // count, depth - 1)
 
 
-def edited(schedule, row, edit):
+def edit_row(schedule, row, edit):
     rows = [list(actions) for actions in schedule]
     edit(rows[row])
     return tuple(map(tuple, rows))
@@ -105,7 +105,7 @@ def test_faults_are_found(row, edit, message):
     schedule = generate("pipedream", 2, 1, mini_batches=4, replicas=(2, 1))
     validate(schedule, 1, None, 4, (2, 1))
     with pytest.raises(ScheduleError, match=message):
-        validate(edited(schedule, row, edit), 1, None, 4, (2, 1))
+        validate(edit_row(schedule, row, edit), 1, None, 4, (2, 1))
 
 
 def test_a_sum_in_a_cycle_of_waits_is_a_deadlock():

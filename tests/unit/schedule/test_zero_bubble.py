@@ -92,7 +92,7 @@ def test_v_has_no_bubble_if_all_passes_take_equally_long(n, more):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 3), *SIZES])
 def test_v_keeps_as_much_everywhere_as_the_first_worker_of_1f1b(n, m):
-    """Count halves of a worker's share; with few micro-batches all of them."""
+    """Passes count as halves of a worker's share; few micro-batches are all kept."""
     schedule = generate("zb-v", 2 * n, m, workers=n)
     for row in schedule:
         kept = most = 0

@@ -66,7 +66,7 @@ def small() -> fx.GraphModule:
     return canonical(fx.GraphModule(nn.Module(), graph))
 
 
-def sealed(data: bytes) -> bytes:
+def with_checksum(data: bytes) -> bytes:
     """Return damaged bytes with a correct length and checksum."""
     head = data[:12] + struct.pack("<II", len(data), zlib.crc32(data[20:]))
     return head + data[20:]
@@ -124,7 +124,7 @@ def test_every_damage_is_an_error() -> None:
             deserialise(damaged)
 
 
-def test_damage_under_a_right_checksum_is_an_error_or_another_graph() -> None:
+def test_damage_with_a_correct_checksum_is_an_error_or_another_graph() -> None:
     """Damage as a foreign writer could make: no other exception, no hang, no huge allocation."""
     data, generator = serialise(small()), random.Random(0)
     accepted = 0
@@ -138,7 +138,7 @@ def test_damage_under_a_right_checksum_is_an_error_or_another_graph() -> None:
         if generator.random() < 0.2:
             del damaged[generator.randrange(32, len(damaged)) :]
         try:
-            graph = deserialise(sealed(bytes(damaged)))
+            graph = deserialise(with_checksum(bytes(damaged)))
         except BackendError:
             continue
         accepted += 1
@@ -146,9 +146,9 @@ def test_damage_under_a_right_checksum_is_an_error_or_another_graph() -> None:
     assert 0 < accepted < 4000
 
 
-def renamed(old: str, new: str) -> bytes:
+def with_name(old: str, new: str) -> bytes:
     assert len(old) == len(new)
-    return sealed(serialise(small()).replace(old.encode(), new.encode()))
+    return with_checksum(serialise(small()).replace(old.encode(), new.encode()))
 
 
 @pytest.mark.parametrize(
@@ -158,17 +158,17 @@ def renamed(old: str, new: str) -> bytes:
 )  # fmt: skip
 def test_an_unknown_operator_is_an_error_by_name(old: str, new: str) -> None:
     with pytest.raises(BackendError, match=f"{new!r}.*no operator"):
-        deserialise(renamed(old, new))
+        deserialise(with_name(old, new))
 
 
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(BackendError, match=r"Tensor_mode has no argument 'rounding_mood'"):
-        deserialise(renamed("rounding_mode", "rounding_mood"))
+        deserialise(with_name("rounding_mode", "rounding_mood"))
 
 
 def test_an_invalid_name_is_refused() -> None:
     with pytest.raises(BackendError, match=r"has the name 'ind\(x'"):
-        deserialise(renamed("index\0", "ind(x\0"))
+        deserialise(with_name("index\0", "ind(x\0"))
 
 
 def test_another_version_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Published formulas compared with the simulator: they agree in their domains and fail beyond.
+"""Published formulas compared with the simulator: equal in their domains, wrong beyond.
 
 Letters: N stages, M micro-batches, F and B seconds of a forward and a backward, SR of a
 transfer.

@@ -35,8 +35,8 @@ def message_times(text: str, times: StageTimes) -> dict[str, tuple[float, float]
 def pairs(
     forward_s: tuple[float, ...], links: dict[int, Transfer], chunks: float = 1
 ) -> dict[str, tuple[float, float]]:
-    """Simulate messages of the stages 0, 2, ... with their `forward_s` and, by stage, their
-    `links`."""
+    """Return the times of messages from stages 0, 2, ...: `forward_s` in order, `links` by
+    stage."""
     stages = 2 * len(forward_s)
     each_s = tuple(s for forward in forward_s for s in (forward, 0.0))
     hops = tuple(links.get(n, FREE) for n in range(stages - 1))

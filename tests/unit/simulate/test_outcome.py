@@ -21,7 +21,7 @@ def timeline(*spans: tuple[int, str, float, float]) -> Timeline:
     return Timeline(("a", "b"), each, "measured")
 
 
-def simulated(schedule: Schedule, memory: Sequence[Memory], transfer_s: float = 0.0) -> Outcome:
+def outcome_of(schedule: Schedule, memory: Sequence[Memory], transfer_s: float = 0.0) -> Outcome:
     n = len(memory)
     hops = (Transfer(0.0, transfer_s),) * (n - 1)
     times = StageTimes((1.0,) * n, (2.0,) * n, (0.5,) * n, hops, hops)
@@ -58,7 +58,7 @@ def test_peaks_are_the_micro_batches_in_flight(name: str, n: int, m: int) -> Non
     }.get(name, [min(n - stage, m) for stage in range(n)])
     assert max_in_flight(schedule) == depths
     for transfer_s in (0.0, 0.7, 5.0):
-        peaks = simulated(schedule, memory, transfer_s).peak_nbytes
+        peaks = outcome_of(schedule, memory, transfer_s).peak_nbytes
         assert peaks == tuple(
             own.resident_nbytes + depth * own.saved_nbytes
             for own, depth in zip(memory, depths, strict=True)
@@ -92,7 +92,7 @@ def test_peaks_of_stages_together_and_of_halves(name: str, deferred_nbytes: int)
         workers = 1 if name == "data-parallel" else workers
         schedule = generate(name, stages, 2 * workers, workers=workers)
         memory = [Memory(100, 10 + n, deferred_nbytes) for n in range(stages)]
-        costs = simulated(schedule, memory, 0.3)
+        costs = outcome_of(schedule, memory, 0.3)
         assert costs.peak_nbytes == tuple(replayed_peak(row, memory) for row in schedule)
         for use in costs.memory:
             assert all(earlier < later for earlier, later in pairwise(use.seconds.tolist()))
@@ -102,7 +102,7 @@ def test_peaks_of_stages_together_and_of_halves(name: str, deferred_nbytes: int)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_zero_bubble_with_all_deferred_keeps_the_depth(n: int) -> None:
     schedule = generate("zb-h1", n, 8)
-    peaks = simulated(schedule, [Memory(0, 10, 10)] * n).peak_nbytes
+    peaks = outcome_of(schedule, [Memory(0, 10, 10)] * n).peak_nbytes
     assert peaks == tuple(10 * count for count in max_in_flight(schedule))
 
 
@@ -111,7 +111,7 @@ def test_lanes_count_as_one_worker(n: int, m: int) -> None:
     """The lanes compute together, but each moment counts once as busy, and the stage is resident
     once."""
     schedule = generate("fbp", n, m)
-    costs = simulated(schedule, [Memory(100, 10)] * n)
+    costs = outcome_of(schedule, [Memory(100, 10)] * n)
     assert costs.workers == tuple(f"worker {stage}" for stage in range(n))
     update_s, equal_s = 0.5, 3 * (m + n - 1)
     assert costs.step_s == pytest.approx(equal_s + update_s)
@@ -138,13 +138,13 @@ def test_bytes_by_link() -> None:
     """
     memory = [Memory(cut_nbytes=10**stage) for stage in range(4)]
     ways = {(0, 1): 8, (1, 0): 8, (1, 2): 80, (2, 1): 80, (2, 3): 800, (3, 2): 800}
-    assert simulated(generate("1f1b", 4, 8), memory).link_nbytes == ways
-    assert simulated(generate("fbp", 4, 8), memory).link_nbytes == ways
-    chunks = simulated(generate("zb-v", 4, 8, workers=2), memory).link_nbytes
+    assert outcome_of(generate("1f1b", 4, 8), memory).link_nbytes == ways
+    assert outcome_of(generate("fbp", 4, 8), memory).link_nbytes == ways
+    chunks = outcome_of(generate("zb-v", 4, 8, workers=2), memory).link_nbytes
     assert chunks == {(0, 1): 8 + 800, (1, 0): 8 + 800}
     turns = generate("pipedream", 2, 1, mini_batches=5, replicas=(2, 1))
     shares = {(0, 2): 3, (2, 0): 3, (1, 2): 2, (2, 1): 2}
-    assert simulated(turns, memory[:2]).link_nbytes == shares
+    assert outcome_of(turns, memory[:2]).link_nbytes == shares
 
 
 def test_memory_must_fit_the_stages() -> None:

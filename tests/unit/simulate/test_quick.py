@@ -59,7 +59,7 @@ def test_one_pass_equals_the_simulator(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fbp", "pipedream"])
-def test_lanes_and_streams_are_left_to_the_simulator(name: str) -> None:
+def test_lanes_and_streams_need_the_simulator(name: str) -> None:
     assert order_of(rule_of(name), 2, 4, (4, 2), 2) is None
 
 

@@ -138,7 +138,7 @@ def test_halves_of_a_backward_take_half_of_it_by_default():
     assert (times.compute_s(inputs), times.compute_s(weights)) == (5, 2)
 
 
-def recursion(schedule, times):
+def ends_by_recursion(schedule, times):
     """Return every action's end by recursion over the actions it waits for: no events, no clock."""
     home = {action.stage: w for w, row in enumerate(schedule) for action in row}
     posted = {}  # message -> (worker, index)
@@ -211,7 +211,7 @@ def random_case(seed):
 @pytest.mark.parametrize("seed", range(150))
 def test_random_pipelines_agree_with_the_recursion(seed):
     schedule, times = random_case(seed)
-    expected = recursion(schedule, times)
+    expected = ends_by_recursion(schedule, times)
     timeline = simulate(schedule, times)
     assert len(timeline.spans) == len(expected)
     for span in timeline.spans:
@@ -278,7 +278,7 @@ def test_twice_the_depth_hides_transfers():
     assert share[3, 1] > 0.85
 
 
-def test_shares_of_an_empty_and_of_a_started_late_timeline():
+def test_shares_of_an_empty_and_of_a_late_timeline():
     assert Timeline((), (), "measured").step_s == 0.0
     assert Timeline(("a",), (), "measured").busy_share() == (0.0,)
     spans = (Span(0, Action.parse("0F0"), 5.0, 6.0), Span(0, Action.parse("0B0"), 8.0, 9.0))
