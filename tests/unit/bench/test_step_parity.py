@@ -185,9 +185,8 @@ def test_an_update_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_wrong_gradient_is_found() -> None:
-    """Use a model whose backward differs between torch and the device: torch's own run detaches a
-    tenth of the weight's gradient, and the captured model does not.
-    """
+    """Use a model that torch runs with 0.9 times its weight, and that is captured with all of
+    it."""
 
     class Two(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Noisy(nn.Module):
 
 
 def _drawn(draw: Any) -> torch.Tensor:
-    """Return the numbers that a model draws: the gradients of a sum of products with them."""
+    """Return the numbers that a model draws for a sample: they are the gradient of `scale`."""
     batch = torch.full((2, 4000), 0.25), torch.ones(2)
     model = Captured(Noisy(draw), lambda out, y: (out[0] * 1.0).sum(), batch)
     (gradients,) = Stages(model, model.stage_graphs([], [{}], [2], None)).step(batch, [2], [1.0])

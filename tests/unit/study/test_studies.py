@@ -306,8 +306,8 @@ class TestCapacity:
         assert one[-1] > stash[-1], "two versions at most, not four"
 
     def test_one_more_does_not_fit(self, subject: Subject) -> None:
-        """Compare with the bytes of a device that holds the whole model: 4 copies of 16 MiB per
-        layer."""
+        """Compare with a device that holds the whole model: per layer 3 x 16 MiB and
+        activations."""
         cluster = Cluster.published("bapipe-4-v100")
         answer = capacity(subject, cluster, 2, (0, LAYERS - 1), [Method("data-parallel")])
         (counts,) = answer.largest.values()
