@@ -80,7 +80,7 @@ EXEMPT = {
     "hetpipe/sdk/operators/recurrent.py:layer_backward": "an operator's, as its schema has them",
     "backends/pytorch/recurrent.py:lstm_layer_backward": "the same operator's",
     "hetpipe/sdk/decompositions/convolution.py:convolution*": "aten.convolution's own parameters",
-    "hetpipe/sdk/decompositions/pooling.py:avg_pool_backward": "aten.avg_pool2d_backward's own",
+    "hetpipe/sdk/decompositions/images.py:avg_pool_backward": "aten.avg_pool2d_backward's own",
 }
 """Functions that may have more parameters, and why."""
 

@@ -10,17 +10,7 @@ from typing import Any
 
 import torch
 
-from hetpipe.sdk.decompositions import (
-    distances,
-    indexing,
-    losses,
-    pointwise,
-    pooling,
-    resizing,
-    running,
-    sorting,
-    special,
-)
+from hetpipe.sdk.decompositions import formulas, images, indexing, ordering, special
 from hetpipe.sdk.decompositions.convolution import VOLUME_CONVOLUTIONS
 from hetpipe.sdk.graph import without
 
@@ -35,9 +25,6 @@ FROM_TORCH = (
     aten.upsample_trilinear3d, aten.view_copy,
 )  # fmt: skip
 """Operators that torch can decompose, although its table for core ATen lacks them."""
-MODULES = (
-    distances, indexing, losses, pointwise, pooling, resizing, running, sorting, special
-)  # fmt: skip
 
 
 def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
@@ -49,6 +36,6 @@ def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[.
     from torch._decomp import get_decompositions
 
     table: dict[Any, Callable[..., Any]] = dict(get_decompositions(FROM_TORCH))
-    for module in MODULES:
+    for module in (formulas, images, indexing, ordering, special):
         table |= module.DECOMPOSITIONS
     return without(frozenset(keep), table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +11,17 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Slabs:
-    """The settings of the first of three dimensions: element k reads every `stride`th slab."""
+def _slabs(volume: Tensor, first: int, count: int, stride: int) -> Tensor:
+    """Return every `stride`th slab of a padded volume, which an element of the kernel reads."""
+    return volume[:, :, first : first + (count - 1) * stride + 1 : stride]
 
-    stride: int
-    padding: int
-    dilation: int
-    transposed: bool
 
-    def of(self, volume: Tensor, at: int, count: int) -> Tensor:
-        """Return the slabs of a padded volume that element `at` of the kernel reads."""
-        first = at * self.dilation
-        return volume[:, :, first : first + (count - 1) * self.stride + 1 : self.stride]
+def _spread(slabs: Tensor, first: int, depth: int, stride: int) -> Tensor:
+    """Return a volume with these slabs and zeros; `_slabs` would read them again."""
+    room = slabs.new_zeros([*slabs.shape[:2], depth, *slabs.shape[3:]])
+    end = first + (slabs.shape[2] - 1) * stride + 1
+    spread: Tensor = aten.slice_scatter(room, slabs, 2, first, end, stride)
+    return spread
 
 
 def _images(volume: Tensor) -> Tensor:
@@ -57,7 +54,6 @@ def convolution(
     """Convolve volumes: add the convolutions of images by each slab of the kernel."""
     if x.dim() != 5:
         return NotImplemented
-    slabs = _Slabs(stride[0], padding[0], dilation[0], transposed)
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
     depth, kernel = x.shape[2], weight.shape[2]
     reach = dilation[0] * (kernel - 1) + 1
@@ -66,17 +62,14 @@ def convolution(
         volume = _padded(x, padding[0], padding[0])
         count = (volume.shape[2] - reach) // stride[0] + 1
         for at in range(kernel):
-            images = _images(slabs.of(volume, at, count))
+            images = _images(_slabs(volume, at * dilation[0], count, stride[0]))
             total = total + aten.convolution(images, weight[:, :, at], None, *flat)
         result = _volume(total, count)
     else:
         whole = (depth - 1) * stride[0] + reach
         for at in range(kernel):
             part = _volume(aten.convolution(_images(x), weight[:, :, at], None, *flat), depth)
-            first = at * dilation[0]
-            room = part.new_zeros([*part.shape[:2], whole, *part.shape[3:]])
-            end = first + (depth - 1) * stride[0] + 1
-            total = total + aten.slice_scatter(room, part, 2, first, end, stride[0])
+            total = total + _spread(part, at * dilation[0], whole, stride[0])
         count = whole - 2 * padding[0] + output_padding[0]
         result = _padded(total, 0, output_padding[0])[:, :, padding[0] : padding[0] + count]
     return result if bias is None else result + bias.reshape(-1, 1, 1, 1)
@@ -90,7 +83,6 @@ def convolution_backward(
     """Return the gradients of `convolution` by volume, weight and bias."""
     if x.dim() != 5:
         return NotImplemented
-    slabs = _Slabs(stride[0], padding[0], dilation[0], transposed)
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
     few, many = (x, gradient) if transposed else (gradient, x)  # `few` gives slabs, `many` windows
     count, kernel = few.shape[2], weight.shape[2]
@@ -100,7 +92,7 @@ def convolution_backward(
     by_x: Any = 0
     by_weight = []
     for at in range(kernel):
-        window = _images(slabs.of(volume, at, count))
+        window = _images(_slabs(volume, at * dilation[0], count, stride[0]))
         ends = (window, _images(few)) if transposed else (_images(few), window)
         wanted = [mask[0], mask[1], False]
         found = aten.convolution_backward(*ends, weight[:, :, at], None, *flat, wanted)
@@ -108,10 +100,7 @@ def convolution_backward(
         if mask[0]:
             part = _volume(found[0], count)
             if not transposed:
-                room = part.new_zeros([*part.shape[:2], *volume.shape[2:]])
-                first = at * dilation[0]
-                end = first + (count - 1) * stride[0] + 1
-                part = aten.slice_scatter(room, part, 2, first, end, stride[0])
+                part = _spread(part, at * dilation[0], volume.shape[2], stride[0])
             by_x = by_x + part
     if mask[0] and not transposed:
         by_x = by_x[:, :, before : before + x.shape[2]]

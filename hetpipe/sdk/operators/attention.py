@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hetpipe.sdk.operators.custom import operator
 
@@ -22,8 +23,8 @@ aten = torch.ops.aten
 
 @operator("attention")
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return (out, logsumexp); see the module for shapes. logsumexp is at least float32."""
     if not _has_flash(query, value):
         return plain_attention(query, key, value, is_causal, scale)
@@ -35,15 +36,15 @@ def attention(
 
 @operator("attention_backward")
 def attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
     is_causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_query, grad_key, grad_value) of `attention`, from its `out` and `logsumexp`."""
     if not _has_flash(query, value):
         return plain_attention_backward(
@@ -61,8 +62,8 @@ def attention_backward(
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute `attention` by products and exponentials."""
     scores = _scores(query, key, is_causal, scale)
     top = scores.amax(-1, keepdim=True)
@@ -75,15 +76,15 @@ def plain_attention(
 
 
 def plain_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
     is_causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_backward` by products and exponentials."""
     weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
     grad_value = weights.to(value.dtype).transpose(-2, -1) @ grad_out
@@ -93,7 +94,7 @@ def plain_attention_backward(
     return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, grad_value
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
     scores = (query * scale) @ key.transpose(-2, -1)
     scores = scores.to(torch.promote_types(query.dtype, torch.float32))
     if is_causal:
@@ -103,22 +104,22 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: floa
     return scores
 
 
-def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_flash(query: Tensor, value: Tensor) -> bool:
     """Whether torch's fused kernel takes these tensors: it needs equal widths."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _flash_form(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _flash_form(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors with four dimensions, the last contiguous."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
 
 
-def _like(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+def _like(query: Tensor, value: Tensor) -> tuple[int, ...]:
     return (*query.shape[:-1], value.shape[-1])
 
 
-def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _empty(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty tensor with all heads of a row side by side, like torch's fused kernel."""
     if len(shape) == 3:
         return x.new_empty(shape)
@@ -127,36 +128,25 @@ def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     out = _empty(query, _like(query, value))
     return out, query.new_empty(query.shape[:-1], dtype=wide)
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return _empty(query, query.shape), _empty(key, key.shape), _empty(value, value.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, ctx.is_causal, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _gradients(ctx: Any, grad_out: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
     gradients = attention_backward(grad_out, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
     return (*gradients, None, None)
 

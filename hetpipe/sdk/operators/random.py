@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hetpipe.sdk.operators.custom import operator
+from hetpipe.sdk.operators.custom import define
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -22,10 +24,7 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
 
-def philox(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    key: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
     """Compute Philox 4x32-10 on int64 tensors of 32-bit words; add a last dimension of 4 words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -37,17 +36,19 @@ def philox(
     return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have broadcast all four
 
 
-def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the high and low word of a 32 x 32 bit product; int64 cannot hold all 64 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = low + ((high & 0xFFFF) << 16)
     return ((high >> 16) + (middle >> 32)) & _MASK, middle & _MASK
 
 
-def _draw(
-    rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
-) -> torch.Tensor:
-    """Return uniform float32 numbers in [0, 1), multiples of 2^-24."""
+def draw(rng: Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> Tensor:
+    """Return a float32 tensor of `size`, uniform in [0, 1): multiples of 2^-24.
+
+    `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
+    `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
+    """
     seed, step, first_sample = rng.unbind()
     moved = [size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :]]
     elements = math.prod(moved) // samples
@@ -60,46 +61,24 @@ def _draw(
     return ((drawn >> 8).to(torch.float32) * 2.0**-24).contiguous()
 
 
-@operator("keep_mask")
-def keep_mask(
-    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
-) -> torch.Tensor:
-    """Return a bool tensor of `size`, true with probability `keep`: dropout's mask.
-
-    `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
-    `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
-    """
-    return _mask(rng, site, size, keep, batch_dim, samples)
+def draw_mask(
+    rng: Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
+) -> Tensor:
+    """Return a bool tensor of `size`, true with probability `keep`: dropout's mask. See `draw`."""
+    return draw(rng, site, size, batch_dim, samples) < keep
 
 
-def _mask(
-    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
-) -> torch.Tensor:
-    return _draw(rng, site, size, batch_dim, samples) < keep
+def _empty(dtype: torch.dtype, rng: Tensor, site: int, size: list[int], *_: Any) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=rng.device)
 
 
-@keep_mask.register_fake
-def _(
-    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
-) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bool, device=rng.device)
-
-
-@operator("uniform")
-def uniform(
-    rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
-) -> torch.Tensor:
-    """Return a float32 tensor of `size`, uniform in [0, 1); arguments as for `keep_mask`."""
-    return _draw(rng, site, size, batch_dim, samples)
-
-
-@uniform.register_fake
-def _(rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.float32, device=rng.device)
-
+keep_mask = define("keep_mask", draw_mask)
+keep_mask.register_fake(partial(_empty, torch.bool))
+uniform = define("uniform", draw)
+uniform.register_fake(partial(_empty, torch.float32))
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.hetpipe.keep_mask.default: _mask,
-    torch.ops.hetpipe.uniform.default: _draw,
+    torch.ops.hetpipe.keep_mask.default: draw_mask,
+    torch.ops.hetpipe.uniform.default: draw,
 }
 """Decompositions to core ATen, for devices that have int64 arithmetic but not these operators."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from hetpipe.sdk.operators.custom import define, operator
 
@@ -27,9 +27,7 @@ aten = torch.ops.aten
 
 
 @operator("lstm")
-def lstm(
-    gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def lstm(gates_x: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, c, gates); see the module for shapes. `gates` is i, f, g, o. No derivative."""
     y = gates_x.new_empty((gates_x.shape[0], *h0.shape))
     c, gates = torch.empty_like(y), gates_x.new_empty(gates_x.shape)
@@ -46,13 +44,8 @@ def lstm(
 
 @operator("lstm_backward")
 def lstm_backward(
-    grad_y: torch.Tensor,
-    grad_last_c: torch.Tensor | None,
-    gates: torch.Tensor,
-    c: torch.Tensor,
-    c0: torch.Tensor,
-    w_hh: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_y: Tensor, grad_last_c: Tensor | None, gates: Tensor, c: Tensor, c0: Tensor, w_hh: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_gates_x, grad_h0, grad_c0) of `lstm`, from its `c` and `gates`."""
     grads, h_by_c, f = _slopes(gates, c, c0)
     dh = torch.zeros_like(c0)
@@ -69,8 +62,8 @@ def lstm_backward(
 
 
 def unrolled_lstm(
-    gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gates_x: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `lstm` by operators of torch, step by step, without mutation."""
     weight, h, c = w_hh.t(), h0, c0
     every_h, every_c, every_gates = [], [], []
@@ -86,13 +79,8 @@ def unrolled_lstm(
 
 
 def unrolled_lstm_backward(
-    grad_y: torch.Tensor,
-    grad_last_c: torch.Tensor | None,
-    gates: torch.Tensor,
-    c: torch.Tensor,
-    c0: torch.Tensor,
-    w_hh: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_y: Tensor, grad_last_c: Tensor | None, gates: Tensor, c: Tensor, c0: Tensor, w_hh: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `lstm_backward` by operators of torch, step by step, without mutation."""
     slopes, h_by_c, f = _slopes(gates, c, c0)
     dh = torch.zeros_like(c0)
@@ -107,9 +95,7 @@ def unrolled_lstm_backward(
     return torch.stack(grads[::-1]), dh, dc
 
 
-def _slopes(
-    gates: torch.Tensor, c: torch.Tensor, c0: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _slopes(gates: Tensor, c: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three derivatives for all steps.
 
     They are c (for i, f, g) or h (for o) by the gates before squashing [T, N, 4H], h by c
@@ -128,33 +114,19 @@ def _slopes(
 
 
 @lstm.register_fake
-def _(
-    gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(gates_x: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = (gates_x.shape[0], *h0.shape)
     return gates_x.new_empty(size), gates_x.new_empty(size), gates_x.new_empty(gates_x.shape)
 
 
 @lstm_backward.register_fake
-def _(
-    grad_y: torch.Tensor,
-    grad_last_c: torch.Tensor | None,
-    gates: torch.Tensor,
-    c: torch.Tensor,
-    c0: torch.Tensor,
-    w_hh: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(grad_y: Any, grad_last_c: Any, gates: Any, c: Any, c0: Any, *_: Any) -> tuple[Tensor, ...]:
     return gates.new_empty(gates.shape), c0.new_empty(c0.shape), c0.new_empty(c0.shape)
 
 
 def layer(
-    x: torch.Tensor,
-    h0: torch.Tensor,
-    c0: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `lstm_layer` by a product and `lstm`."""
     gates_x = F.linear(x.flatten(0, 1), w_ih, bias).view(*x.shape[:2], -1)
     y, c, gates = torch.ops.hetpipe.lstm(gates_x, h0, c0, w_hh)
@@ -162,19 +134,19 @@ def layer(
 
 
 def layer_backward(
-    grad_y: torch.Tensor,
-    grad_last_c: torch.Tensor | None,
-    x: torch.Tensor,
-    h0: torch.Tensor,
-    c0: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    last_c: torch.Tensor,
-    c: torch.Tensor,
-    gates: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+    grad_y: Tensor,
+    grad_last_c: Tensor | None,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    last_c: Tensor,
+    c: Tensor,
+    gates: Tensor,
+) -> tuple[Tensor, ...]:
     """Compute `lstm_layer_backward` by products and `lstm_backward`."""
     back = torch.ops.hetpipe.lstm_backward
     grad_gates, grad_h0, grad_c0 = back(grad_y, grad_last_c, gates, c, c0, w_hh)
@@ -210,7 +182,7 @@ lstm_layer_backward = define(
 
 
 @lstm_layer.register_fake
-def _(x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, bias: Any) -> tuple[torch.Tensor, ...]:
+def _(x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, bias: Any) -> tuple[Tensor, ...]:
     every = (x.shape[0], *h0.shape)
     gates = (*x.shape[:2], w_ih.shape[0])
     return x.new_empty(every), c0.new_empty(c0.shape), x.new_empty(every), x.new_empty(gates)
@@ -219,7 +191,7 @@ def _(x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, bias: Any) -> tuple[torch.
 @lstm_layer_backward.register_fake
 def _(
     grad_y: Any, grad_last_c: Any, x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, *rest: Any
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     by = (x, h0, c0, w_ih, w_hh, w_ih[:, 0])
     return tuple(value.new_empty(value.shape) for value in by)
 
@@ -230,7 +202,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _backward(ctx: Any, grad_y: Any, grad_last_c: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad_y: Any, grad_last_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     if grad_y is None:
         grad_y = torch.zeros_like(saved[6])

@@ -1,13 +1,15 @@
-"""Sorting and searching by comparisons.
+"""Sorting, searching and running results, by comparisons of all pairs of elements.
 
 The place of an element is the number of elements that go before it. Sorting n elements takes n * n
-comparisons, which all run in parallel and need no memory.
+comparisons, which all run in parallel and need no memory. A running result computes each element
+from all elements before it: more operations than a loop, but in parallel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,19 +34,14 @@ def order_of(x: Tensor, dim: int, descending: bool = False) -> Tensor:
     return torch.where(taken, number, 0).sum(-1).movedim(-1, dim)
 
 
-def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the sorted values and their indices. Equal elements keep their order."""
+def sort(
+    x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sorted values and their indices. Equal elements always keep their order."""
     if x.dim() == 0:
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     order = order_of(x, dim, descending)
     return torch.gather(x, dim, order), order
-
-
-def stable_sort(
-    x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Sort, as `sort` does: it is always stable."""
-    return sort(x, dim, descending)
 
 
 def topk(
@@ -66,7 +63,14 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
     return both if keepdim else (both[0].squeeze(dim), both[1].squeeze(dim))
 
 
-def _median(x: Tensor, dim: int, keepdim: bool, skips_nan: bool) -> tuple[Tensor, Tensor]:
+def median(skips_nan: bool, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Return the median, the lower one of two middle elements, and its index along `dim`.
+
+    It is NaN if an element is, unless it skips NaN. Without `dim`, return the median of all
+    elements alone.
+    """
+    if dim is None:
+        return median(skips_nan, x.reshape(-1), 0)[0]
     if x.dim() == 0:
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     values, order = sort(x, dim)
@@ -81,26 +85,6 @@ def _median(x: Tensor, dim: int, keepdim: bool, skips_nan: bool) -> tuple[Tensor
     at = middle.unsqueeze(dim)
     both = torch.gather(values, dim, at), torch.gather(order, dim, at)
     return both if keepdim else (both[0].squeeze(dim), both[1].squeeze(dim))
-
-
-def median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the median, the lower one of two middle elements; NaN if there is one."""
-    return _median(x, dim, keepdim, skips_nan=False)
-
-
-def nanmedian(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the median of the elements other than NaN."""
-    return _median(x, dim, keepdim, skips_nan=True)
-
-
-def whole_median(x: Tensor) -> Tensor:
-    """Return the median of all elements."""
-    return median(x.reshape(-1), 0)[0]
-
-
-def whole_nanmedian(x: Tensor) -> Tensor:
-    """Return the median of all elements other than NaN."""
-    return nanmedian(x.reshape(-1), 0)[0]
 
 
 def mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -147,18 +131,83 @@ def bucketize(
     return searchsorted(boundaries, values, out_int32=out_int32, right=right)
 
 
+def _reached(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return all elements j beside each element i, in the last dimension, and whether j <= i."""
+    number = torch.arange(x.shape[dim], device=x.device)
+    return x.movedim(dim, -1).unsqueeze(-2), number.unsqueeze(0) <= number.unsqueeze(1)
+
+
+def running_extreme(largest: bool, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the largest element so far, or the smallest one, and its last index."""
+    if x.dim() == 0 or x.numel() == 0:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    seen, reached = _reached(x, dim)
+    if x.is_floating_point():
+        neutral: float = -math.inf if largest else math.inf
+    else:
+        limits = torch.iinfo(x.dtype) if x.dtype != torch.bool else None
+        neutral = (limits.min if largest else limits.max) if limits else not largest
+    known = torch.where(reached, seen, torch.full_like(seen, neutral))
+    best = known.amax(-1) if largest else known.amin(-1)
+    same = seen == best.unsqueeze(-1)
+    if x.is_floating_point():
+        same = same | (torch.isnan(seen) & torch.isnan(best.unsqueeze(-1)))
+    number = torch.arange(x.shape[dim], device=x.device)
+    last = torch.where(reached & same, number, -1).amax(-1)
+    return best.movedim(-1, dim), last.movedim(-1, dim)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """Return the logarithm of the sum of exponentials so far."""
+    if x.dim() == 0:
+        return x.clone()
+    largest = running_extreme(True, x, dim)[0].movedim(dim, -1).unsqueeze(-1)
+    shift = torch.where(largest.abs() == math.inf, torch.zeros_like(largest), largest)
+    seen, reached = _reached(x, dim)
+    terms = torch.where(reached, torch.exp(seen - shift), 0.0)
+    return (terms.sum(-1).log() + shift.squeeze(-1)).movedim(-1, dim)
+
+
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the product of the elements so far."""
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() else torch.int64
+    x = x.to(dtype)
+    if x.dim() == 0:
+        return x
+    seen, reached = _reached(x, dim)
+    return torch.where(reached, seen, torch.ones_like(seen)).prod(-1).movedim(-1, dim)
+
+
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of the elements so far."""
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() else torch.int64
+    if x.dim() == 0:
+        return x.to(dtype)
+    place = torch.arange(x.shape[dim], device=x.device)
+    reached = place[:, None] >= place[None]
+    before = torch.where(reached, x.to(dtype).movedim(dim, -1).unsqueeze(-2), 0)
+    return before.sum(-1).movedim(-1, dim)
+
+
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.sort.default: sort,
-    aten.sort.stable: stable_sort,
+    aten.sort.stable: sort,
     aten.topk.default: topk,
     aten.kthvalue.default: kthvalue,
-    aten.median.dim: median,
-    aten.nanmedian.dim: nanmedian,
-    aten.median.default: whole_median,
-    aten.nanmedian.default: whole_nanmedian,
+    aten.median.dim: partial(median, False),
+    aten.nanmedian.dim: partial(median, True),
+    aten.median.default: partial(median, False),
+    aten.nanmedian.default: partial(median, True),
     aten.mode.default: mode,
     aten.searchsorted.Tensor: searchsorted,
     aten.searchsorted.Scalar: searchsorted_scalar,
     aten.bucketize.Tensor: bucketize,
+    aten.cummax.default: partial(running_extreme, True),
+    aten.cummin.default: partial(running_extreme, False),
+    aten.cumprod.default: cumprod,
+    aten.cumsum.default: cumsum,
+    aten.logcumsumexp.default: logcumsumexp,
 }
 """Decompositions by operator."""
