@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetpipe.conformance.check import check, expect
+from hetpipe.conformance.check import NotAsked, check, expect
 from hetpipe.conformance.copies import MANY, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.outcomes import NotAsked
 from hetpipe.conformance.rig import WAIT_S, Rig, compare
 
 

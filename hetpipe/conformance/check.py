@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
-from hetpipe.conformance.outcomes import BrokenRule
 from hetpipe.errors import BackendError
 
-if TYPE_CHECKING:
-    from hetpipe.conformance.rig import Rig
+Test = TypeVar("Test", bound=Callable[..., None])
+"""A function that takes the `Rig` of the device under test."""
+
+
+class BrokenRule(Exception):
+    """The device has broken the rule of a check; the message describes the observation."""
+
+
+class NotAsked(Exception):
+    """The check does not apply to this device; the message gives the reason."""
 
 
 class Level(IntEnum):
@@ -38,7 +45,7 @@ class Check:
     level: Level
     rule: str
     suspect: str
-    function: Callable[[Rig], None]
+    function: Callable[..., None]
     family: str = ""
     """Row of the coverage matrix, for checks of operators."""
 
@@ -51,12 +58,10 @@ class Check:
 CHECKS: list[Check] = []
 
 
-def check(
-    name: str, rule: str, suspect: str, level: Level = Level.CORE
-) -> Callable[[Callable[[Rig], None]], Callable[[Rig], None]]:
-    """Add the decorated function to `CHECKS`."""
+def check(name: str, rule: str, suspect: str, level: Level = Level.CORE) -> Callable[[Test], Test]:
+    """Return a decorator that adds a function to `CHECKS`."""
 
-    def add(function: Callable[[Rig], None]) -> Callable[[Rig], None]:
+    def add(function: Test) -> Test:
         CHECKS.append(Check(name, level, rule, suspect, function))
         return function
 
@@ -67,3 +72,15 @@ def expect(holds: bool, seen: str) -> None:
     """Raise `BrokenRule` with the observation unless the rule holds."""
     if not holds:
         raise BrokenRule(seen)
+
+
+def expect_refusal(use: Callable[[], Any], what: str) -> None:
+    """Raise `BrokenRule` unless `use` raises `BackendError`."""
+    try:
+        use()
+    except BackendError:
+        return
+    except Exception as error:
+        kind = f"{type(error).__name__} ({error})"
+        raise BrokenRule(f"{what} raises {kind}, not a BackendError") from error
+    raise BrokenRule(f"{what} raises no error")

@@ -7,8 +7,7 @@ import time
 import numpy as np
 
 from hetpipe.check.difference import Array
-from hetpipe.conformance.check import check, expect
-from hetpipe.conformance.outcomes import BrokenRule
+from hetpipe.conformance.check import BrokenRule, check, expect
 from hetpipe.conformance.rig import WAIT_S, Rig, compare, host_dtype
 
 SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))

@@ -2,13 +2,175 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import fx
 
 from hetpipe.check.difference import Array, case_tolerance, eps_of, errors_of, largest_of
-from hetpipe.conformance.check import CHECKS, Check, Level
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
-from hetpipe.conformance.rig import Rig, compare
-from hetpipe.conformance.samples import Question, Unasked, entries, questions
+from hetpipe.check.reference import float64_results, tensors_of
+from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
+from hetpipe.conformance.rig import Rig, compare, trace
+from hetpipe.sdk.graph import graph_calls
+
+LOOKED_AT = 24
+"""Number of samples per entry, from the start; the largest of them comes first."""
+SEED = 0
+"""Random seed, so that every run gets the same samples."""
+
+
+class Unasked(Exception):
+    """No device can run the sample, for a reason in torch; the message gives the reason."""
+
+
+@cache
+def entries() -> dict[str, Any]:
+    """Return the entries with float32, by name. Raises `ImportError` without torch's tests."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {entry.formatted_name: entry for entry in op_db if torch.float32 in entry.dtypes}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A function of tensors with its results in float64 (`wide`) and in torch's dtypes (`near`).
+
+    The first `values` results are the operator's; the others are gradients by floating inputs.
+    """
+
+    fn: Callable[..., Any]
+    tensors: list[torch.Tensor]
+    wide: list[Array]
+    near: list[Array]
+    values: int
+    forward: Question | None = None
+    """The same question without gradients."""
+
+    def traced(self, table: Any) -> tuple[Question, fx.GraphModule]:
+        """Return this question, or `forward` if torch cannot trace gradients; and its graph.
+
+        Raises `Unasked` if torch cannot trace either question, and `NotAsked` if only the trace
+        with the backend's decompositions fails.
+        """
+        try:
+            graph = trace(self.fn, self.tensors, table)
+        except Exception as error:
+            try:
+                trace(self.fn, self.tensors, {})
+            except Exception as reason:
+                if self.forward is not None:
+                    return self.forward.traced(table)
+                raise Unasked(f"torch cannot trace it: {_first_line(reason)}") from None
+            text = _first_line(error)
+            raise NotAsked(f"refused: traced with the backend's decompositions, {text}") from error
+        if any(map(_is_random, graph_calls(graph))):
+            raise Unasked("its results are random")
+        return self, graph
+
+
+def questions(name: str) -> Iterator[Question | Unasked]:
+    """Yield a question for each sample of an entry, or the reason why a sample is none.
+
+    A question has gradients if torch can compute them.
+    """
+    entry = entries()[name]
+    torch.manual_seed(SEED)
+    every = entry.sample_inputs("cpu", torch.float32, requires_grad=False)
+    samples = [(sample, _tensors(sample)) for sample in islice(every, LOOKED_AT)]
+    if samples:
+        sizes = [sum(tensor.numel() for tensor in tensors) for _, tensors in samples]
+        samples.insert(0, samples.pop(sizes.index(max(sizes))))
+    for sample, tensors in samples:
+        try:
+            yield _question(entry, sample, tensors)
+        except Unasked as reason:
+            yield reason
+
+
+def _tensors(sample: Any) -> list[torch.Tensor]:
+    every = tensors_of([sample.input, *sample.args, *sample.kwargs.values()])
+    return [tensor.detach() for tensor in every]
+
+
+def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
+    fn = _function(entry, sample)
+    if name_is_uninitialised(entry.formatted_name):
+        raise Unasked("its results are not initialised")
+    try:
+        near = [each.numpy() for each in tensors_of(fn(*tensors))]
+        wide = float64_results(fn, tensors)
+    except Exception as error:
+        raise Unasked(f"torch cannot run it: {_first_line(error)}") from error
+    if any(array.dtype.kind == "c" for array in near):
+        raise Unasked("its results are complex")
+    if not near:
+        raise Unasked("it has no tensor as a result")
+    alone = Question(fn, tensors, wide, near, len(near))
+    return (entry.supports_autograd and _with_gradients(alone)) or alone
+
+
+def _with_gradients(alone: Question) -> Question | None:
+    """Return the question with gradients of the sum of squares; None if torch cannot run it."""
+    fn, tensors = alone.fn, alone.tensors
+    places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+
+    def both(*tensors: torch.Tensor) -> Any:
+        inputs = [t.detach().requires_grad_(i in places) for i, t in enumerate(tensors)]
+        with torch.enable_grad():
+            results = tensors_of(fn(*inputs))
+            squares = [(each * each).sum() for each in results if each.requires_grad]
+            total = torch.stack(squares).sum()
+            wanted = [inputs[i] for i in places]
+            gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+        return [each.detach() for each in results], gradients
+
+    try:
+        near = [each.numpy() for each in tensors_of(both(*tensors))]
+        wide = float64_results(both, tensors)
+    except Exception:
+        return None
+    if len(near) != len(wide):
+        return None
+    return Question(both, tensors, wide, near, alone.values, alone)
+
+
+def name_is_uninitialised(name: str) -> bool:
+    """Return whether an operator returns uninitialised memory."""
+    return name.startswith(("empty", "new_empty"))
+
+
+def _function(entry: Any, sample: Any) -> Callable[..., Any]:
+    """Return the operator as a function of a sample's tensors, in their order."""
+
+    def fn(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return next(given).clone()  # some operators change it in place
+            if isinstance(value, (list, tuple)):
+                return type(value)([filled(each) for each in value])
+            return value
+
+        first, args = filled(sample.input), filled(list(sample.args))
+        kwargs = {key: filled(value) for key, value in sample.kwargs.items()}
+        return entry.op(first, *args, **kwargs)
+
+    return fn
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether an operator draws random numbers: each device has its own generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:160]
+
 
 SAMPLES = 3
 """Samples that a device runs per entry: the first ones that torch can trace."""

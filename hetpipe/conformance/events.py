@@ -8,10 +8,9 @@ import time
 import numpy as np
 import torch
 
-from hetpipe.conformance.check import check, expect
+from hetpipe.conformance.check import BrokenRule, check, expect
 from hetpipe.conformance.copies import random_array, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.outcomes import BrokenRule
 from hetpipe.conformance.rig import WAIT_S, Rig, compare
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Event

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetpipe.conformance.check import Level, check, expect
+from hetpipe.conformance.check import BrokenRule, Level, NotAsked, check, expect, expect_refusal
 from hetpipe.conformance.copies import random_array, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import WAIT_S, Rig
 from hetpipe.sdk.backend import Buffer, Event, Executable
 
@@ -46,12 +45,9 @@ def _settled(growth: Callable[[], int], limit: int) -> int:
     return grown
 
 
-def _counted_growth(rig: Rig, before: int | None) -> Callable[[], int]:
-    def grown() -> int:
-        now = rig.device.memory_used_nbytes()
-        return 0 if now is None or before is None else now - before
-
-    return grown
+def _counted(rig: Rig) -> int:
+    """Return the bytes that the device counts; 0 if it counts none."""
+    return rig.device.memory_used_nbytes() or 0
 
 
 @check(
@@ -75,11 +71,11 @@ def _(rig: Rig) -> None:
         cycle(warm % 4 == 0)
     _without_collector(rig, lambda: cycle(False))
     gc.collect()
-    held, resident = rig.device.memory_used_nbytes(), _resident_nbytes()
+    held, resident = _counted(rig), _resident_nbytes()
     for number in range(CYCLES):
         cycle(number % 6 == 0)
     gc.collect()
-    grown = _settled(_counted_growth(rig, held), LEAK_NBYTES * CYCLES // 8)
+    grown = _settled(lambda: _counted(rig) - held, LEAK_NBYTES * CYCLES // 8)
     expect(
         grown < LEAK_NBYTES * CYCLES // 8,
         f"by its own count the device holds {grown} bytes more after {CYCLES} runs of "
@@ -133,14 +129,6 @@ def _alive(kind: type) -> int:
     return sum(issubclass(type(each), kind) for each in gc.get_objects())
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 @check(
     "memory/nothing kept per run",
     "a run keeps no file descriptor, thread, event or buffer after it has "
@@ -160,8 +148,8 @@ def _(rig: Rig) -> None:
         cycle()
     gc.collect()
     counts: dict[str, Callable[[], int]] = {
-        "file descriptors": _descriptors,
-        "threads": _threads,
+        "file descriptors": lambda: len(os.listdir("/proc/self/fd")),
+        "threads": lambda: len(os.listdir("/proc/self/task")),
         "events": lambda: _alive(Event),
         "buffers": lambda: _alive(Buffer),
         "executables": lambda: _alive(Executable),
@@ -187,11 +175,11 @@ def _(rig: Rig) -> None:
         raise NotAsked("it counts no memory")
     gc.collect()
     rig.device.trim()
-    before = rig.device.memory_used_nbytes() or 0
+    before = _counted(rig)
     array = np.zeros(LEAK_NBYTES // 4, np.float32)
     buffers = [rig.put(array) for _ in range(HELD)]
     held = HELD * LEAK_NBYTES
-    now = rig.device.memory_used_nbytes() or 0
+    now = _counted(rig)
     expect(
         now >= held,
         f"it counts {now} bytes, but the existing buffers have {held} bytes",
@@ -232,19 +220,12 @@ def _(rig: Rig) -> None:
     Level.FULL,
 )
 def _(rig: Rig) -> None:
-    from hetpipe.errors import BackendError
-
     if rig.info.memory_domain == "host":
         raise NotAsked("its memory is the host's memory, which other processes need")
     elements = rig.info.memory_nbytes // 4 + 1
     tiny = np.zeros(1, np.float32)
-    try:
-        rig.device.upload(np.broadcast_to(tiny, (elements,)))[1].wait(WAIT_S)
-    except BackendError:
-        pass
-    else:
-        raise BrokenRule(
-            f"an upload of {elements * 4} bytes succeeds, but the device "
-            f"has only {rig.info.memory_nbytes}"
-        )
+    expect_refusal(
+        lambda: rig.device.upload(np.broadcast_to(tiny, (elements,)))[1].wait(WAIT_S),
+        f"an upload of {elements * 4} bytes to a device of {rig.info.memory_nbytes} bytes",
+    )
     same(rig.get(rig.put(tiny)), tiny, "a small buffer afterwards")

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from hetpipe.conformance.cases.case import grads
-from hetpipe.conformance.check import CHECKS, Check, Level, check
+from hetpipe.conformance.check import NotAsked, check
 from hetpipe.conformance.operators import aten, judge, normal
-from hetpipe.conformance.outcomes import NotAsked
 from hetpipe.conformance.rig import Rig
 
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)
@@ -33,16 +32,11 @@ for _name, _fn in {
     "softmax": lambda x: x.softmax(-1),
     "variance": lambda x: torch.var_mean(x, -1, correction=0),
 }.items():
-    CHECKS.append(
-        Check(
-            f"lengths/{_name}",
-            Level.CORE,
-            "a reduction reads every element once, whatever its length",
-            "an off-by-one reduction: the last elements of a block, or the remainder "
-            "after the blocks",
-            partial(_reduced, _fn),
-        )
-    )
+    check(
+        f"lengths/{_name}",
+        "a reduction reads every element once, whatever its length",
+        "an off-by-one reduction: the last elements of a block, or the remainder after the blocks",
+    )(partial(_reduced, _fn))
 
 
 @check(

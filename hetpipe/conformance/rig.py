@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.check.difference import Array, difference
 from hetpipe.check.reference import tensors_of
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
+from hetpipe.conformance.check import BrokenRule, NotAsked
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import canonical, graph_calls, operator_name
 from hetpipe.sdk.host.registry import decompositions_of

@@ -18,8 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hetpipe.child import Child, ChildEnded, ChildError, Parent
-from hetpipe.conformance.check import CHECKS, Check, Level
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
+from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
 from hetpipe.errors import BackendError
 from hetpipe.sdk.host import hangs
 from hetpipe.sdk.host.references import backend_reference, load_reference

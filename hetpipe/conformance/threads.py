@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from hetpipe.check.difference import Array
-from hetpipe.conformance.check import Level, check, expect
+from hetpipe.conformance.check import BrokenRule, Level, NotAsked, check, expect
 from hetpipe.conformance.copies import random_array, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
 from hetpipe.conformance.rig import WAIT_S, Rig, compare
 
 

@@ -18,11 +18,10 @@ import pytest
 from benchmarks import survey
 from found_devices import infos
 
-from hetpipe.conformance.database import check_entry
-from hetpipe.conformance.outcomes import BrokenRule, NotAsked
+from hetpipe.conformance.check import BrokenRule, NotAsked
+from hetpipe.conformance.database import check_entry, entries
 from hetpipe.conformance.rig import Rig
 from hetpipe.conformance.run import rig_of
-from hetpipe.conformance.samples import entries
 
 DATA = Path(__file__).with_name("database.toml")
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"

@@ -18,7 +18,7 @@ from hetpipe.backends.pytorch.memory import reads_strides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hetpipe.conformance.samples import entries
+from hetpipe.conformance.database import entries
 
 PARTS = 16
 SAMPLES = 2

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hetpipe.conformance.samples import entries
+from hetpipe.conformance.database import entries
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
 from hetpipe.records import read_text

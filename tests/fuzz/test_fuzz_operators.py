@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, composite
 
 from hetpipe.check.reference import float64_results, tensors_of
-from hetpipe.conformance.outcomes import NotAsked
+from hetpipe.conformance.check import NotAsked
 from hetpipe.conformance.rig import Rig
 from hetpipe.sdk.host.registry import discover_devices, open_device
 

@@ -28,9 +28,9 @@ from hetpipe.capture.program import CUT, INPUT, TANGENT, PassPrograms
 from hetpipe.capture.slots import Key, drop_dead, placeholders, results
 from hetpipe.check.difference import case_tolerance, eps_of
 from hetpipe.check.reference import tensors_of
-from hetpipe.conformance.outcomes import BrokenRule
+from hetpipe.conformance.check import BrokenRule
+from hetpipe.conformance.database import Question, Unasked, entries, questions
 from hetpipe.conformance.rig import compare
-from hetpipe.conformance.samples import Question, Unasked, entries, questions
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.support import require_support
