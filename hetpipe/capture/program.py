@@ -118,6 +118,11 @@ class PassPrograms:
         return tuple(program for program in programs if program is not None)
 
     @property
+    def backwards(self) -> tuple[Program, ...]:
+        """The whole backward, or its halves if they exist; empty without a backward."""
+        return self.halves or (() if self.backward is None else (self.backward,))
+
+    @property
     def saved_nbytes(self) -> int:
         """Bytes that one micro-batch in flight keeps: saved tensors, and inputs of the backward."""
         if self.backward is None:
@@ -157,6 +162,19 @@ class StageGraphs:
     evaluation: dict[int, Program] = field(default_factory=dict)
 
     @property
+    def programs(self) -> dict[str, Program]:
+        """All programs by name, such as `forward of 3 samples`."""
+        named: dict[str, Program | None] = {}
+        for samples, passes in self.passes.items():
+            of = _of(samples)
+            named |= {f"forward {of}": passes.forward, f"backward {of}": passes.backward}
+            for half, program in zip(("input", "weight"), passes.halves or (), strict=False):
+                named[f"{half} half of the backward {of}"] = program
+        named |= {"update": self.update, "prediction": self.predict, "norm": self.norm}
+        named |= {f"evaluation {_of(n)}": program for n, program in self.evaluation.items()}
+        return {name: program for name, program in named.items() if program is not None}
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that this stage reads, in first use order."""
         return self._names(PARAM)
@@ -170,3 +188,7 @@ class StageGraphs:
         programs = [p for passes in self.passes.values() for p in (passes.forward, passes.backward)]
         slots = [s for p in programs if p is not None for s in (*p.inputs, *p.outputs)]
         return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
+
+
+def _of(samples: int) -> str:
+    return f"of {samples} sample{'' if samples == 1 else 's'}"

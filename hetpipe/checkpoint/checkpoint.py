@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetpipe import __version__
 from hetpipe.checkpoint import durable
 from hetpipe.checkpoint.manifest import (
     ROLES,
@@ -63,7 +64,7 @@ def save(
     check_tensors(tensors)
     values = dict(manifest)
     step = values.pop("step")
-    Manifest(step, values, {}).to_bytes()  # raises before anything is written
+    Manifest(__version__, step, values, {}).to_bytes()  # raises before anything is written
     try:
         durable.make(directory)
         with durable.locked(directory):
@@ -73,7 +74,8 @@ def save(
                 files = {role: _save_role(directory, role, step, tensors[role]) for role in tensors}
                 durable.sync(directory)
                 partial = directory / ".manifest.partial"
-                durable.write(partial, [Manifest(step, values, files).to_bytes()])
+                manifest_file = Manifest(__version__, step, values, files)
+                durable.write(partial, [manifest_file.to_bytes()])
                 os.replace(partial, directory / MANIFEST)
                 before = None  # the manifest names the new files
                 durable.sync(directory)

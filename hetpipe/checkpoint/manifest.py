@@ -14,7 +14,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from hetpipe import __version__
 from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.errors import CheckpointError
 from hetpipe.files import open_regular, read_bytes
@@ -38,34 +37,17 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The caller's `values`, without the step, and the `files` by role."""
+    """The caller's `values`, without the step, and the `files` by role; in JSON also a version."""
 
-    step: int
+    hetpipe: str
+    step: Count
     values: dict[str, Any]
     files: dict[str, TensorFile]
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file. Raises `CheckpointError` for too deep a nesting."""
         files = {role: asdict(file) for role, file in self.files.items()}
-        return _render(
-            {
-                "version": VERSION,
-                "hetpipe": __version__,
-                "step": self.step,
-                "values": self.values,
-                "files": files,
-            }
-        )
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The manifest in JSON, without version and checksum."""
-
-    hetpipe: str
-    step: Count
-    values: dict[str, Any]
-    files: dict[str, TensorFile]
+        return _render({"version": VERSION, **vars(self), "files": files})
 
 
 def file_name(role: str, step: int, sha256: str) -> str:
@@ -120,7 +102,7 @@ def read_manifest(path: Path) -> Manifest:
     if _render(content) != raw:
         raise altered
     source = Source("the manifest", CheckpointError, str(path))
-    record = source.versioned(_Content, content, VERSION)
+    record = source.versioned(Manifest, content, VERSION)
     for role, file in record.files.items():
         if role not in ROLES:
             raise source.fault(("files", role), f"is of no role; there are {', '.join(ROLES)}")
@@ -130,7 +112,7 @@ def read_manifest(path: Path) -> Manifest:
         name = file_name(role, record.step, file.sha256)
         if file.name != name:
             raise source.fault(("files", role, "name"), f"is {short(file.name)}, not {name!r}")
-    return Manifest(record.step, record.values, record.files)
+    return record
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -119,16 +119,11 @@ def _programs(rig: Rig, model: Model, cuts: Sequence[int] = ()) -> list[tuple[st
     count = len(cuts) + 1
     size = ROWS // MICROBATCHES
     stages = captured.stage_graphs(cuts, [rig.table] * count, [size], model.ours())
-    programs = []
-    for number, stage in enumerate(stages):
-        passes = stage.passes[size]
-        for name, program in {
-            "forward": passes.forward, "backward": passes.backward, "update": stage.update,
-            **{f"evaluation of {n}": each for n, each in stage.evaluation.items()},
-        }.items():  # fmt: skip
-            if program is not None:
-                programs.append((f"{name} of stage {number}", program))
-    return programs
+    return [
+        (f"{name}, stage {stage.stage}", program)
+        for stage in stages
+        for name, program in stage.programs.items()
+    ]
 
 
 def _lacking(rig: Rig, model: Model) -> list[str]:

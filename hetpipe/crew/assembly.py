@@ -78,7 +78,10 @@ class Assembly:
         self.shares = shares
         self._values = values or {}
         self._wires = wires(self.stages, shares, sizes or _sizes(self.stages))
-        self._slots = [_slots_of(replicas[0]) for replicas in self.stages]
+        self._slots: list[dict[tuple[str, str], Slot]] = [
+            {s.key: s for p in replicas[0].programs.values() for s in (*p.inputs, *p.outputs)}
+            for replicas in self.stages
+        ]
         self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
         for n, replicas in enumerate(self.stages):
             for stage in replicas:
@@ -243,13 +246,6 @@ def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
     """Return the sizes of micro-batches for which stages without replicas have programs."""
     alone = [stage for replicas in stages if len(replicas) == 1 for stage in replicas]
     return {size for stage in alone for size in (*stage.passes, *stage.evaluation)}
-
-
-def _slots_of(stage: StageGraphs) -> dict[tuple[str, str], Slot]:
-    passes = [p for pair in stage.passes.values() for p in (pair.forward, pair.backward)]
-    more = (stage.update, *stage.evaluation.values())
-    programs = [program for program in (*passes, *more) if program is not None]
-    return {slot.key: slot for program in programs for slot in (*program.inputs, *program.outputs)}
 
 
 def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:

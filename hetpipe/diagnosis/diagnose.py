@@ -22,11 +22,11 @@ from hetpipe.diagnosis.record import Culprit, Diagnosis, Verdict
 from hetpipe.diagnosis.rehearsal import Rehearsal, Run, Start
 from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
 from hetpipe.diagnosis.search import Finding, Search, half_of
-from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
+from hetpipe.diagnosis.trials import Given, Trials, declared
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.operators.recurrent import is_workspace
-from hetpipe.worker.graph_trials import Held
+from hetpipe.worker.graph_trials import DeviceFailedError, Held
 from hetpipe.worker.stage import CHECKED
 
 Outputs = list[torch.Tensor | None]

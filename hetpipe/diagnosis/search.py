@@ -28,11 +28,11 @@ from hetpipe.check.reference import (
     terms_of,
 )
 from hetpipe.check.search import first_fault, others_fail, shortest_fault
-from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
+from hetpipe.diagnosis.trials import Given, Trials, declared
 from hetpipe.sdk.graph import graph_inputs, operator_name
 from hetpipe.sdk.host.parts import Part, Unit, part_of, reachable, units_of
 from hetpipe.sdk.operators.recurrent import is_workspace
-from hetpipe.worker.graph_trials import Held
+from hetpipe.worker.graph_trials import DeviceFailedError, Held
 
 NOISY_RUNS = 3
 REPEATS = 6

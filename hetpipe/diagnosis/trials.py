@@ -9,23 +9,14 @@ import torch
 from torch import fx
 
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import dump_graph
 from hetpipe.wire.wire import Array
-from hetpipe.worker.graph_trials import Failed, Held
+from hetpipe.worker.graph_trials import DeviceFailedError, Held
 
 Given = torch.Tensor | Held
 """An input: a tensor, or a value on the device."""
 
 _MODULE = "hetpipe.worker.graph_trials"
-
-
-class DeviceFailedError(HetpipeError):
-    """The device raised an error in a trial; `refused` if it lacks an operator."""
-
-    def __init__(self, text: str, refused: bool = False) -> None:
-        super().__init__(text)
-        self.refused = refused
 
 
 class Trials:
@@ -58,7 +49,10 @@ class Trials:
         given = [value if isinstance(value, Held) else array_of(value) for value in inputs]
         names = {index: self._prefix + own for index, own in (kept or {}).items()}
         outputs = self._call("run_graph", name, given, donate, names, unread)
-        return [None if array is None else tensor_of(array) for array in outputs]
+        return [  # writable tensors
+            None if a is None else torch.from_numpy(a if a.flags.writeable else a.copy())
+            for a in outputs
+        ]
 
     def held(self, name: str) -> Held:
         """Return a reference to an output that was kept on the device."""
@@ -70,14 +64,9 @@ class Trials:
 
     def _call(self, function: str, *args: Any) -> Any:
         (result,) = self._crew.call([self._member], f"{_MODULE}:{function}", *args)
-        if isinstance(result, Failed):
-            raise DeviceFailedError(result.text, result.refused)
+        if isinstance(result, DeviceFailedError):
+            raise result
         return result
-
-
-def tensor_of(array: Array) -> torch.Tensor:
-    """Return a writable tensor with the values of a host array."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def array_of(tensor: torch.Tensor) -> Array:

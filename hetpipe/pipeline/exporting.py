@@ -122,7 +122,7 @@ def export(
                 results.append(Written(number, replica, member, why=lacking[member]))
                 continue
             args = (graphs, training.probes(member))
-            ((exported, facts),) = workers.call([member], "hetpipe.worker.exporting:export", *args)
+            ((exported, facts),) = workers.call([member], "hetpipe.worker.divided:export", *args)
             board = boards.get(training.plan.stages[number].devices[replica])
             manifest = Manifest(
                 plan.model, number, replica, infos[member].id, facts, board.id if board else "",

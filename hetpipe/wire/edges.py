@@ -30,7 +30,30 @@ Span = tuple[Action, float, float]
 OnError = Callable[[BaseException], None]
 
 
-class Sender:
+class _Edge:
+    """The end of a wire at this worker, with the spans of its messages."""
+
+    def __init__(self, end: Inlet | Outlet) -> None:
+        self._wire = end.wire
+        self._spans: list[Span] = []
+        self.closing = False
+
+    def layout(self, kind: Kind) -> Layout | None:
+        """Return the tensors of a message of this kind; None if there are none, and no message."""
+        return self._wire.layouts.get(kind)
+
+    @property
+    def axes(self) -> Axes:
+        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
+        return self._wire.axes
+
+    def take_spans(self) -> list[Span]:
+        """Return the spans of the messages sent or received since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class Sender(_Edge):
     """Sends messages in the order in which it gets them.
 
     If a message can leave without a wait, the calling thread copies it. On a processor that is
@@ -38,21 +61,11 @@ class Sender:
     """
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
+        super().__init__(outlet)
         self._outlet = outlet
         self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._spans: list[Span] = []
         self._queued = self._sent = 0  # numbers of messages for the thread, and sent by it
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
-        self.closing = False
-
-    def layout(self, kind: Kind) -> Layout | None:
-        """Return the tensors of a message of this kind; None if there are none, and no message."""
-        return self._outlet.wire.layouts.get(kind)
-
-    @property
-    def axes(self) -> Axes:
-        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
-        return self._outlet.wire.axes
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
         """Send a message for an action; its buffers must not change until it has left."""
@@ -78,11 +91,6 @@ class Sender:
             if not self._thread.is_alive():
                 raise EdgeClosedError
 
-    def take_spans(self) -> list[Span]:
-        """Return the spans of the messages sent since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
-
     def close(self) -> None:
         """End the thread."""
         self.closing = True
@@ -103,23 +111,13 @@ class Sender:
             self._sent += 1
 
 
-class Receiver(ABC):
+class Receiver(_Edge, ABC):
     """Receives messages, each for an action, in the order in which they are expected."""
 
     def __init__(self, inlet: Inlet) -> None:
+        super().__init__(inlet)
         self._inlet = inlet
         self._box: dict[Action, list[Any]] = {}
-        self._spans: list[Span] = []
-        self.closing = False
-
-    def layout(self, kind: Kind) -> Layout | None:
-        """Return the tensors of a message of this kind; None if there are none, and no message."""
-        return self._inlet.wire.layouts.get(kind)
-
-    @property
-    def axes(self) -> Axes:
-        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
-        return self._inlet.wire.axes
 
     @abstractmethod
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
@@ -128,11 +126,6 @@ class Receiver(ABC):
     @abstractmethod
     def take(self, action: Action) -> list[Any]:
         """Return the message for a receiving action; blocks. Raises `EdgeClosedError` if closed."""
-
-    def take_spans(self) -> list[Span]:
-        """Return the spans of the messages received since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
 
     def close(self) -> None:
         """Wake the thread that waits for a message."""

@@ -113,7 +113,7 @@ class StageBinding:
         """With `late`, a backward creates gradients and the update consumes them."""
         self.slots: dict[Key, Slot] = {
             slot.key: slot
-            for program in _programs(graphs)
+            for program in graphs.programs.values()
             for slot in (*program.inputs, *program.outputs)
         }
         self.sizes = dict.fromkeys(Table, 0)
@@ -123,7 +123,10 @@ class StageBinding:
             table = TABLE_OF.get(slot.role, Table.FRAME)
             self.places[key] = Place(table, self.sizes[table])
             self.sizes[table] += 1
-        self._firsts = _first_backwards(graphs) if late else {}
+        self._firsts: dict[int, list[Program]] = {}
+        """With `late`, by samples: the backwards, or their halves, that find no gradients."""
+        for samples, passes in graphs.passes.items() if late else ():
+            self._firsts[samples] = list(map(first_gradients, passes.backwards))
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
         self.late = frozenset(self.places[GRAD, name].entry for name in late_ones)
         """Entries of the store that are late gradients."""
@@ -166,9 +169,8 @@ class StageBinding:
         return [bound for bound in (*passes, *more) if bound is not None]
 
     def _passes(self, passes: PassPrograms) -> PassBindings:
-        whole = (passes.backward,) if passes.backward is not None else ()
         forward = self.bind(passes.forward)
-        backwards = [self.bind(program, (GRAD,)) for program in passes.halves or whole]
+        backwards = [self.bind(program, (GRAD,)) for program in passes.backwards]
         reads = [_in_frame(part.sources) for part in backwards]
         firsts = [self.bind(program, (GRAD,)) for program in self._firsts.get(passes.samples, ())]
         saved: set[int] = set()
@@ -185,9 +187,7 @@ class StageBinding:
         tangents = _in_frame(place for key, place in self.places.items() if key[0] == TANGENT)
         unsent = sent_back & tangents  # they may not have left yet
         after_backward = (read | written | kept | sent_back) - unsent
-        feeds = dict(forward.feeds)
-        for program in whole:
-            feeds.update(self.bind(program).feeds)
+        feeds = dict(chain(*(part.feeds for part in (forward, *backwards))))
         return PassBindings(
             forward,
             tuple(backwards),
@@ -199,31 +199,12 @@ class StageBinding:
         )
 
 
-def _first_backwards(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
-    """Return the backwards, or their halves, that find no gradients, by samples."""
-    firsts = {}
-    for samples, passes in graphs.passes.items():
-        whole = (passes.backward,) if passes.backward is not None else ()
-        firsts[samples] = tuple(map(first_gradients, passes.halves or whole))
-    return firsts
-
-
 def _saved_once(binding: Binding) -> set[int]:
     """Return the entries of saved tensors that are no other result of the program."""
     nodes = graph_outputs(binding.program.graph)
     counts = Counter(nodes)
     pairs = zip(binding.program.outputs, binding.targets, nodes, strict=True)
     return {place.entry for slot, place, node in pairs if slot.role == SAVED and counts[node] == 1}
-
-
-def _programs(graphs: StageGraphs) -> list[Program]:
-    passes = [
-        program
-        for passes_of in graphs.passes.values()
-        for program in (passes_of.forward, passes_of.backward, *(passes_of.halves or ()))
-    ]
-    whole_stage = (graphs.update, graphs.predict, graphs.norm, *graphs.evaluation.values())
-    return [program for program in (*passes, *whole_stage) if program is not None]
 
 
 def _in_frame(places: Iterable[Place]) -> frozenset[int]:

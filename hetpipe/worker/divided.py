@@ -1,11 +1,12 @@
-"""Runs passes that exchange values with other replicas: an executable per segment, and exchanges.
+"""Compiles and exports the programs of stages, and runs passes that exchange values with other
+replicas: an executable per segment, and exchanges between them.
 
 `hetpipe.capture.passes.division` says where a program is divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import fx
 
 from hetpipe.capture.passes.division import Division, Exchange, Segment, divide, has_sums, layouts
 from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
-from hetpipe.errors import HetpipeError, UnsupportedOperatorError
+from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import of_one_replica
+from hetpipe.sdk.formats.bundle import Exported
+from hetpipe.sdk.graph import load_graph, of_one_replica
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.sdk.support import require_support
 from hetpipe.wire.wire import Array, Content, Kind, Layout, host_dtype
@@ -174,7 +176,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
     """Let the device begin with the supported programs; loading refuses the others later."""
     graphs = []
     for stage in stages:
-        for program in programs_of(stage):
+        for program in stage.programs.values():
             if has_sums(program):  # its segments depend on the replicas
                 continue
             graph = mark_results(program)
@@ -186,20 +188,33 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
     device.compile_ahead(graphs)
 
 
-def programs_of(stage: StageGraphs) -> list[Program]:
-    """Return all programs of a stage."""
-    passes = [program for pair in stage.passes.values() for program in pair.programs]
-    extras = (stage.update, stage.predict, stage.norm)
-    return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]
-
-
 def find_refusals(device: Device, stages: Sequence[StageGraphs]) -> dict[int, str]:
     """Return, by number, the reasons why the device cannot run the programs of a stage."""
     reasons: dict[int, str] = {}
     for number, stage in enumerate(stages):
         try:
-            for program in programs_of(stage):
+            for program in stage.programs.values():
                 require_support(device, of_one_replica(program.graph))
         except UnsupportedOperatorError as error:
             reasons[number] = str(error)
     return reasons
+
+
+def export(
+    device: Device, stage: StageGraphs, more: Mapping[str, bytes]
+) -> tuple[Exported, dict[str, str]]:
+    """Return the kernels of all programs that a training compiles, and the facts of the device.
+
+    `more` has further graphs, written by `dump_graph`. Raises `BackendError` if the backend has no
+    export.
+    """
+    if not device.info.capabilities.exports:
+        raise BackendError(f"backend {device.info.backend!r} does not export kernels")
+    halved = [passes.backward for passes in stage.passes.values() if passes.halves is not None]
+    graphs = {
+        name: of_one_replica(program.graph)
+        for name, program in stage.programs.items()
+        if program not in halved
+    }
+    graphs |= {name: load_graph(data) for name, data in more.items()}
+    return device.export(graphs), dict(device.binary_facts())

@@ -31,12 +31,12 @@ class Held:
     name: str
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The device has raised an error; `refused` if it lacks an operator."""
+class DeviceFailedError(HetpipeError):
+    """The device raised an error in a trial; `refused` if it lacks an operator."""
 
-    text: str
-    refused: bool = False
+    def __init__(self, text: str, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
 
 
 @dataclass
@@ -59,14 +59,14 @@ def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             is_ours = isinstance(error, HetpipeError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}".rstrip(": ")
-            return Failed(text, isinstance(error, UnsupportedOperatorError))
+            return DeviceFailedError(text, isinstance(error, UnsupportedOperatorError))
 
     return catching
 
 
 @_return_errors
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
-    """Compile a dumped graph, and keep it by a name. Return None or `Failed`."""
+    """Compile a dumped graph, and keep it by a name. Return None or the error."""
     trials = _trials.setdefault(device, _Trials())
     loaded = load_graph(graph)
     (executable,) = device.compile_all([loaded])
@@ -82,7 +82,7 @@ def run_graph(
     kept: Mapping[int, str],
     unread: frozenset[int] = frozenset(),
 ) -> list[Array | None]:
-    """Run a graph; return its outputs on the host, None for those in `unread`, or `Failed`.
+    """Run a graph; return its outputs on the host, None for those in `unread`; or the error.
 
     Outputs in `kept` stay on the device as well, by these names. bfloat16 comes as int16.
     """

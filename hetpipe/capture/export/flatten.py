@@ -17,6 +17,7 @@ from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
+from hetpipe.sdk.host.parts import dependents
 from hetpipe.sdk.operators.replicas import drop_sums
 
 aten = torch.ops.aten
@@ -43,7 +44,8 @@ def flatten(
     rng = make_explicit(graph, samples)
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
-    drop_sums(graph, kept=_of_samples(flat))
+    samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]
+    drop_sums(graph, kept=dependents(graph, samples_and_draws))  # others are equal on all replicas
     _skip_copies(flat)
     drop_dead(graph)
     _check_nodes(graph)
@@ -157,15 +159,6 @@ def _name_outputs(flat: FlatGraph, program: ExportedProgram, aliases: dict[str, 
                 f"the model changes {spec.target or 'a result'} in place "
                 f"({spec.kind.name.lower()}); work on a copy"
             )
-
-
-def _of_samples(flat: FlatGraph) -> set[fx.Node]:
-    """Return the nodes that depend on the samples; all others are equal on all replicas."""
-    dependent = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
-    for node in flat.graph.nodes:
-        if any(source in dependent for source in node.all_input_nodes):
-            dependent.add(node)
-    return dependent
 
 
 def _free(flat: FlatGraph) -> set[fx.Node]:

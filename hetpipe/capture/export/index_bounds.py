@@ -7,7 +7,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +20,12 @@ from hetpipe.capture.flat_graph import FlatGraph, is_getitem, owner
 from hetpipe.capture.program import INPUT, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import graph_inputs
-from hetpipe.sdk.indices import Range
+from hetpipe.sdk.indices import MOVES, Range, all_bounds, arguments_of, name_of
 
-aten = torch.ops.aten
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_MOVES = frozenset(
-    {
-        aten.alias, aten.chunk, aten.clone, aten.contiguous, aten.detach, aten.expand,
-        aten.flatten, aten.flip, aten.movedim, aten.narrow, aten.permute, aten.repeat,
-        aten.reshape, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes,
-        aten.squeeze, aten.t, aten.transpose, aten.unbind, aten.unflatten, aten.unsqueeze,
-        aten._unsafe_view, aten.view,
-    }
-)  # fmt: skip
-_CASTS = frozenset({aten._to_copy, aten.to})
-_PADS = frozenset({aten.pad, aten.constant_pad_nd})
+_CASTS = ("aten._to_copy", "aten.to")
+_PADS = ("aten.pad", "aten.constant_pad_nd")
 _PADDING = -1  # number of an element that is no leaf's
-
-_LOOKUPS = frozenset({aten.embedding, aten.embedding_bag})
-_ALONG = frozenset(
-    {aten.gather, aten.index_select, aten.index_add, aten.index_copy}
-    | {aten.scatter, aten.scatter_add, aten.scatter_reduce}
-)
-_WRAPPING = frozenset({aten.index, aten.index_put})
-_LOSSES = frozenset(
-    {aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d}
-    | {aten.nll_loss_forward, aten.nll_loss2d_forward}
-)
 
 MEAN = 1
 """torch's number for reduction="mean"."""
@@ -153,43 +132,16 @@ def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
     for node in flat.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
-        averaged = _packet(node) in _LOSSES and _arguments(node)["reduction"] == MEAN
-        for index, low, high, ignored, noun in _uses(node):
-            reached = follow.to(index)
+        for bound in all_bounds(node):
+            reached = follow.to(bound.index)
             if reached is not None:
                 leaf, columns = reached
+                averages = bound.ignored is not None and arguments_of(node)["reduction"] == MEAN
                 path = owner(node)[1]
-                use = f"{_name(node)}{' of ' + path if path else ''} has {high} {noun}"
-                bounds[IndexBound(leaf, low, high, ignored, columns, use, averaged)] = None
+                use = f"{_name(node)}{' of ' + path if path else ''} has {bound.size} {bound.noun}"
+                limits = bound.low, bound.size, bound.ignored
+                bounds[IndexBound(leaf, *limits, columns, use, averages)] = None
     return tuple(bounds)
-
-
-Use = tuple[Any, int, int, int | None, str]
-"""(the index, low, high, the ignored value, the noun that `high` counts in messages)."""
-
-
-def _uses(node: fx.Node) -> Iterator[Use]:
-    """Yield the indices that an operator reads."""
-    packet = _packet(node)
-    arguments = _arguments(node) if packet is not None else {}
-    if packet in _LOOKUPS:
-        yield arguments["indices"], 0, _shape(arguments["weight"])[0], None, "rows"
-    elif packet in _ALONG:
-        shape, dim = _shape(arguments["self"]) or (1,), arguments["dim"]
-        yield arguments["index"], 0, shape[dim], None, f"entries in dimension {dim}"
-    elif packet in _WRAPPING:
-        pairs = zip(arguments["indices"], _shape(arguments["self"]), strict=False)
-        for dim, (index, size) in enumerate(pairs):
-            if (
-                isinstance(index, fx.Node) and index.meta["val"].dtype is not torch.uint8
-            ):  # uint8 is a mask
-                yield index, -size, size, None, f"entries in dimension {dim}"
-    elif packet is aten.one_hot and arguments["num_classes"] > 0:
-        yield arguments["self"], 0, arguments["num_classes"], None, "classes"
-    elif packet in _LOSSES:
-        shape = _shape(arguments["self"])
-        ignored = int(arguments["ignore_index"])
-        yield arguments["target"], 0, shape[min(1, len(shape) - 1)], ignored, "classes"
 
 
 class _LeafTracer:
@@ -237,45 +189,29 @@ class _LeafTracer:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         source, *how = node.args
         moved = self._move(source)  # type: ignore[arg-type]
-        packet = _packet(node)
-        if packet in _CASTS:
+        name = name_of(node)
+        if name in _CASTS:
             return moved
-        if packet in _PADS:
+        if name in _PADS:
             return torch.nn.functional.pad(moved, how[0], value=_PADDING)  # type: ignore[arg-type]
-        if packet in (aten.view, aten._unsafe_view):
+        if name in ("aten.view", "aten._unsafe_view"):
             return moved.reshape(how[0])
         return target(moved, *how, **node.kwargs)
 
 
 def _moves(node: fx.Node) -> bool:
     """Return whether the node holds only elements of its first argument, or padding."""
-    packet, value = _packet(node), node.meta.get("val")
-    if packet in _CASTS:
+    name, value = name_of(node), node.meta.get("val")
+    if name in _CASTS:
         return value is not None and value.dtype in _INTEGERS
-    if packet is aten.pad and node.args[2:3] not in ((), ("constant",)):
+    if name == "aten.pad" and node.args[2:3] not in ((), ("constant",)):
         return False
-    return is_getitem(node) or packet in _MOVES or packet in _PADS
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    names = [argument.name for argument in schema.arguments]
-    return {**values, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
+    return is_getitem(node) or name in MOVES or name in _PADS
 
 
 def _name(node: fx.Node) -> str:
     """Return the name by which a user calls the operator."""
-    name = str(_packet(node)).removeprefix("aten.")
+    name = name_of(node).removeprefix("aten.")
     return {"cross_entropy_loss": "cross_entropy", "index": "indexing"}.get(
         name, name.removesuffix("_nd").removesuffix("_forward")
     )

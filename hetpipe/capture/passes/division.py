@@ -13,7 +13,7 @@ from torch import fx
 from hetpipe.capture.passes.views import base_of, in_graph_order
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot
 from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs
-from hetpipe.sdk.host.parts import extract
+from hetpipe.sdk.host.parts import dependents, extract
 from hetpipe.sdk.operators.replicas import is_sum
 
 _VARYING = (INPUT, CUT, SAVED, TANGENT, GRAD)
@@ -132,11 +132,8 @@ def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
 def _varying(program: Program) -> set[fx.Node]:
     """Return the nodes whose value differs from one micro-batch to the next."""
     pairs = zip(graph_inputs(program.graph), program.inputs, strict=True)
-    varying = {node for node, slot in pairs if slot.role in _VARYING}
-    for node in program.graph.graph.nodes:
-        if is_sum(node) or any(source in varying for source in node.all_input_nodes):
-            varying.add(node)
-    return varying
+    starts = [node for node, slot in pairs if slot.role in _VARYING]
+    return dependents(program.graph.graph, [*starts, *filter(is_sum, program.graph.graph.nodes)])
 
 
 def _slot(index: int, node: fx.Node) -> Slot:

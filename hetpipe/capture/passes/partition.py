@@ -31,7 +31,7 @@ from hetpipe.capture.slots import (
     sort_by_role,
 )
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.host.parts import reachable
+from hetpipe.sdk.host.parts import dependents, reachable
 from hetpipe.sdk.operators.replicas import is_sum
 
 NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
@@ -107,58 +107,20 @@ def _is_sample(joint: Joint, key: Key) -> bool:
     return key[0] in (INPUT, CUT) or (key[0] == BUFFER and key[1] in updated)
 
 
-def _dependents(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that depend on one of `starts`, these included."""
-    dependent = set(starts)
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and any(n in dependent for n in node.all_input_nodes):
-            dependent.add(node)
-    return dependent
-
-
 def _tensors_to_save(joint: Joint, recompute: str) -> list[fx.Node]:
     """Return the sample-dependent tensors that the forward keeps for the backward."""
     samples = {node for node, key in joint.inputs.items() if _is_sample(joint, key)}
-    dependent = _dependents(joint, samples)
+    dependent = dependents(joint.graph, samples)
     tangents = {node for node, key in joint.inputs.items() if key[0] == TANGENT}
-    read = _backward_reads(joint, _dependents(joint, tangents), dependent)
+    forward = dependent - dependents(joint.graph, tangents)
+    # The sample-dependent forward tensors that the backward and its recomputation read.
+    read = in_graph_order(forward & reachable([node for _, node in joint.gradients], forward))
     if recompute == INPUTS:
-        return _origins(samples, read)
+        origins = samples | {node for node in joint.graph.nodes if is_sum(node)}
+        return in_graph_order(origins & reachable(read, origins, sources))
     if recompute == MIN_CUT:
         return minimum_cut(samples, read, dependent)
     return drop_comparisons(keep_bases(read, joint.inputs), joint.inputs)
-
-
-def _backward_reads(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:
-    """Return the sample-dependent forward tensors that the backward and its recomputation read."""
-    stack: list[fx.Node] = [node for _, node in joint.gradients]
-    seen: set[fx.Node] = set()
-    read: list[fx.Node] = []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in dependent and node not in backward:
-            read.append(node)
-        else:
-            stack.extend(node.all_input_nodes)
-    return read
-
-
-def _origins(samples: set[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
-    """Return the sample-dependent inputs and sums over replicas from which `nodes` are computed."""
-    origins, seen, stack = set[fx.Node](), set[fx.Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in samples or is_sum(node):
-            origins.add(node)
-        else:
-            stack += sources(node)
-    return in_graph_order(origins)
 
 
 def _accumulate(
@@ -268,19 +230,6 @@ def _weight_half_reads(
     The weight half recomputes nodes that depend on parameters alone.
     """
     inputs = {node for _, node in arguments}
-    varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}
-    for node in graph.nodes:
-        if node not in inputs and any(source in varying for source in node.all_input_nodes):
-            varying.add(node)
-    read: list[fx.Node] = []
-    seen, stack = set[fx.Node](), list(sums)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in first and node in varying:
-            read.append(node)
-        elif node not in inputs:
-            stack.extend(node.all_input_nodes)
-    return read
+    starts = [node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)]
+    read = first & dependents(graph, starts)
+    return in_graph_order(read & reachable(sums, read | inputs))

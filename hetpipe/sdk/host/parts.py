@@ -23,8 +23,15 @@ class Part:
     graph: fx.GraphModule
 
 
-def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that compute `outputs`, down to `inputs` (included if reached)."""
+def reachable(
+    outputs: Iterable[fx.Node],
+    inputs: Iterable[fx.Node],
+    sources: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> set[fx.Node]:
+    """Return the nodes that compute `outputs`, down to `inputs` (included if reached).
+
+    `sources` returns the operands of a node.
+    """
     stop, reached, stack = set(inputs), set[fx.Node](), list(outputs)
     while stack:
         node = stack.pop()
@@ -32,8 +39,17 @@ def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.N
             continue
         reached.add(node)
         if node not in stop:
-            stack.extend(node.all_input_nodes)
+            stack.extend(sources(node))
     return reached
+
+
+def dependents(graph: fx.Graph, starts: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that depend on one of `starts`, these included."""
+    dependent = set(starts)
+    for node in graph.nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
