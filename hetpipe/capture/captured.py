@@ -17,6 +17,7 @@ from hetpipe.capture.export.flatten import flatten
 from hetpipe.capture.export.identity import Identity, optimizer_identity, tables_identity
 from hetpipe.capture.export.index_bounds import check_indices, check_means, mark_checked
 from hetpipe.capture.export.layer_labels import label, layer_graph
+from hetpipe.capture.export.loss_batches import Outputs
 from hetpipe.capture.export.mean_loss import LossCheck
 from hetpipe.capture.export.model_changes import Watch
 from hetpipe.capture.export.named_tensors import (
@@ -26,7 +27,6 @@ from hetpipe.capture.export.named_tensors import (
     copy_loss,
     move_to_cpu,
 )
-from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.source_files import UnknownCodeError
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes

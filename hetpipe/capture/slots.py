@@ -109,7 +109,7 @@ def simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         source: Any = node.args[node.target is aten.copy.default] if node.args else None
         if node.target in _IDENTITIES or (
-            node.target in _IDENTITIES_IF_SAME and _same(node, source)
+            node.target in _IDENTITIES_IF_SAME and has_same_form(node, source)
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -122,7 +122,7 @@ def simplify(graph: fx.Graph) -> None:
 def _narrows_back(node: fx.Node, source: Any) -> bool:
     """Return whether the node undoes the lossless cast of its source."""
     cast = node.target is aten._to_copy.default and widens(source)
-    return cast and _same(node, source.args[0])
+    return cast and has_same_form(node, source.args[0])
 
 
 def widens(node: Any) -> bool:
@@ -133,7 +133,8 @@ def widens(node: Any) -> bool:
     return bool(narrow.is_floating_point and torch.promote_types(narrow, wide) == wide != narrow)
 
 
-def _same(node: fx.Node, source: Any) -> bool:
+def has_same_form(node: fx.Node, source: Any) -> bool:
+    """Return whether both nodes have the same shape and dtype."""
     a, b = node.meta["val"], source.meta["val"]
     return bool(a.dtype == b.dtype and a.shape == b.shape)
 

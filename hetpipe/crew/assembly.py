@@ -1,4 +1,4 @@
-"""Gives each worker of a cluster its stages, values, wires and feeds (station 2 of
+"""Gives each worker its stages, values, wires, and its part of each mini-batch (stations 2 and 3 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from hetpipe.capture.program import (
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
 from hetpipe.cluster.transports import transport_of
+from hetpipe.crew.request import Request, UpdateRequest
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
-from hetpipe.wire.messages import Array, EdgeEnd
+from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import host_dtype
 
@@ -156,6 +157,27 @@ class Assembly:
             rows = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
+
+    def batch(self, request: Request, serial: int, own: Sequence[Replica]) -> Apply:
+        """Return a worker's part of a request. `own` are its replicas that take part."""
+        if isinstance(request, UpdateRequest):
+            return Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
+        none = (0,) * len(request.samples)
+        return Batch(
+            serial=serial,
+            number=request.number,
+            lr=request.lr,
+            grad_scale=None if request.guards else request.grad_scale,
+            clip=request.clip,
+            samples=request.samples,
+            feeds={r.stage: self.feeds_of(r, request.feeds, request.samples) for r in own},
+            loss_tangents=request.loss_tangents,
+            seed=request.seed,
+            guards=request.guards,
+            counted=self.has_count,
+            lag={n: request.lag.get(n, none) for n, _ in own},
+            ahead={n: request.ahead.get(n, none) for n, _ in own},
+        )
 
     @staticmethod
     def check_rows(schedule: Schedule, rows: int) -> None:

@@ -14,11 +14,11 @@ from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
-from hetpipe.crew.handout import Scripts, batch_of
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.crew.stage_members import StageMembers, stage_moves, travelling_names
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
+from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.complete import closing
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.wire import messages as say
@@ -30,6 +30,26 @@ Stages = StageGraphs | Sequence[StageGraphs]
 """A stage, or its replicas."""
 Members = str | Sequence[str]
 """The member of a stage, or the members of its replicas."""
+
+
+class Scripts:
+    """The schedules that workers have, by number. Both sides forget the oldest first."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, Schedule]] = {}  # by identity, which is kept alive
+
+    def send(self, schedule: Schedule, serial: int) -> tuple[int, Schedule | None]:
+        """Return the schedule's number, and the schedule itself if the workers lack it."""
+        if (sent := self._sent.get(id(schedule))) is not None:
+            return sent[0], None
+        if len(self._sent) >= say.SCRIPTS:
+            self._sent.pop(next(iter(self._sent)))
+        self._sent[id(schedule)] = (serial, schedule)
+        return serial, schedule
+
+    def clear(self) -> None:
+        """Forget all schedules, since workers have other stages now."""
+        self._sent.clear()
 
 
 class Crew(Workers):
@@ -201,7 +221,7 @@ class Crew(Workers):
             script, schedule = self._scripts.send(request.schedule, self._serial)
             for member, member_rows in lanes.items():
                 active = self._placement.active(member, assembly.shares, place.begins)
-                batch = batch_of(request, self._serial, active, assembly)
+                batch = assembly.batch(request, self._serial, active)
                 message = say.Step(
                     self._serial, script, schedule, member_rows, place.closing, place.first,
                     place.microbatches, place.begins, batch,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetpipe.capture.program import GRAD, Program, StageGraphs
+from hetpipe.capture.program import GRAD, StageGraphs
 from hetpipe.crew.assembly import Assembly
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.shares import Replica, Shares
@@ -94,7 +94,7 @@ def stage_moves(
         old = at.get(member)
         has = set() if old is None else set(before.kept(old))
         keys = after.kept(n)
-        stays = old == n and same_stage(before.stages[n][0], after.stages[n][0])
+        stays = old == n and _outline(before.stages[n][0]) == _outline(after.stages[n][0])
         moves.append(
             StageMove(
                 stays,
@@ -115,19 +115,7 @@ def travelling_names(moves: Iterable[StageMove]) -> dict[str, list[str]]:
     return {role: list(names) for role, names in by_role.items()}
 
 
-def same_stage(one: StageGraphs, other: StageGraphs) -> bool:
-    """Return whether two stages of a capture compute equal names from equal names."""
-    return _outline(one) == _outline(other)
-
-
 def _outline(stage: StageGraphs) -> tuple[Any, ...]:
-    passes = {
-        size: [_slots(p) for p in passes_of.programs] for size, passes_of in stage.passes.items()
-    }
-    whole = [_slots(p) for p in (stage.update, stage.predict, stage.norm) if p is not None]
-    evaluation = {size: _slots(p) for size, p in stage.evaluation.items()}
-    return stage.stage, passes, whole, evaluation, sorted(stage.constants)
-
-
-def _slots(program: Program) -> tuple[Any, ...]:
-    return program.inputs, program.outputs
+    """Return the names that a stage computes from others; equal outlines make equal stages."""
+    slots = {name: (program.inputs, program.outputs) for name, program in stage.programs.items()}
+    return stage.stage, slots, sorted(stage.constants)

@@ -28,6 +28,7 @@ from hetpipe.capture.program import (
     SCALAR,
     STATE,
     TANGENT,
+    PassPrograms,
     Program,
     Slot,
     StageGraphs,
@@ -126,11 +127,10 @@ class Rehearsal:
         for stage in reversed(stages):
             for m in microbatches:
                 passes = self._passes(stage, m)
-                if passes.halves is not None:
-                    yield self._run(stage, "backward (inputs)", passes.halves[0], m)
-                    yield self._run(stage, "backward (weights)", passes.halves[1], m)
-                elif passes.backward is not None:
-                    yield self._run(stage, "backward", passes.backward, m)
+                halves = ("backward (inputs)", "backward (weights)")
+                names = halves if passes.halves else ("backward",)
+                for name, program in zip(names, passes.backwards, strict=False):
+                    yield self._run(stage, name, program, m)
         self._sum_tied()
         if not self._finite_grads() or (self._counted and self._count == 0):
             return
@@ -242,7 +242,7 @@ class Rehearsal:
         grads = [grad for own in self.grads for grad in own.values()]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def _passes(self, stage: StageGraphs, m: int) -> Any:
+    def _passes(self, stage: StageGraphs, m: int) -> PassPrograms:
         return stage.passes[self.start.request.samples[m]]
 
     @property

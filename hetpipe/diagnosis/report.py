@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -17,30 +18,20 @@ from hetpipe.sdk.graph import dtype_name, graph_inputs, operator_name
 LISTED = 6  # most operators or layers in a message
 
 
-def culprit_of(
-    run: Run, device: str, finding: Finding, values: Values, reason: str = ""
-) -> Culprit:
+def culprit_of(run: Run, device: str, finding: Finding, values: Values) -> Culprit:
     """Return the culprit for a finding in a run on a device."""
     calls = [node for node in finding.nodes if operator_name(node) != "getitem"]
     names = [operator_name(node) for node in calls]
     if len(names) > LISTED:
         names = [*names[: LISTED // 2], "...", *names[-LISTED // 2 :]]
     read = inputs_of(calls[0]) if len(calls) == 1 else []
-    output = finding.output
-    return Culprit(
-        stage=run.stage,
-        member=run.member,
-        device=device,
-        program=run.name,
-        microbatch=run.microbatch,
-        layer=_layers(run.program, calls or [output]),
-        operators=tuple(names),
-        output=_form(values[output]),
-        inputs=tuple(_form(tensor) for node in read for tensor in tensors_of(values[node])),
+    layer = _layers(run.program, calls or [finding.output])
+    return replace(
+        _culprit(run, device, layer, names, values, finding.output, read),
         error=finding.difference.error,
         allowed=finding.difference.allowed,
         not_finite=_not_finite(finding, values, read),
-        reason=finding.failure or reason,
+        reason=finding.failure,
     )
 
 
@@ -57,27 +48,26 @@ def source_of(
     slots = dict(zip(graph_inputs(graph), run.program.inputs, strict=True))
     if node in slots:
         slot = slots[node]
-        operators, layer = (f"the {_role(slot)} {slot.name}",), _layers(run.program, node.users)
+        name, layer = f"the {_role(slot)} {slot.name}", _layers(run.program, node.users)
         text = (
             f"{_first(values[node])} of it; it was not finite before this mini-batch's {run.name}"
         )
         read: list[fx.Node] = []
     else:
         read = inputs_of(node)
-        operators, layer = (operator_name(call_of(node)),), _layers(run.program, [call_of(node)])
+        name, layer = operator_name(call_of(node)), _layers(run.program, [call_of(node)])
         text = f"{_first(values[node])}; {_inputs_text(read, values)}"
-    return Culprit(
-        stage=run.stage,
-        member=run.member,
-        device=device,
-        program=run.name,
-        microbatch=run.microbatch,
-        layer=layer,
-        operators=operators,
-        output=_form(values[node]),
-        inputs=tuple(_form(tensor) for each in read for tensor in tensors_of(values[each])),
-        not_finite=text,
-    )
+    return replace(_culprit(run, device, layer, [name], values, node, read), not_finite=text)
+
+
+def _culprit(
+    run: Run, device: str, layer: str, operators: Sequence[str], values: Values, output: fx.Node,
+    read: Sequence[fx.Node],
+) -> Culprit:  # fmt: skip
+    """Return the culprit at `output`, whose operator has the inputs `read`."""
+    inputs = tuple(_form(tensor) for node in read for tensor in tensors_of(values[node]))
+    place = run.stage, run.member, device, run.name, run.microbatch, layer
+    return Culprit(*place, tuple(operators), _form(values[output]), inputs)
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:

@@ -5,13 +5,15 @@ A fork sends {"begins": CASE} at the beginning of each run of a case, then the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hetpipe.check.difference import difference, eps_of, errors_of, largest_of, tolerance
 from hetpipe.child import Parent
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
@@ -27,7 +29,6 @@ from hetpipe.sdk.kernels import (
     KernelRunner,
 )
 from hetpipe.workbench.case import POISONS, Run, call_of, expected, sizes_of
-from hetpipe.workbench.compare import OutputError, output_error
 
 
 def main() -> None:
@@ -161,6 +162,47 @@ class _Bench:
             return flaw
         text = f"{_words(run, sizes)} {flaw.text}; {_CURES[run]}"
         return Flaw(flaw.kind, flaw.kernel, text, flaw.line)
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The largest errors of an output, in units in the last place and as shares of the limit.
+
+    `wrong` counts the elements beyond the limit; `text` describes the worst one.
+    """
+
+    ulp: float
+    share: float
+    wrong: int
+    text: str = ""
+
+
+def output_error(actual: Array, reference: Array, allowed: Tolerance, terms: int) -> OutputError:
+    """Compare an output with its float64 reference."""
+    if actual.size == 0:
+        return OutputError(0.0, 0.0, 0)
+    if actual.dtype.kind != "f":
+        found = difference(actual, reference.astype(actual.dtype), 0.0)
+        error = math.inf if found.wrong else 0.0
+        return OutputError(error, error, found.wrong, found.text)
+    right = reference.astype(np.float64)
+    errors = errors_of(actual, right)
+    with np.errstate(all="ignore"):
+        rounded = right.astype(actual.dtype)
+        unit = np.spacing(np.abs(rounded)).astype(np.float64)
+        ulps = np.where(
+            np.isfinite(unit) & (unit > 0), errors / unit, np.where(errors, math.inf, 0)
+        )
+        words, limits = "", np.zeros_like(right)
+        if allowed.error == "ulp":
+            words = f"{allowed.units:g} ulp"
+            limits = np.where(np.isfinite(unit), allowed.units * unit, 0.0)
+        elif allowed.error == "sum":  # values beyond the dtype's range must not widen the limit
+            largest = largest_of(np.where(np.isfinite(rounded), right, np.nan))
+            limits += tolerance(largest, eps_of(actual.dtype.name), terms)
+        shares = np.where(errors == 0, 0.0, errors / limits)
+    found = difference(actual, right, limits, words)
+    return OutputError(float(ulps.max()), float(shares.max()), found.wrong, found.text)
 
 
 _CURES = {

@@ -157,9 +157,9 @@ def _passes(stage: StageGraphs) -> Iterator[tuple[Content, Program]]:
     """Yield each program with the content of its exchanges."""
     for passes in stage.passes.values():
         yield Content.SUM_IN_FORWARD, passes.forward
-        whole = () if passes.backward is None else (("B", passes.backward),)
-        halves = whole if passes.halves is None else zip("IW", passes.halves, strict=True)
-        yield from ((Content.sum_in(letter), program) for letter, program in halves)
+        letters = "IW" if passes.halves else "B"
+        for letter, program in zip(letters, passes.backwards, strict=False):
+            yield Content.sum_in(letter), program
     yield from ((Content.SUM_IN_EVALUATION, program) for program in stage.evaluation.values())
 
 

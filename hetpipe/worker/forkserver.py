@@ -1,5 +1,7 @@
-"""The fork server: imports torch once, before any thread exists, and forks a worker per request.
+"""The fork server, which forks a worker per request, and the process of a worker: its main thread
+and its sending thread.
 
+The server imports torch once, before any thread exists.
 `hetpipe.crew.forkserver` runs it as a process. Each worker starts with torch, its cores, folder and
 variables, and shares all memory that it never writes to.
 """
@@ -14,10 +16,15 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 from hetpipe.wire.channel import Channel
-from hetpipe.wire.messages import STATUS, Failure, Fork
+from hetpipe.wire.messages import STATUS, Beat, Failure, Fork, Open, Stop
+from hetpipe.worker.blame import summary, trace_of
+from hetpipe.worker.service import Service
 
 PR_SET_PDEATHSIG = 1
 PR_SET_TIMERSLACK = 29
@@ -30,7 +37,8 @@ SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for the compute thre
 def main(fd: int, controller: int) -> None:
     """Fork workers until the controller, process `controller`, has ended or closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _import_what_workers_need()
+    gc.collect()
+    gc.freeze()  # a collection would write to memory that all workers share
     channel = Channel(socket.socket(fileno=fd))
     try:
         watched = os.pidfd_open(controller)  # a fork of the controller may keep its socket open
@@ -67,13 +75,6 @@ def main(fd: int, controller: int) -> None:
             workers[ended] = pid, status
 
 
-def _import_what_workers_need() -> None:
-    import hetpipe.worker.process  # noqa: F401 - imports torch as well
-
-    gc.collect()
-    gc.freeze()  # a collection would write to memory that all workers share
-
-
 def _fork(request: Fork, descriptors: list[int]) -> int | None:
     """Return the worker's process id. None if there is none; then the controller knows why."""
     server, channel = os.getpid(), descriptors[0]
@@ -88,8 +89,6 @@ def _fork(request: Fork, descriptors: list[int]) -> int | None:
         _keep_descriptors(descriptors, server)
         channel = CHANNEL
         _set_up(request)
-        from hetpipe.worker.process import serve
-
         serve(CHANNEL)
     except BaseException as error:
         _report(channel, error)
@@ -100,8 +99,6 @@ def _fork(request: Fork, descriptors: list[int]) -> int | None:
 
 def _report(channel: int, error: BaseException) -> None:
     """Tell the controller why a worker does not start."""
-    from hetpipe.worker.blame import summary, trace_of
-
     with socket.socket(fileno=os.dup(channel)) as end, suppress(OSError):
         Channel(end).send(Failure("start", summary(error), trace_of(error)))
 
@@ -136,6 +133,57 @@ def _report_end(descriptor: int, pid: int, status: int) -> None:
         os.write(status, STATUS.pack(code))
     os.close(status)
     os.close(descriptor)
+
+
+def serve(fd: int) -> None:
+    """Serve the controller at the other end of descriptor `fd` until it stops or dies."""
+    channel = Channel(socket.socket(fileno=fd))
+    order = channel.receive()[0]
+    assert isinstance(order, Open)
+
+    answers: SimpleQueue[object] = SimpleQueue()
+
+    def send() -> None:
+        """Send answers on an extra thread, so that the compute thread never waits."""
+        while True:
+            message = answers.get()
+            try:
+                channel.send(message)
+            except ConnectionError:
+                os._exit(1)  # the controller is gone
+            except Exception as error:  # pickling failed, or memory ran out
+                service.fail(error)
+            if isinstance(message, Failure):
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)
+
+    service = Service(order, answers.put)
+
+    def beat() -> None:
+        while True:
+            answers.put(Beat(service.doing))
+            time.sleep(order.heartbeat_s)
+
+    sender = threading.Thread(target=send, name="answers", daemon=True)
+    sender.start()
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    threading.Thread(target=service.serve, name="compute", daemon=True).start()
+    # This thread only listens, so it notices the controller's end while other threads wait.
+    try:
+        while True:
+            message, fds = channel.receive()
+            if isinstance(message, Stop):
+                break
+            service.deliver(message, fds)
+    except EOFError:
+        os._exit(1)
+    except Exception as error:  # the message refers to unknown modules
+        service.fail(error)
+        sender.join()  # it ends the process after sending the failure
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

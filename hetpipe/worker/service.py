@@ -16,27 +16,11 @@ from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.host.references import load_reference
 from hetpipe.sdk.host.registry import configure_backend, open_device
+from hetpipe.wire import messages as say
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
-from hetpipe.wire.messages import (
-    SCRIPTS,
-    Apply,
-    Array,
-    Begin,
-    Call,
-    Failure,
-    Load,
-    Norm,
-    Open,
-    Read,
-    Reply,
-    Scale,
-    Speed,
-    Step,
-    Stop,
-    Write,
-)  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
+from hetpipe.wire.wire import Array
 from hetpipe.worker.bind import Key
 from hetpipe.worker.blame import failing_method, summary, trace_of
 from hetpipe.worker.divided import find_refusals
@@ -54,7 +38,7 @@ class Service:
 
     def __init__(
         self,
-        order: Open,
+        order: say.Open,
         answer: Callable[[Any], None],
         opener: Callable[[str], Device] = open_device,
     ) -> None:
@@ -85,11 +69,11 @@ class Service:
 
     def deliver(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Accept a message of the controller; never blocks."""
-        if isinstance(message, Scale):
+        if isinstance(message, say.Scale):
             with self._scaled:
                 self._scales[message.serial, message.clips] = message.value
                 self._scaled.notify_all()
-        elif isinstance(message, Speed):
+        elif isinstance(message, say.Speed):
             self._emulation.speed = message.value
         else:
             self._inbox.put((message, fds))
@@ -97,15 +81,15 @@ class Service:
     def serve(self) -> None:
         """Obey commands until `Stop`; the first error is reported and ends the service."""
         try:
-            self._answer(Reply(self._open().info))
+            self._answer(say.Reply(self._open().info))
             self._task = "idle"
-            while not isinstance((item := self._inbox.get())[0], Stop):
+            while not isinstance((item := self._inbox.get())[0], say.Stop):
                 message, fds = item
-                loads = isinstance(message, (Load, Begin))
+                loads = isinstance(message, (say.Load, say.Begin))
                 self._task = "load" if loads else type(message).__name__.lower()
                 value = _COMMANDS[type(message)](self, message, fds)
                 self._task = "idle"
-                self._answer(Reply(value))
+                self._answer(say.Reply(value))
         except EdgeClosedError:
             pass  # the worker was stopped during a step
         except BaseException as error:
@@ -116,7 +100,7 @@ class Service:
     def abort(self) -> None:
         """End the worker from another thread: wake everything that waits in it."""
         self._stopped = True
-        self.deliver(Stop())
+        self.deliver(say.Stop())
         with self._scaled:
             self._scaled.notify_all()
         self._close_edges()
@@ -125,7 +109,7 @@ class Service:
         """Report the first error; later ones only follow from it."""
         if self._stopped or not self._failed.acquire(blocking=False):
             return
-        self._answer(Failure(self.doing, self._summary(error), trace_of(error)))
+        self._answer(say.Failure(self.doing, self._summary(error), trace_of(error)))
 
     def _summary(self, error: BaseException) -> str:
         """Return one line; for an exception of the device, with the device and the failed
@@ -150,13 +134,13 @@ class Service:
             transport.join(order.rank, order.world, meeting.address, order.start_timeout_s)
         return self._device
 
-    def _load(self, message: Load, fds: Sequence[int]) -> dict[int, str]:
+    def _load(self, message: say.Load, fds: Sequence[int]) -> dict[int, str]:
         """Return the reasons why the device cannot run a stage, by the number of the stage."""
         self._asked = message, fds
         refused = find_refusals(self._device, [load.graphs for load in message.stages])
         return {message.stages[n].graphs.stage: reason for n, reason in refused.items()}
 
-    def _begin(self, command: Begin, _: Sequence[int]) -> None:
+    def _begin(self, command: say.Begin, _: Sequence[int]) -> None:
         (message, fds), self._asked = self._asked, None
         if not command.loads:
             for fd in fds:
@@ -200,7 +184,7 @@ class Service:
             self._runner.sums,
         ]
 
-    def _drop_stages(self, message: Load) -> dict[Key, Buffer]:
+    def _drop_stages(self, message: say.Load) -> dict[Key, Buffer]:
         """Free the present stages before new ones take memory, except the stages that stay.
 
         Return the values that new stages need.
@@ -215,12 +199,12 @@ class Service:
             del self._stages[n], self._replicas[n]
         return held
 
-    def _step(self, message: Step, fds: Sequence[int]) -> Any:
+    def _step(self, message: say.Step, fds: Sequence[int]) -> Any:
         runner = self._runner
         if runner is None:
             raise HetpipeError("this worker has no stage; load one before a step")
         if message.schedule is not None:
-            if len(self._scripts) >= SCRIPTS:
+            if len(self._scripts) >= say.SCRIPTS:
                 self._scripts.pop(next(iter(self._scripts)))
             self._scripts[message.script] = tuple(
                 Script.of(message.schedule, row, self._stages, message.closing)
@@ -233,13 +217,13 @@ class Service:
         assert self._exchange is not None
         return self._exchange.sum(stage, terms)
 
-    def _grad_scale(self, batch: Apply) -> float:
+    def _grad_scale(self, batch: say.Apply) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
         return self._scale(batch.serial, clips=False)
 
-    def _clip_factor(self, batch: Apply, square: float, culprit: str) -> float:
-        self._answer(Norm(batch.serial, square, culprit))
+    def _clip_factor(self, batch: say.Apply, square: float, culprit: str) -> float:
+        self._answer(say.Norm(batch.serial, square, culprit))
         return self._scale(batch.serial, clips=True)
 
     def _scale(self, serial: int, clips: bool) -> float:
@@ -253,15 +237,15 @@ class Service:
                 del self._scales[old]
             return self._scales[serial, clips]
 
-    def _call(self, message: Call, fds: Sequence[int]) -> Any:
+    def _call(self, message: say.Call, fds: Sequence[int]) -> Any:
         module, _, name = message.function.partition(":")
         return getattr(importlib.import_module(module), name)(self._device, *message.args)
 
-    def _read(self, message: Read, fds: Sequence[int]) -> Any:
+    def _read(self, message: say.Read, fds: Sequence[int]) -> Any:
         stage = self._stages[message.stage]
         return {name: stage.get((message.role, name)) for name in message.names}
 
-    def _write(self, message: Write, fds: Sequence[int]) -> None:
+    def _write(self, message: say.Write, fds: Sequence[int]) -> None:
         for name, value in message.values.items():
             self._stages[message.stage].put((message.role, name), value)
 
@@ -272,10 +256,10 @@ class Service:
 
 
 _COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
-    Load: Service._load,
-    Begin: Service._begin,
-    Step: Service._step,
-    Call: Service._call,
-    Read: Service._read,
-    Write: Service._write,
+    say.Load: Service._load,
+    say.Begin: Service._begin,
+    say.Step: Service._step,
+    say.Call: Service._call,
+    say.Read: Service._read,
+    say.Write: Service._write,
 }

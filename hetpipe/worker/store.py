@@ -190,10 +190,6 @@ class Frames:
         """Return a frame that belongs to no micro-batch."""
         return [None] * self._binding.sizes[Table.FRAME]
 
-    def all(self) -> list[Entries]:
-        """Return all frames."""
-        return list(self._frames.values())
-
     def arrive(self, microbatch: int, layout: Layout, buffers: Sequence[Buffer]) -> None:
         """Store tensors that came from a neighbour."""
         frame = self.of(microbatch)

@@ -21,7 +21,7 @@ from hetpipe.sdk.formats.kernelspec import Tolerance, read_spec
 from hetpipe.sdk.formats.sizes import Size
 from hetpipe.sdk.host.registry import devices_of
 from hetpipe.sdk.kernels import Flaw
-from hetpipe.workbench.compare import output_error
+from hetpipe.workbench.child import output_error
 from hetpipe.workbench.trial import Outcome, check_sizes, outcomes, trial_of
 
 CHECKER = next((each for each in IDS if "oclgrind" in each), None)

@@ -15,7 +15,14 @@ from hetpipe.capture.export.random_operators import make_explicit
 from hetpipe.capture.export.unsupported import where
 from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
-from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
+from hetpipe.capture.slots import (
+    Key,
+    constant_name,
+    drop_dead,
+    has_same_form,
+    placeholders,
+    results,
+)
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.host.parts import dependents
 from hetpipe.sdk.operators.replicas import drop_sums
@@ -72,15 +79,9 @@ def _skip_copies(flat: FlatGraph) -> None:
     returned = list(results(flat.graph))
     for index, ((role, _), node) in enumerate(flat.outputs):
         source: Any = node.args[0] if node.target is aten.expand.default else None
-        if role == BUFFER and source is not None and _alike(node, source):
+        if role == BUFFER and source is not None and has_same_form(node, source):
             returned[index] = source
     flat.graph.output_node().args = (tuple(returned),)
-
-
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Return whether both nodes have the same shape and dtype."""
-    one, other = a.meta["val"], b.meta["val"]
-    return bool(one.shape == other.shape and one.dtype == other.dtype)
 
 
 def _check_nodes(graph: fx.Graph) -> None:

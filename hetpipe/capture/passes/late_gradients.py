@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from hetpipe.capture.program import GRAD, Program
-from hetpipe.capture.slots import make_program, placeholders, results
+from hetpipe.capture.slots import has_same_form, make_program, placeholders, results
 
 
 def first_gradients(program: Program) -> Program:
@@ -67,5 +67,4 @@ def _added_gradient(node: fx.Node, accumulators: Collection[fx.Node]) -> fx.Node
     accumulator, gradient = node.args
     if accumulator not in accumulators or not isinstance(gradient, fx.Node):
         return None
-    same = gradient.meta["val"].shape == node.meta["val"].shape
-    return gradient if same and gradient.meta["val"].dtype == node.meta["val"].dtype else None
+    return gradient if has_same_form(gradient, node) else None

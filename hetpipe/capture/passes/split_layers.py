@@ -8,7 +8,7 @@ the input and the partial output, as in BaPipe's intra-layer partition (section 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,19 +75,12 @@ class SplitParameters:
         picks = optimizer.decay_exclude
         if picks is None or not self.rows:
             return optimizer
-        return replace(optimizer, decay_exclude=_pick_parts(picks, self.whole))
+        return replace(optimizer, decay_exclude=lambda name: picks(self.whole(name)))
 
 
 def _parameter(name: str, known: Mapping[str, object]) -> str:
     """Return the parameter, among the known ones, that a value with this name belongs to."""
     return name if name in known else name.rpartition("/")[2]
-
-
-def _pick_parts(picks: Callable[[str], bool], whole: Callable[[str], str]) -> Callable[[str], bool]:
-    def picks_part(name: str) -> bool:
-        return picks(whole(name))
-
-    return picks_part
 
 
 aten = torch.ops.aten

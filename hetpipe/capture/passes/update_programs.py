@@ -36,8 +36,7 @@ class Formulas:
         if key not in self._graphs:
             with FakeTensorMode(), torch.no_grad():
                 examples = [torch.empty(value.shape, dtype=value.dtype) for value in values]
-                run = partial(_as_list, formula)
-                module = make_fx(run, decomposition_table=self._decompositions)(*examples)
+                module = make_fx(formula, decomposition_table=self._decompositions)(*examples)
             simplify(module.graph)
             self._graphs[key] = module.graph
         return self._graphs[key]
@@ -119,8 +118,9 @@ def trace_update(
         *new, outputs[GRAD, name] = program.apply(rule, partial(_update_one, rule), arguments)
         outputs.update(zip(keys, new, strict=True))
     for name in only_zeroed:
-        (zeros,) = program.apply("zeros", _zeros, program.inputs([(GRAD, name)]))
-        outputs[GRAD, name] = zeros
+        accumulator = program.inputs([(GRAD, name)])
+        zero = program.apply("zeros", lambda gradient: [torch.zeros_like(gradient)], accumulator)
+        (outputs[GRAD, name],) = zero
     order = (PARAM, STATE, GRAD)
     keys = sorted(outputs, key=lambda key: order.index(key[0]))
     return program.program({key: outputs[key] for key in keys})
@@ -172,17 +172,15 @@ def trace_norm(
         *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
         terms = [program.apply("square", _square, [gradient, scale])[0] for gradient in grads]
     else:
-        dtype = program.scalars
-        key, formula = ("total", dtype), partial(_total, dtype)
-        terms = [program.apply(key, formula, [grad])[0] for grad in program.inputs(keys)]
+        key = "total", program.scalars
+        terms = [
+            program.apply(key, lambda grad: [grad.sum().to(program.scalars)], [node])[0]
+            for node in program.inputs(keys)
+        ]
     total = terms[0]
     for term in terms[1:]:
-        (total,) = program.apply("sum", _sum, [total, term])
+        (total,) = program.apply("sum", lambda a, b: [a + b], [total, term])
     return program.program({(NORM, "square"): total})
-
-
-def _as_list(formula: Formula, *values: torch.Tensor) -> list[torch.Tensor]:
-    return list(formula(*values))
 
 
 def _update_one(
@@ -213,22 +211,10 @@ def _narrow(values: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[tor
     return [v.to(torch.float32) if v.dtype is torch.float64 else v for v in values]
 
 
-def _zeros(gradient: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.zeros_like(gradient)]
-
-
 def _square(gradient: torch.Tensor, grad_scale: torch.Tensor) -> list[torch.Tensor]:
     (scale,) = _narrow([grad_scale], gradient)
     scaled = gradient * scale
     return [(scaled * scaled).sum().to(grad_scale.dtype)]
-
-
-def _total(dtype: torch.dtype, gradient: torch.Tensor) -> list[torch.Tensor]:
-    return [gradient.sum().to(dtype)]
-
-
-def _sum(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    return [a + b]
 
 
 def _scalars(*names: str) -> list[Key]:

@@ -94,11 +94,7 @@ class Argument:
 
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))]
     shape: tuple[Count, ...] | None  # None: a number
-    value: (
-        Annotated[int, Whole(-(2**31), 2**31 - 1)]
-        | Annotated[float, Number(-LARGEST, LARGEST)]
-        | None
-    )
+    value: Int32 | Float32 | None
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> 
         earlier = {s.sha256: s.binary for s in sources if s.binary is not None}
     kept = tuple(replace(s, binary=earlier.get(s.sha256)) for s in manifest.sources)
     for file, text in texts.items():
-        _write(folder / file, text.encode())
+        write_beside(folder / file, text.encode())
     return _write_manifest(folder, replace(manifest, sources=kept))
 
 
@@ -236,7 +232,7 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
 
 def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
     """Return the text of a source. Raises `BundleError` if it has changed since the export."""
-    content = _read(folder / source.file)
+    content = read_file(folder / source.file, BundleError, MOST_NBYTES)
     if (now := sha256_of(content)) != source.sha256:
         raise BundleError(
             f"{folder / source.file} has changed: its hash is {now}, the manifest's "
@@ -259,7 +255,7 @@ def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[
             f"hash {binary.source_sha256}, but {source.file} has the hash "
             f"{source.sha256}; compile it again: {build}"
         )
-    content = _read(folder / binary.file)
+    content = read_file(folder / binary.file, BundleError, MOST_NBYTES)
     if (now := sha256_of(content)) != binary.sha256:
         raise BundleError(
             f"{folder / binary.file} is not the binary that was put there: its hash is {now}, the "
@@ -273,7 +269,7 @@ def add_binary(
 ) -> Manifest:
     """Put the binary of a source into a bundle; return the new manifest. Raises `HetpipeError`."""
     file = f"{source.stem}.bin"
-    _write(folder / file, content)
+    write_beside(folder / file, content)
     binary = Binary(file, sha256_of(content), source.sha256, dict(facts))
     sources = tuple(replace(s, binary=binary) if s == source else s for s in manifest.sources)
     return _write_manifest(folder, replace(manifest, sources=sources))
@@ -288,11 +284,3 @@ def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 def checksum_of(data: Any) -> str:
     """Return a checksum that reveals an edited manifest, whose launches could use other memory."""
     return sha256_of(json.dumps(data, sort_keys=True).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    write_beside(path, content)
-
-
-def _read(path: Path) -> bytes:
-    return read_file(path, BundleError, MOST_NBYTES)

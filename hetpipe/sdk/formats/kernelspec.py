@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from hetpipe.errors import BackendError
 from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text
@@ -205,13 +205,8 @@ class KernelSpec:
 def read_spec(path: Path) -> KernelSpec:
     """Read the specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
     text = read_text(path, BackendError)
-    return spec_of(parse_toml(text, path, BackendError), text, path)
-
-
-def spec_of(data: Mapping[str, Any], text: str, path: Path) -> KernelSpec:
-    """Return the specification in a file's data; `text` gives the lines of errors."""
     lines = Lines(text)
     source = Source(
         "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES
     )
-    return source.record(KernelSpec, data)
+    return source.record(KernelSpec, parse_toml(text, path, BackendError))

@@ -8,34 +8,7 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.formats.serialised import (
-    A_BOOL,
-    A_DTYPE,
-    A_FLOAT,
-    A_INT,
-    A_LIST,
-    A_NODE,
-    A_NONE,
-    A_TEXT,
-    CALL,
-    CHECKED,
-    CHECKED_FROM,
-    DTYPES,
-    F64,
-    HEADER,
-    I64,
-    IGNORED,
-    INPUT,
-    ITEM,
-    MAGIC,
-    MOST_DEPTH,
-    MOST_RANK,
-    NONE,
-    OUTPUT,
-    STEADY,
-    U32,
-    VERSION,
-)  # fmt: skip
+from hetpipe.sdk.formats import serialised as form
 from hetpipe.sdk.graph import graph_of_rows, resolve_operator
 
 if TYPE_CHECKING:
@@ -66,19 +39,19 @@ class _Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data = bytes(data)
-        if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
+        if len(data) < form.HEADER.size or data[: len(form.MAGIC)] != form.MAGIC:
             raise BackendError(f"these {len(data)} bytes are no serialised graph")
-        _, version, nbytes, checksum, strings, strings_nbytes, nodes = HEADER.unpack_from(data)
-        if version != VERSION:
+        _, version, nbytes, checksum, strings, strings_nbytes, nodes = form.HEADER.unpack_from(data)
+        if version != form.VERSION:
             raise BackendError(
                 f"the graph has version {version} of the serialised form, this hetpipe reads "
-                f"{VERSION}: install a matching version"
+                f"{form.VERSION}: install a matching version"
             )
         if nbytes != len(data):
             raise _damaged(f"it has {len(data)} bytes, but its header counts {nbytes}")
-        if checksum != zlib.crc32(data[CHECKED_FROM:]):
+        if checksum != zlib.crc32(data[form.CHECKED_FROM :]):
             raise _damaged("its checksum does not match its content")
-        self._at = HEADER.size
+        self._at = form.HEADER.size
         table = self._take(strings_nbytes)
         if strings_nbytes and table[-1]:
             raise _damaged("the last string has no end")
@@ -106,36 +79,37 @@ class _Reader:
 
     def _node(self) -> tuple[Any, ...]:
         kind, name, layer = self._u8(), self._text(), self._u32()
-        where = None if layer == NONE else self._string(layer)
+        where = None if layer == form.NONE else self._string(layer)
         if not name.isidentifier() or name == "self" or iskeyword(name) or name in self._names:
             raise _damaged(
                 f"a node has the name {name[:40]!r}, which another node has or"
                 " Python does not allow"
             )
         self._names.add(name)
-        if kind == INPUT:
+        if kind == form.INPUT:
             steady, checked = self._input()
             return "placeholder", name, name, ("list", []), {}, self._form(), where, steady, checked
-        if kind == CALL:
+        if kind == form.CALL:
             target, args, kwargs, val = self._call()
             return "call_function", name, target, args, kwargs, val, where, False, None
-        if kind == ITEM:
+        if kind == form.ITEM:
             args, val = self._item(), self._form()
             return "call_function", name, "getitem", args, {}, val, where, False, None
-        if kind != OUTPUT:
+        if kind != form.OUTPUT:
             raise _damaged(f"a node is of kind {kind}")
         outputs = ("list", [self._reference() for _ in range(self._count(4))])
         return "output", name, "output", ("list", [outputs]), {}, None, where, False, None
 
     def _input(self) -> tuple[bool, tuple[int, int, int | None] | None]:
         flags = self._u8()
-        if flags > STEADY | CHECKED | IGNORED or (flags & IGNORED and not flags & CHECKED):
+        known = form.STEADY | form.CHECKED | form.IGNORED
+        if flags > known or (flags & form.IGNORED and not flags & form.CHECKED):
             raise _damaged(f"an input has the flags {flags}")
         checked = None
-        if flags & CHECKED:
+        if flags & form.CHECKED:
             low, size = self._i64(), self._i64()
-            checked = (low, size, self._i64() if flags & IGNORED else None)
-        return bool(flags & STEADY), checked
+            checked = (low, size, self._i64() if flags & form.IGNORED else None)
+        return bool(flags & form.STEADY), checked
 
     def _call(self) -> tuple[str, Any, dict[str, Any], Any]:
         target = self._text()
@@ -164,19 +138,24 @@ class _Reader:
 
     def _argument(self, depth: int) -> tuple[str, Any]:
         kind = self._u8()
-        if kind == A_NODE:
+        if kind == form.A_NODE:
             return self._reference()
-        if kind == A_LIST:
-            if depth == MOST_DEPTH:
-                raise _damaged(f"it has lists deeper than {MOST_DEPTH}")
+        if kind == form.A_LIST:
+            if depth == form.MOST_DEPTH:
+                raise _damaged(f"it has lists deeper than {form.MOST_DEPTH}")
             return "list", [self._argument(depth + 1) for _ in range(self._count(1))]
-        if kind == A_DTYPE:
+        if kind == form.A_DTYPE:
             return "dtype", self._dtype()
-        if kind == A_NONE:
+        if kind == form.A_NONE:
             return "value", None
-        if kind > A_LIST:
+        if kind > form.A_LIST:
             raise _damaged(f"an argument is of kind {kind}")
-        plain = {A_BOOL: self._bool, A_INT: self._i64, A_FLOAT: self._f64, A_TEXT: self._text}
+        plain = {
+            form.A_BOOL: self._bool,
+            form.A_INT: self._i64,
+            form.A_FLOAT: self._f64,
+            form.A_TEXT: self._text,
+        }
         return "value", plain[kind]()
 
     def _reference(self) -> tuple[str, int]:
@@ -189,8 +168,8 @@ class _Reader:
         code, rank = self._u8(), self._u8()
         if code == 0 and rank == 0:
             return None
-        if rank > MOST_RANK:
-            raise _damaged(f"a tensor has {rank} dimensions; at most {MOST_RANK}")
+        if rank > form.MOST_RANK:
+            raise _damaged(f"a tensor has {rank} dimensions; at most {form.MOST_RANK}")
         shape = tuple(self._i64() for _ in range(rank))
         if any(size < 0 for size in shape) or math.prod(s or 1 for s in shape) > _MOST_ELEMENTS:
             raise _damaged(f"a tensor has the shape {shape}")
@@ -214,13 +193,13 @@ class _Reader:
         return self._take(1)[0]
 
     def _u32(self) -> int:
-        return int(U32.unpack(self._take(4))[0])
+        return int(form.U32.unpack(self._take(4))[0])
 
     def _i64(self) -> int:
-        return int(I64.unpack(self._take(8))[0])
+        return int(form.I64.unpack(self._take(8))[0])
 
     def _f64(self) -> float:
-        return float(F64.unpack(self._take(8))[0])
+        return float(form.F64.unpack(self._take(8))[0])
 
     def _bool(self) -> bool:
         value = self._u8()
@@ -241,9 +220,9 @@ class _Reader:
 
 
 def _dtype_of(code: int) -> str:
-    if not 0 < code <= len(DTYPES):
+    if not 0 < code <= len(form.DTYPES):
         raise _damaged(f"a dtype has the code {code}")
-    return DTYPES[code - 1]
+    return form.DTYPES[code - 1]
 
 
 def _damaged(reason: str) -> BackendError:

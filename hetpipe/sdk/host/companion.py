@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
 from hetpipe.sdk.support import refusal, require_support
 
 if TYPE_CHECKING:
-    from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
+    from hetpipe.sdk.formats.bundle import Exported
 
 Array = np.ndarray[Any, Any]
 
@@ -43,6 +43,15 @@ class Lent:
     calls: int
     there_nbytes: int
     back_nbytes: int
+
+
+def _ask_device(name: str) -> Any:
+    """Return a method that calls the same method of the device alone."""
+
+    def call(self: CompanionDevice, *args: Any) -> Any:
+        return getattr(self.device, name)(*args)
+
+    return call
 
 
 class CompanionDevice(Device):
@@ -128,30 +137,14 @@ class CompanionDevice(Device):
                     own[f"{name}, part {number}"] = part.graph
         return self.device.export(own)
 
-    def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
-        return self.device.build(source, text, programs)
-
-    def binary_facts(self) -> Mapping[str, str]:
-        return self.device.binary_facts()
-
-    def upload(self, src: Array) -> tuple[Buffer, Event]:
-        buffer, event = self.device.upload(src)
-        return buffer, event
-
-    def download(self, buf: Buffer, dst: Array) -> Event:
-        return self.device.download(buf, dst)
-
-    def download_part(self, buf: Buffer, lo: int, hi: int, dst: Array) -> Event:
-        return self.device.download_part(buf, lo, hi, dst)
-
-    def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        return self.device.fma_ceiling()
-
-    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        return self.device.launch_floor()
-
-    def memory_used_nbytes(self) -> int | None:
-        return self.device.memory_used_nbytes()
+    build = _ask_device("build")
+    binary_facts = _ask_device("binary_facts")
+    upload = _ask_device("upload")
+    download = _ask_device("download")
+    download_part = _ask_device("download_part")
+    fma_ceiling = _ask_device("fma_ceiling")
+    launch_floor = _ask_device("launch_floor")
+    memory_used_nbytes = _ask_device("memory_used_nbytes")
 
     def trim(self) -> None:
         self.device.trim()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hetpipe.errors import BackendError
 from hetpipe.process import start_refusal
@@ -60,8 +60,3 @@ def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result])
     if not answer:
         raise NoAnswerError(f"backend {name!r} {problem}: no answer after {limit_s:g} s")
     return answer[0]
-
-
-def type_name(value: Any) -> str:
-    """Return the name of a value's type, for errors."""
-    return type(value).__name__

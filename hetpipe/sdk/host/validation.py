@@ -9,7 +9,6 @@ from typing import Any, get_origin, get_type_hints
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
-from hetpipe.sdk.host.isolation import type_name
 from hetpipe.sdk.info import (
     API_VERSION,
     DTYPE_NBYTES,
@@ -57,13 +56,13 @@ def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
     """Return the result of `discover`. Raises `BackendError` with the first fault in it."""
     if not isinstance(infos, (list, tuple)):
         raise BackendError(
-            f"backend {name!r}: discover returns {type_name(infos)}, not a list of DeviceInfo"
+            f"backend {name!r}: discover returns {type(infos).__name__}, not a list of DeviceInfo"
         )
     for info in infos:
         if not isinstance(info, DeviceInfo):
             raise BackendError(
                 f"backend {name!r}: the list from discover contains "
-                f"{type_name(info)} {info!r}, but it must contain only "
+                f"{type(info).__name__} {info!r}, but it must contain only "
                 "DeviceInfo"
             )
         problem = _wrong_type(info, "device") or _wrong_value(name, info)
@@ -122,7 +121,7 @@ def _wrong_type(record: Any, owner: str) -> str:
         # To Python, a bool is an int.
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             return (
-                f"{field.name} of {owner} {getattr(record, 'id', '')!r} is {type_name(value)} "
+                f"{field.name} of {owner} {getattr(record, 'id', '')!r} is {type(value).__name__} "
                 f"{value!r}, not {expected.__name__}"
             )
     return ""
