@@ -153,13 +153,8 @@ class Captured:
         sizes = list(dict.fromkeys(samples))
 
         def trace() -> list[StageGraphs]:
-            flats = [self._flat(size) for size in sizes]
             rules = None if optimizer is None else self.parts.rules(optimizer)
-            graphs = trace_stages(
-                self.traces, flats, cuts, decompositions, rules, modes, halves, extras
-            )
-            mark_checked(graphs, self._summary.indices)
-            return graphs
+            return self._trace(sizes, True, cuts, decompositions, rules, modes, halves, extras)
 
         how = (list(cuts), modes, halves, sorted(extras) if optimizer is not None else [])
         return _load_or_make(self._stage_key(sizes, decompositions, optimizer, True, *how), trace)
@@ -179,13 +174,17 @@ class Captured:
         sizes = list(dict.fromkeys(samples))
 
         def trace() -> list[StageGraphs]:
-            flats = [self._flat(size, training=False) for size in sizes]
             modes = check_modes((), len(decompositions))
-            graphs = trace_stages(self.traces, flats, cuts, decompositions, None, modes)
-            mark_checked(graphs, self._summary.indices)
-            return graphs
+            return self._trace(sizes, False, cuts, decompositions, None, modes)
 
         return _load_or_make(self._stage_key(sizes, decompositions, None, False, list(cuts)), trace)
+
+    def _trace(self, sizes: Sequence[int], training: bool, *how: Any) -> list[StageGraphs]:
+        """Trace the stages, see `trace_stages`, and mark the inputs that the host checks."""
+        flats = [self._flat(size, training) for size in sizes]
+        graphs = trace_stages(self.traces, flats, *how)
+        mark_checked(graphs, self._summary.indices)
+        return graphs
 
     def _stage_key(
         self,

@@ -199,21 +199,18 @@ def _(rig: Rig) -> None:
     a, b = normal(3, 4), normal(3, 4, seed=1)
     executable = rig.compile(lambda a, b: a + b, a, b)
     right = [rig.put(a), rig.put(b)]
+    other = next((d for d in ("int32", "int64", "bool") if d in rig.info.dtypes), "float32")
     wrong = {
         "one input of two": right[:1],
         "three inputs for two": [*right, right[0]],
         "another shape": [right[0], rig.put(normal(4, 3))],
         "fewer elements": [right[0], rig.put(normal(3))],
-        "another dtype": [right[0], rig.put(np.ones((3, 4), _other(rig)))],
+        "another dtype": [right[0], rig.put(np.ones((3, 4), other))],
     }
     for name, inputs in wrong.items():
         expect_refusal(partial(rig.run, executable, inputs), f"a run with {name}")
     (result,) = rig.run(executable, right)
     compare(rig.get(result), (a + b).numpy(), 1e-5, "a right run after the wrong ones")
-
-
-def _other(rig: Rig) -> str:
-    return next((name for name in ("int32", "int64", "bool") if name in rig.info.dtypes), "float32")
 
 
 @check(

@@ -98,7 +98,7 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
 
 def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
     fn = _function(entry, sample)
-    if name_is_uninitialised(entry.formatted_name):
+    if entry.formatted_name.startswith(("empty", "new_empty")):
         raise Unasked("its results are not initialised")
     try:
         near = [each.numpy() for each in tensors_of(fn(*tensors))]
@@ -136,11 +136,6 @@ def _with_gradients(alone: Question) -> Question | None:
     if len(near) != len(wide):
         return None
     return Question(both, tensors, wide, near, alone.values, alone)
-
-
-def name_is_uninitialised(name: str) -> bool:
-    """Return whether an operator returns uninitialised memory."""
-    return name.startswith(("empty", "new_empty"))
 
 
 def _function(entry: Any, sample: Any) -> Callable[..., Any]:

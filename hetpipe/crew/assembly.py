@@ -102,10 +102,11 @@ class Assembly:
         return self.reporters[COUNT] > 0
 
     def _reporters(self, role: str) -> int:
-        replicas = [len(stages) for stages in self.stages if _has_output(stages[0], role)]
-        if not replicas:
-            return 0
-        return 1 if self.shares.in_turn else replicas[0]
+        for replicas in self.stages:
+            forwards = [passes.forward for passes in replicas[0].passes.values()]
+            if any(slot.role == role for program in forwards for slot in program.outputs):
+                return 1 if self.shares.in_turn else len(replicas)
+        return 0
 
     def plug(
         self,
@@ -256,12 +257,6 @@ class Assembly:
                 if slot.name not in self._values:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
                 _check_fit(slot, self._values[slot.name])
-
-
-def _has_output(stage: StageGraphs, role: str) -> bool:
-    """Return whether forwards of a stage have an output of this role."""
-    forwards = [passes.forward for passes in stage.passes.values()]
-    return any(slot.role == role for program in forwards for slot in program.outputs)
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:

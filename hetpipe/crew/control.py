@@ -164,7 +164,7 @@ class Control:
             now_s = time.monotonic()
             if positions != before or now_s - begin_s > PAUSE_TICKS * TICK_S:
                 moved_s = now_s
-            in_pass = any(_in_pass(doing) for doing, _ in positions)
+            in_pass = any(_passes(doing) for doing, _ in positions)  # a device computes
             limit_s = pass_limit_s if in_pass else patience_s
             silent_s = now_s - moved_s
             if limit_s is not None and silent_s > limit_s:
@@ -194,12 +194,8 @@ class Control:
         return [(self.doing[worker](), len(self._replies[worker])) for worker in workers]
 
 
-def _in_pass(doing: str) -> bool:
-    """Return whether a device computes in one of the lanes."""
-    return bool(_passes(doing))
-
-
 def _passes(doing: str) -> list[re.Match[str]]:
+    """Return the actions that compute, one for each lane that has one."""
     return [match for lane in doing.split(" and ") if (match := _PASS.fullmatch(lane))]
 
 

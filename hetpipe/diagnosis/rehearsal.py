@@ -132,7 +132,10 @@ class Rehearsal:
                 for name, program in zip(names, passes.backwards, strict=False):
                     yield self._run(stage, name, program, m)
         self._sum_tied()
-        if not self._finite_grads() or (self._counted and self._count == 0):
+        gradients = [gradient for named in self.grads for gradient in named.values()]
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return
+        if self._counted and self._count == 0:
             return
         yield from self._update_runs()
 
@@ -237,10 +240,6 @@ class Rehearsal:
         for name, owner, others in dict.fromkeys(e for s in self.start.stages for e in s.tied):
             for other in others:
                 self.grads[owner][name] = self.grads[owner][name] + self.grads[other][name]
-
-    def _finite_grads(self) -> bool:
-        grads = [grad for own in self.grads for grad in own.values()]
-        return all(bool(grad.isfinite().all()) for grad in grads)
 
     def _passes(self, stage: StageGraphs, m: int) -> PassPrograms:
         return stage.passes[self.start.request.samples[m]]

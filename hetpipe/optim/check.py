@@ -85,17 +85,9 @@ def _lost(
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     if left_out := sum(id(parameter) not in trained for parameter in parameters):
         yield f"a choice of parameters: it leaves {left_out} out (freeze them by requires_grad_)"
-    if any(_has_stepped(state) for state in _states(value)):
+    # Adagrad has a state before its first step.
+    if any(bool(state.get("step", 1)) for state in getattr(value, "state", {}).values()):
         yield "the state of its earlier steps"
-
-
-def _states(value: object) -> list[Mapping[str, Any]]:
-    return list(getattr(value, "state", {}).values())
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state follows some steps: Adagrad has one before the first."""
-    return bool(state.get("step", 1))
 
 
 def _class(value: object) -> type:

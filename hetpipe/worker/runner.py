@@ -148,7 +148,8 @@ class Runner:
                 mini_batch = message.number // step.microbatches
                 self._exchange.transfer(action, message, self._kind(message), mini_batch)
             elif action.op is Op.ALL_REDUCE:
-                self._sum(action, beside=following is not None and not _waits(following))
+                waits = following is None or following[0].op in AFTER_SUMS
+                self._sum(action, beside=not waits)
             elif action.op is Op.UPDATE:
                 begin = self._updates.apply(action)
                 self._spans.append((action, begin.clock_s, self._emulation.stretch(begin)))
@@ -291,8 +292,3 @@ class Runner:
         if losses is None:
             return None
         return tuple(loss * part for loss, part in zip(losses, parts, strict=True))
-
-
-def _waits(step: ScriptStep) -> bool:
-    """Return whether an action waits for the sums that have begun before it."""
-    return step[0].op in AFTER_SUMS

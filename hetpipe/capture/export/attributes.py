@@ -83,20 +83,18 @@ def clear_caches(run: nn.Module) -> Iterator[None]:
 
     Their tensors have no values. The caches of the modules' classes and files are checked.
     """
-    caches = {cache: cache.cache_info().misses for cache in set(_caches(run))}
+    caches = {
+        value: value.cache_info().misses
+        for owner in _owners(run)
+        for value in list(vars(owner).values())
+        if isinstance(value, functools._lru_cache_wrapper)
+    }
     try:
         yield
     finally:
         for cache, misses in caches.items():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
-
-
-def _caches(run: nn.Module) -> Iterator[functools._lru_cache_wrapper[Any]]:
-    for owner in _owners(run):
-        for value in list(vars(owner).values()):
-            if isinstance(value, functools._lru_cache_wrapper):
-                yield value
 
 
 def _owners(run: object) -> Iterator[type | ModuleType]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import get_decompositions
 
 from hetpipe.errors import CaptureError
@@ -40,14 +41,14 @@ def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
     }
 
 
-def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Decompose the operator of `x[:, 0] = source`, which itself has no derivative."""
     return source.to(into.dtype).expand(into.shape)
 
 
 def as_strided(
-    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> torch.Tensor:
+    x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
     """Decompose `as_strided` into a read of elements by index, since graphs have no strides."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise CaptureError(
@@ -60,7 +61,7 @@ def as_strided(
     return x.reshape(-1).index_select(0, index.reshape(-1)).reshape(size)
 
 
-def adaptive_avg_pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+def adaptive_avg_pool(x: Tensor, size: Sequence[int]) -> Tensor:
     """Decompose `adaptive_avg_pool1d`, `2d` and `3d` for any layout of `x`.
 
     torch's own mean over a whole image calls `as_strided` on a tensor in channels-last order.
@@ -70,20 +71,20 @@ def adaptive_avg_pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     if len(size) == 1:
         return adaptive_avg_pool(x.unsqueeze(-2), [1, *size]).squeeze(-2)
     pool = aten._adaptive_avg_pool2d if len(size) == 2 else aten._adaptive_avg_pool3d
-    pooled: torch.Tensor = pool(x, list(size))
+    pooled: Tensor = pool(x, list(size))
     return pooled
 
 
 def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Compute `_native_batch_norm_legit_functional` with the statistics of all replicas' rows."""
     assert training, "in eval mode it is another operator"
     y, mean, rstd, variance, count = _normalize(x, weight, bias, eps)
@@ -94,20 +95,20 @@ def batch_norm(
 
 
 def batch_norm_without_memory(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Compute `batch_norm` without running statistics: `_native_batch_norm_legit.no_stats`."""
     return _normalize(x, weight, bias, eps)[:3]
 
 
 def _normalize(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     """Return (y, mean, rstd, variance, count): x normalised, statistics per channel, number of
     rows.
 
@@ -135,16 +136,16 @@ def _normalize(
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by its documented definition.
 
     Without a mask and dropout it is one operator of ours. A row without any key gives zeros, as in
@@ -157,14 +158,14 @@ def attention(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     front = {x.shape[:-2] for x in (query, key, value)}
     if attn_mask is None and dropout_p == 0 and len(front) == 1 and query.ndim in (3, 4):
-        fused: torch.Tensor = own.attention(query, key, value, is_causal, factor)[0]
+        fused: Tensor = own.attention(query, key, value, is_causal, factor)[0]
         return fused
     scores = (query * factor) @ key.transpose(-2, -1)
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
         read = torch.ones(size, dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(read.logical_not(), -math.inf)
-    without_key: torch.Tensor | None = None
+    without_key: Tensor | None = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = attn_mask.logical_not()
         without_key = hidden.all(-1, keepdim=True)
@@ -180,9 +181,9 @@ def attention(
 
 
 def lstm(
-    x: torch.Tensor,
-    hx: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
+    x: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
     dropout: float,
@@ -190,8 +191,8 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
     *,
-    projected: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    projected: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `torch.nn.LSTM` with one operator of ours per layer and direction.
 
     `projected` computes an LSTM with a `proj_size`.

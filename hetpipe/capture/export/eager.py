@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,8 @@ class EagerModule:
             if name in self.trainable:
                 parameters[name] = tensors[full].requires_grad_()
         losses, outputs = [], list[tuple[str, torch.Tensor]]()
-        with self.modes.apply(), self._dtypes(wide), torch.enable_grad():
+        dtypes = default_dtype(torch.float64) if wide else self.precision.autocast()
+        with self.modes.apply(), dtypes, torch.enable_grad():
             for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
                 leaves = [torch.tensor(feed[name]) for name in self.example.names]
                 arguments = tuple(to_float64(leaves)) if wide else tuple(leaves)
@@ -77,9 +78,6 @@ class EagerModule:
                 losses.append(float(loss.detach()))
         gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
         return EagerRun(losses, gradients, outputs)
-
-    def _dtypes(self, wide: bool) -> AbstractContextManager[object]:
-        return default_dtype(torch.float64) if wide else self.precision.autocast()
 
 
 @contextmanager

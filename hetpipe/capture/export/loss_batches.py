@@ -96,7 +96,11 @@ class Outputs:
     def of(cls, output: Any, samples: int) -> Outputs:
         """Return the structure of an output, whose tensors may lack values."""
         leaves, spec = tree_flatten(output)
-        return cls(samples, tuple(map(_describe_leaf, leaves)), spec)
+        described = (
+            _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        )
+        return cls(samples, tuple(described), spec)
 
     def elements(self, samples: int) -> int:
         """Return the number of elements for `samples` samples."""
@@ -128,7 +132,3 @@ class Outputs:
 class _Shape:
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _describe_leaf(leaf: Any) -> Any:
-    return _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

@@ -250,11 +250,11 @@ def _inline_regions(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is _AUTOCAST:  # decomposition turns autocast into casts; keep the region
-            _inline_regions(_attribute(module, node.args[4].target))
+            _inline_regions(operator.attrgetter(node.args[4].target)(module))
         if node.target is not _SET_GRAD:
             continue
         enabled, region, *inputs = node.args
-        inner = _attribute(module, region.target)
+        inner = operator.attrgetter(region.target)(module)
         _inline_regions(inner)
         with graph.inserting_before(node):
             outputs = _copy_region(module, inner, inputs)
@@ -283,7 +283,7 @@ def _copy_region(module: fx.GraphModule, inner: fx.GraphModule, inputs: list[Any
     for node in inner.graph.nodes:
         if node.op == "get_attr":
             name = f"region{len(list(module.graph.nodes))}_{node.name}"
-            setattr(module, name, _attribute(inner, node.target))
+            setattr(module, name, operator.attrgetter(node.target)(inner))
             env[node] = module.graph.get_attr(name)
             env[node].meta.update(node.meta)
         elif node.op == "call_function":
@@ -297,9 +297,3 @@ def _detach(graph: fx.Graph, value: Any) -> Any:
     node = graph.call_function(aten.detach.default, (value,))
     node.meta.update(value.meta)
     return node
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module

@@ -28,15 +28,10 @@ class Modes:
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         return cls(model, tuple((module, module.training) for module in modules))
 
-    @property
-    def all_eval(self) -> bool:
-        """Whether no module of the model trains."""
-        modules = set(self.model.modules())
-        return not any(training for module, training in self.training if module in modules)
-
     def warn(self) -> None:
         """Warn if no module of the model trains, which is rarely intended."""
-        if self.all_eval:
+        modules = set(self.model.modules())
+        if not any(training for module, training in self.training if module in modules):
             warnings.warn(
                 f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
                 "dropout is off and batch norms keep their running statistics; call model.train() "

@@ -65,7 +65,8 @@ def trace_joint(
         tangents = [_empty(returned[index]) for index in tangent_of]
         step = _TracedStep(piece, tangent_of)
         module = make_fx(step, decomposition_table=dict(decompositions))(*primals, *tangents)
-        if any(_is_mutable(node) for node in module.graph.nodes):
+        calls = (n.target for n in module.graph.nodes if n.op == "call_function")
+        if any(isinstance(c, torch._ops.OpOverload) and c._schema.is_mutable for c in calls):
             module = _functionalize(module, [*primals, *tangents], decompositions, mode)
     return _make_joint(piece, module, step, tangent_of, decompositions)
 
@@ -186,10 +187,6 @@ class _LabellingInterpreter(fx.Interpreter):
             hook = grad_fn.register_prehook(lambda _: self._labels.switch(layer))
             self._hooks[grad_fn] = hook
             stack += [parent for parent, _ in grad_fn.next_functions]
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functionalize(

@@ -69,13 +69,10 @@ def _mask_of(node: fx.Node) -> _Mask | None:
         return _Mask(*args[:2])
     if node.target is aten.where.self:
         where, zero, gradient = args
-        if _is_zero(zero) and where.target is aten.le.Scalar and where.args[1] == 0:
+        is_zero = zero.target is aten.scalar_tensor.default and zero.args[0] == 0
+        if is_zero and where.target is aten.le.Scalar and where.args[1] == 0:
             return _Mask(gradient, where.args[0])
     return None
-
-
-def _is_zero(node: Any) -> bool:
-    return bool(node.target is aten.scalar_tensor.default and node.args[0] == 0)
 
 
 def _maxima(graph: fx.Graph, pool: fx.Node) -> fx.Node:

@@ -8,7 +8,7 @@ the input and the partial output, as in BaPipe's intra-layer partition (section 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,7 +150,11 @@ def _split(flat: FlatGraph, layer: str, count: int, tied: Collection[str]) -> No
     _join(flat, product, parts)
     for source, *_ in chains:
         flat.rows[flat.inputs[source][1]] = count
-    _erase(flat, [product, *(node for chain in chains for node in reversed(chain))])
+    for node in (product, *(node for chain in chains for node in reversed(chain))):
+        flat.graph.erase_node(node)
+        flat.layer.pop(node, None)
+        flat.inputs.pop(node, None)
+        flat.differentiable.discard(node)
     names = flat.layer_names
     flat.layer_names = (*names[:index], *part_names(layer, count), *names[index + 1 :])
 
@@ -170,7 +174,8 @@ def _product(flat: FlatGraph, layer: str, index: int) -> fx.Node:
         for reader in _readers(weight)
         if flat.layer.get(reader) == index
     ]
-    if len(products) != 1 or not _has_weight(products[0], weights[0]):
+    fits = len(products) == 1 and products[0].target in _CHANNELS
+    if not fits or _chain(products[0].args[1])[0] is not weights[0]:
         operators = ", ".join(dict.fromkeys(map(operator_name, products))) or "no operator"
         names = ", ".join(flat.inputs[weight][1] for weight in weights) or "a weight"
         raise PlanError(
@@ -184,11 +189,6 @@ def _product(flat: FlatGraph, layer: str, index: int) -> fx.Node:
             f"split: {layer} is a convolution of {groups} groups; only one of 1 group can be split"
         )
     return product
-
-
-def _has_weight(product: fx.Node, weight: fx.Node) -> bool:
-    """Return whether an operator that can be split has this weight."""
-    return product.target in _CHANNELS and _chain(product.args[1])[0] is weight
 
 
 def _check_source(flat: FlatGraph, layer: str, source: fx.Node, tied: Collection[str]) -> None:
@@ -281,12 +281,3 @@ def _join(flat: FlatGraph, product: fx.Node, parts: list[fx.Node]) -> None:
         flat.differentiable.add(joined)
     product.replace_all_uses_with(joined)
     flat.outputs = [(key, joined if node is product else node) for key, node in flat.outputs]
-
-
-def _erase(flat: FlatGraph, nodes: Iterable[fx.Node]) -> None:
-    """Erase nodes that no other node reads any more."""
-    for node in nodes:
-        flat.graph.erase_node(node)
-        flat.layer.pop(node, None)
-        flat.inputs.pop(node, None)
-        flat.differentiable.discard(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from hetpipe.capture.program import (
     GRAD,
     Decompositions,
     PassPrograms,
-    Program,
     StageGraphs,
 )
 from hetpipe.optim.rule import Optimizer
@@ -57,7 +56,7 @@ def trace_stages(
             constants[n].update(_constants(flat, traced))
     graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
     trained = _TrainedParameters.of(graphs)
-    tied = _tied_parameters(trained)
+    tied = [(name, n[0], tuple(n[1:])) for name, n in trained.readers.items() if len(n) > 1]
     graphs = [
         replace(stage, tied=tuple(e for e in tied if stage.stage in (e[1], *e[2])))
         for stage in graphs
@@ -72,14 +71,8 @@ def trace_stages(
 
 def _constants(flat: FlatGraph, traced: TracedPiece) -> dict[str, Any]:
     values = {**flat.constants, **traced.constants}
-    programs = traced.programs
-    names = {
-        slot.name
-        for program in (programs.forward, programs.backward)
-        if program is not None
-        for slot in program.inputs
-        if slot.role == CONSTANT
-    }
+    slots = (slot for program in traced.programs.programs for slot in program.inputs)
+    names = {slot.name for slot in slots if slot.role == CONSTANT}
     return {name: values[name].contiguous().numpy() for name in sorted(names)}
 
 
@@ -113,25 +106,6 @@ class _TrainedParameters:
         return _TrainedParameters(shapes, readers)
 
 
-def _tied_parameters(trained: _TrainedParameters) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-    return tuple(
-        (name, stages[0], tuple(stages[1:]))
-        for name, stages in trained.readers.items()
-        if len(stages) > 1
-    )
-
-
-def _norm(
-    updated: Mapping[str, torch.Tensor],
-    zeroed: Mapping[str, torch.Tensor],
-    formulas: Formulas,
-    extras: Collection[Extra],
-) -> Program | None:
-    if "norm" in extras:
-        return trace_norm(updated, formulas, zeroed)
-    return trace_norm(updated, formulas, zeroed, squares=False) if "finite" in extras else None
-
-
 def _add_update(
     optimizer: Optimizer,
     stage: StageGraphs,
@@ -143,11 +117,10 @@ def _add_update(
     owned = {name for name in stage.parameters if trained.readers.get(name, [-1])[0] == stage.stage}
     updated = {name: trained.shapes[name] for name in stage.parameters if name in owned}
     zeroed = {name: v for name, v in _gradient_shapes(stage).items() if name not in owned}
-    return replace(
-        stage,
-        update=trace_update(optimizer, updated, zeroed, formulas),
-        predict=(
-            trace_predict(optimizer, updated, formulas, zeroed) if "predict" in extras else None
-        ),
-        norm=_norm(updated, zeroed, formulas, extras),
-    )
+    predict = norm = None
+    if "predict" in extras:
+        predict = trace_predict(optimizer, updated, formulas, zeroed)
+    if "norm" in extras or "finite" in extras:
+        norm = trace_norm(updated, formulas, zeroed, squares="norm" in extras)
+    update = trace_update(optimizer, updated, zeroed, formulas)
+    return replace(stage, update=update, predict=predict, norm=norm)

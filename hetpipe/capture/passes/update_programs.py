@@ -42,18 +42,13 @@ class Formulas:
         return self._graphs[key]
 
 
-def scalar_dtype(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype of these parameters' scalars: float64 if any parameter is float64."""
-    wide = any(parameter.dtype is torch.float64 for parameter in parameters.values())
-    return torch.float64 if wide else torch.float32
-
-
 class _ProgramBuilder:
     """A program under construction, from copies of the graphs of formulas."""
 
     def __init__(self, formulas: Formulas, parameters: Mapping[str, torch.Tensor]) -> None:
         self._formulas, self._parameters = formulas, parameters
-        self.scalars = scalar_dtype(parameters)
+        wide = any(parameter.dtype is torch.float64 for parameter in parameters.values())
+        self.scalars = torch.float64 if wide else torch.float32
         self._graph = fx.Graph()
         self._inputs: dict[Key, fx.Node] = {}
 

@@ -24,16 +24,8 @@ for name in ["add", "sub", "mul", "div", "maximum", "minimum", "atan2"]:
     case(f"{name}_broadcast", op, "4x1x3 +2x1")
 case("add_alpha", lambda a, b: (aten.add(a, b, alpha=2), aten.sub(a, b, alpha=0.5)), "5 5")
 case("add_scalar", lambda a: (a + 1.5, a - 2, 3 - a, a / 4, 1 / a, a * -2), "+6")
-case(
-    "aten_scalar",
-    lambda a: (
-        aten.add.Scalar(a, 2.5),
-        aten.sub.Scalar(a, 2.5),
-        aten.mul.Scalar(a, 2.5),
-        aten.div.Scalar(a, 2.5),
-    ),
-    "6",
-)
+arithmetic = ["add", "sub", "mul", "div"]
+case("aten_scalar", lambda a: tuple(getattr(aten, n).Scalar(a, 2.5) for n in arithmetic), "6")
 case("pow", lambda a: (a**2, a**0.5, a**-1, a**3, aten.pow.Scalar(2.0, a)), "+6")
 case("pow_tensor", lambda a, b: a**b, "+6 6")
 case(

@@ -14,7 +14,6 @@ from hetpipe.sdk.info import (
     DTYPE_NBYTES,
     KINDS,
     OLDEST_API_VERSION,
-    Capabilities,
     DeviceInfo,
 )
 from hetpipe.words import short
@@ -143,7 +142,10 @@ def _wrong_value(name: str, info: DeviceInfo) -> str:
         return f'{device} has no memory_domain; write "host", or an id for separate memory'
     if problem := _wrong_dtypes(info.dtypes, info.cast_dtypes):
         return f"{device} {problem}"
-    return (f"capabilities of {device}: " + problem) if (problem := _wrong_ability(can)) else ""
+    problem = _wrong_type(can, "capability")
+    if not problem and can.queues < 1:
+        problem = f"{can.queues} queues; at least 1"
+    return f"capabilities of {device}: {problem}" if problem else ""
 
 
 def _wrong_dtypes(dtypes: Sequence[Any], cast_dtypes: Sequence[Any]) -> str:
@@ -154,9 +156,3 @@ def _wrong_dtypes(dtypes: Sequence[Any], cast_dtypes: Sequence[Any]) -> str:
         return f"has the dtypes {', '.join(dtypes) or 'none'}; every device needs float32"
     both = set(dtypes) & set(cast_dtypes)
     return f"names {', '.join(sorted(both))} in dtypes and in cast_dtypes" if both else ""
-
-
-def _wrong_ability(capabilities: Capabilities) -> str:
-    if problem := _wrong_type(capabilities, "capability"):
-        return problem
-    return f"{capabilities.queues} queues; at least 1" if capabilities.queues < 1 else ""
