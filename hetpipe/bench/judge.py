@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map
 
 from hetpipe.bench.filed import Filed, activations_filed
 from hetpipe.capture.export.example import call
-from hetpipe.check.noise import with_rounding_errors
-from hetpipe.check.reference import default_dtype
+from hetpipe.check.reference import default_dtype, with_rounding_errors
 from hetpipe.optim.rule import Optimizer
 from hetpipe.train.eager import torch_optimizer
 from hetpipe.zoo.workload import Workload

@@ -68,7 +68,6 @@ class _Compiled:
     """A program on its device: `terms` in its longest sum, `eps` of its coarsest dtype."""
 
     name: str
-    graph: fx.GraphModule
     terms: int
     eps: float
 
@@ -129,7 +128,7 @@ class _Examination:
             nodes = search.graph.graph.nodes
             tensors = [t for node in nodes for t in tensors_of(node.meta.get("val"))]
             eps = eps_of(*(tensor.dtype for tensor in tensors))
-            self._compiled[key] = _Compiled(name, search.graph, terms, eps)
+            self._compiled[key] = _Compiled(name, terms, eps)
         return self._compiled[key]
 
     def _run(self, run: Run, search: Search, given: Sequence[Given], keeps: bool = True) -> Outputs:

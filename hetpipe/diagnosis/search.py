@@ -16,14 +16,15 @@ import torch
 from torch import fx
 
 from hetpipe.check.difference import Difference, eps_of, tensor_difference
-from hetpipe.check.noise import disturb_node, rounding_effects
 from hetpipe.check.reference import (
     Value,
     Values,
     call_of,
+    disturb_node,
     exact_value,
     is_comparable,
     reference_values,
+    rounding_effects,
     tensors_of,
     terms_of,
 )

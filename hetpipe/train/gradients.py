@@ -16,7 +16,7 @@ from hetpipe.check.difference import (
     tensor_difference,
     tolerance,
 )
-from hetpipe.check.noise import with_rounding_errors
+from hetpipe.check.reference import with_rounding_errors
 from hetpipe.train.eager import Eager, micro_sizes
 from hetpipe.zoo.load import optimizer_of
 

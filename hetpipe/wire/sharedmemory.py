@@ -68,20 +68,14 @@ class _Ring:
 
     def wait(self) -> None:
         """Consume one signal of the other end; blocks until there is one."""
-        if self.signals == 0:
-            try:
-                self.signals = len(self._socket.recv(64))
-            except OSError as error:
-                raise EdgeClosedError from error
-            if self.signals == 0:
-                raise EdgeClosedError
+        self.signalled(flags=0)
         self.signals -= 1
 
-    def signalled(self) -> bool:
-        """Return whether `wait` would return at once."""
+    def signalled(self, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Return whether there is a signal, so that `wait` would return at once."""
         if self.signals == 0:
             try:
-                self.signals = len(self._socket.recv(64, socket.MSG_DONTWAIT))
+                self.signals = len(self._socket.recv(64, flags))
             except BlockingIOError:
                 return False
             except OSError as error:

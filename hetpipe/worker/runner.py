@@ -31,9 +31,8 @@ from hetpipe.wire.wire import Content, Kind, Leaving
 from hetpipe.worker.emulation import Emulation, Moment
 from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, Sums, walk
-from hetpipe.worker.minibatches import MiniBatches
 from hetpipe.worker.stage import Pass, Stage
-from hetpipe.worker.updates import Updates
+from hetpipe.worker.updates import MiniBatches, Updates
 
 ScriptStep = tuple[Action, Message | None]
 """An action, and the message that it sends or receives."""

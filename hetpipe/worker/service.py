@@ -27,10 +27,9 @@ from hetpipe.worker.divided import find_refusals
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver, Sums
-from hetpipe.worker.minibatches import MiniBatches
 from hetpipe.worker.runner import Runner, Script
 from hetpipe.worker.stage import Stage
-from hetpipe.worker.updates import Updates
+from hetpipe.worker.updates import MiniBatches, Updates
 
 
 class Service:
