@@ -14,7 +14,12 @@ from hetpipe.capture.disk_cache import ModelSummary, summarize
 from hetpipe.capture.export.eager import EagerModule
 from hetpipe.capture.export.example import Array, Example
 from hetpipe.capture.export.flatten import flatten
-from hetpipe.capture.export.identity import Identity, optimizer_identity, tables_identity
+from hetpipe.capture.export.identity import (
+    Identity,
+    UnknownCodeError,
+    optimizer_identity,
+    tables_identity,
+)
 from hetpipe.capture.export.index_bounds import check_indices, check_means, mark_checked
 from hetpipe.capture.export.layer_labels import label, layer_graph
 from hetpipe.capture.export.loss_batches import Outputs
@@ -27,16 +32,15 @@ from hetpipe.capture.export.named_tensors import (
     copy_loss,
     move_to_cpu,
 )
-from hetpipe.capture.export.source_files import UnknownCodeError
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.layers import LayerGraph
-from hetpipe.capture.passes.elementwise import check_elementwise
 from hetpipe.capture.passes.partition import check_modes
 from hetpipe.capture.passes.split_layers import SplitParameters, split_layers, splittable
 from hetpipe.capture.passes.stage_graphs import EXTRAS, Extra, trace_stages
 from hetpipe.capture.passes.trace_cache import Traces
+from hetpipe.capture.passes.update_programs import check_elementwise
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import Decompositions, StageGraphs
 from hetpipe.errors import CaptureError

@@ -68,7 +68,7 @@ class Model:
 
     def channels(self) -> dict[str, int]:
         """Return output channels of layers that can be split; none if the optimizer forbids it."""
-        from hetpipe.capture.passes.elementwise import check_elementwise
+        from hetpipe.capture.passes.update_programs import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 
         captured = self.captured()

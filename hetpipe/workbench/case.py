@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.formats.kernelspec import Argument, KernelSpec
-from hetpipe.sdk.formats.sizes import Size
+from hetpipe.sdk.formats.kernelspec import Argument, KernelSpec, Size
 from hetpipe.sdk.kernels import Array, KernelCall, LocalMemory
 from hetpipe.words import short
 

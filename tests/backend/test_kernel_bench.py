@@ -17,8 +17,7 @@ from hetpipe.cli.app import app
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import checks_of, run_suite
 from hetpipe.errors import BackendError
-from hetpipe.sdk.formats.kernelspec import Tolerance, read_spec
-from hetpipe.sdk.formats.sizes import Size
+from hetpipe.sdk.formats.kernelspec import Size, Tolerance, read_spec
 from hetpipe.sdk.host.registry import devices_of
 from hetpipe.sdk.kernels import Flaw
 from hetpipe.workbench.child import output_error

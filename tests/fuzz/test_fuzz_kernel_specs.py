@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from invented import toml
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.formats.kernelspec import read_spec
-from hetpipe.sdk.formats.sizes import Size
+from hetpipe.sdk.formats.kernelspec import Size, read_spec
 from hetpipe.workbench.case import call_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-kernels.md"

@@ -11,8 +11,7 @@ import torch
 
 from hetpipe.errors import BackendError
 from hetpipe.files import path_in
-from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
-from hetpipe.sdk.formats.sizes import Size
+from hetpipe.sdk.formats.kernelspec import KernelSpec, Size, read_spec
 from hetpipe.words import short, words
 
 from ..lower.signature import Argument

@@ -13,8 +13,7 @@ from capture_models import CASES, Dropout, captured, make
 from torch import fx, nn
 
 from hetpipe.capture import Captured
-from hetpipe.capture.passes.mincut import COSTLY, minimum_cut
-from hetpipe.capture.passes.partition import INPUTS, MIN_CUT, MODES, NONE
+from hetpipe.capture.passes.partition import COSTLY, INPUTS, MIN_CUT, MODES, NONE, minimum_cut
 from hetpipe.capture.program import BUFFER, CUT, INPUT, SAVED, PassPrograms
 from hetpipe.errors import CaptureError
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.capture.passes.elementwise import check_elementwise
 from hetpipe.capture.passes.split_layers import SplitParameters
+from hetpipe.capture.passes.update_programs import check_elementwise
 from hetpipe.capture.precision import Precision
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.layer_split import Split, splits_of
