@@ -45,8 +45,8 @@ for _name, _fn in {
     "an off-by-one reduction: the edges of a tile",
 )
 def _(rig: Rig) -> None:
-    for m, k, n in PRODUCTS:
-        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+    for question in _products(PRODUCTS):
+        judge(rig, *question)
 
 
 LONG_SUMS = ((3, 1101, 5), (5, 1537, 7), (2, 4099, 3), (17, 9001, 2), (1, 70_001, 1))
@@ -66,6 +66,10 @@ MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
 
 Question = tuple[Callable[..., Any], list[torch.Tensor], int]
 """A function, its inputs, and the terms of its longest sum."""
+
+
+def _products(shapes: Sequence[tuple[int, int, int]]) -> list[Question]:
+    return [(torch.mm, [normal(m, k), normal(k, n, seed=1)], k) for m, k, n in shapes]
 
 
 def _judge_all(rig: Rig, questions: Sequence[Question]) -> None:
@@ -91,11 +95,8 @@ def _not_interpreted(rig: Rig) -> None:
     "a kernel that drops the last part of K if K has several blocks",
 )
 def _(rig: Rig) -> None:
-    products: list[Question] = [
-        (torch.mm, [normal(m, k), normal(k, n, seed=1)], k) for m, k, n in LONG_SUMS
-    ]
     batches = [normal(2, 3, 2051), normal(2, 2051, 4, seed=1)]
-    _judge_all(rig, [*products, (torch.bmm, batches, 2051)])
+    _judge_all(rig, [*_products(LONG_SUMS), (torch.bmm, batches, 2051)])
 
 
 @check(
@@ -105,11 +106,8 @@ def _(rig: Rig) -> None:
 )
 def _(rig: Rig) -> None:
     _not_interpreted(rig)
-    products: list[Question] = [
-        (torch.mm, [normal(m, k), normal(k, n, seed=1)], k) for m, k, n in WIDE
-    ]
     batches = [normal(2, 256, 256), normal(2, 256, 264, seed=1)]
-    _judge_all(rig, [*products, (torch.bmm, batches, 256)])
+    _judge_all(rig, [*_products(WIDE), (torch.bmm, batches, 256)])
 
 
 @check(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -131,17 +131,7 @@ class Search:
         """Run units in one graph; return None if they are right, or cannot run as one graph."""
         if (part := self._part(units)) is None:
             return None
-        try:
-            name = self._trials.compile(part.graph)
-            outputs = self._trials.run(name, [self._given(source) for source in part.sources])
-            self._trials.forget(name)
-        except DeviceFailedError as error:
-            return None if error.refused else _failing(part, str(error))
-        for node, output in zip(part.results, outputs, strict=True):
-            found, actual = self._compare(node, output, self.values, len(units) == 1)
-            if found.is_wrong:
-                return Finding(part.nodes, node, found, actual)
-        return None
+        return self._run(part, [self.values], len(units) == 1)
 
     def _probe_again(self, unit: Unit) -> Finding | None:
         """Run a unit several times, alternately on its inputs and on half their values."""
@@ -153,19 +143,30 @@ class Search:
         call = part.nodes[0]
         halved[call] = exact_value(call, fx.map_arg((call.args, call.kwargs), halved.__getitem__))
         halved.update({item: halved[call][item.args[1]] for item in part.nodes[1:]})
+        return self._run(part, [self.values, halved] * REPEATS, True)
+
+    def _run(self, part: Part, runs: Sequence[Values], single: bool) -> Finding | None:
+        """Run a part on each of these values, and return its first fault; None if it is refused."""
         try:
             name = self._trials.compile(part.graph)
-            for values in (self.values, halved) * REPEATS:
-                inputs = [self._given(source, values) for source in part.sources]
-                outputs = self._trials.run(name, inputs)
-                for node, output in zip(part.results, outputs, strict=True):
-                    found, actual = self._compare(node, output, values, True)
-                    if found.is_wrong:
-                        return Finding(part.nodes, node, found, actual)
+            wrong = next(self._wrong(part, name, runs, single), None)
             self._trials.forget(name)
         except DeviceFailedError as error:
-            return None if error.refused else _failing(part, str(error))
-        return None
+            if error.refused:
+                return None
+            gone = Difference(math.inf, 0.0)
+            return Finding(part.nodes, part.results[-1], gone, failure=str(error))
+        return wrong
+
+    def _wrong(
+        self, part: Part, name: str, runs: Sequence[Values], single: bool
+    ) -> Iterator[Finding]:
+        for values in runs:
+            outputs = self._trials.run(name, [self._given(s, values) for s in part.sources])
+            for node, output in zip(part.results, outputs, strict=True):
+                found, actual = self._compare(node, output, values, single)
+                if found.is_wrong:
+                    yield Finding(part.nodes, node, found, actual)
 
     def _part(self, units: Sequence[Unit]) -> Part | None:
         """Return units as a graph; None if the graph has no result, or unknown inputs."""
@@ -194,12 +195,6 @@ class Search:
             return found, actual
         extra = _beyond(call, node, values) if single else self.allowed(node)
         return Difference(found.error, found.allowed + extra), actual
-
-
-def _failing(part: Part, text: str) -> Finding:
-    """Return a finding for an error that the device raised."""
-    gone = Difference(math.inf, 0.0)
-    return Finding(part.nodes, part.results[-1], gone, failure=text)
 
 
 def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:

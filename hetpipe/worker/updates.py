@@ -175,13 +175,10 @@ class Updates:
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
     """Return the sum over the stages' scaled gradients, and the name of one that is not finite."""
     squares = [stage.square(scale) for stage in stages]
-    bad = [
-        stage for stage, square in zip(stages, squares, strict=True) if not math.isfinite(square)
-    ]
-    return sum(squares), _bad_gradient(bad[0]) if bad else ""
-
-
-def _bad_gradient(stage: Stage) -> str:
-    name = stage.store.bad_gradient()
-    # All gradients may be finite although their sum is too large.
-    return f"{f'the gradient of {name}' if name else 'a sum of gradients'} in stage {stage.number}"
+    for stage, square in zip(stages, squares, strict=True):
+        if not math.isfinite(square):
+            name = stage.store.bad_gradient()
+            # All gradients may be finite although their sum is too large.
+            what = f"the gradient of {name}" if name else "a sum of gradients"
+            return sum(squares), f"{what} in stage {stage.number}"
+    return sum(squares), ""

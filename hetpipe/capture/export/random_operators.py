@@ -43,19 +43,19 @@ class _Site:
             own.keep_mask.default, self._rng, self._site, list(size), keep, dim, self._samples
         )
 
-    def uniform(self, size: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        dim = self._batch_dim(size)
-        drawn = self.emit(
-            own.uniform.default, self._rng, self._site, list(size), dim, self._samples
-        )
-        return self.cast(drawn, dtype)
-
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self.emit(aten._to_copy.default, node, dtype=dtype)
 
-    def normal(self, size: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    def uniform(self, *more: int) -> fx.Node:
+        """Draw uniform numbers of the result's form, with `more` dimensions at the end."""
+        size = [*self.value.shape, *more]
+        dim = self._batch_dim(size)
+        drawn = self.emit(own.uniform.default, self._rng, self._site, size, dim, self._samples)
+        return self.cast(drawn, self.value.dtype)
+
+    def normal(self) -> fx.Node:
         """Draw normal numbers by Box-Muller, from pairs in an extra last dimension."""
-        pair = self.uniform([*size, 2], dtype)
+        pair = self.uniform(2)
         radius = self.emit(aten.select.int, pair, -1, 0)
         angle = self.emit(aten.mul.Tensor, self.emit(aten.select.int, pair, -1, 1), 2 * math.pi)
         log = self.emit(aten.log1p.default, self.emit(aten.neg.default, radius))
@@ -93,7 +93,9 @@ def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
                 "dropout, bernoulli, rand or randn, or pass the numbers in with the batch"
             )
         with graph.inserting_before(node):
-            _REPLACEMENTS[node.target](_Site(node, rng, index, samples))
+            drawn = _REPLACEMENTS[node.target](_Site(node, rng, index, samples))
+        if drawn is not None:
+            node.replace_all_uses_with(drawn)
         graph.erase_node(node)
     return rng
 
@@ -133,50 +135,31 @@ def _dropout(site: _Site) -> None:
         site.node.graph.erase_node(user)
 
 
-def _value(make: Callable[[_Site, torch.Tensor], fx.Node]) -> Callable[[_Site], None]:
-    def replace(site: _Site) -> None:
-        site.node.replace_all_uses_with(make(site, site.value))
-
-    return replace
+def _bernoulli_p(site: _Site) -> fx.Node:
+    return site.cast(site.mask(site.value.shape, site.args[1]), site.value.dtype)
 
 
-def _bernoulli_p(site: _Site, value: torch.Tensor) -> fx.Node:
-    return site.cast(site.mask(value.shape, site.args[1]), value.dtype)
+def _bernoulli(site: _Site) -> fx.Node:
+    return site.cast(site.emit(aten.lt.Tensor, site.uniform(), site.args[0]), site.value.dtype)
 
 
-def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
-    drawn = site.uniform(value.shape, value.dtype)
-    return site.cast(site.emit(aten.lt.Tensor, drawn, site.args[0]), value.dtype)
-
-
-def _pair(site: _Site) -> tuple[float, float]:
-    """Return the two settings after the tensor; 0 and 1 if the graph omits them."""
+def _scaled(site: _Site, drawn: fx.Node, last_is_end: bool) -> fx.Node:
+    """Apply the two settings after the tensor, by default 0 and 1: a shift, and a factor or end."""
     arguments = dict(enumerate(site.args))
-    return arguments.get(1, 0.0), arguments.get(2, 1.0)
+    shift, last = arguments.get(1, 0.0), arguments.get(2, 1.0)
+    scaled = site.emit(aten.mul.Tensor, drawn, last - shift if last_is_end else last)
+    return site.emit(aten.add.Tensor, scaled, shift)
 
 
-def _uniform(site: _Site, value: torch.Tensor) -> fx.Node:
-    low, high = _pair(site)
-    drawn = site.uniform(value.shape, value.dtype)
-    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, high - low), low)
-
-
-def _normal(site: _Site, value: torch.Tensor) -> fx.Node:
-    mean, std = _pair(site)
-    drawn = site.normal(value.shape, value.dtype)
-    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, std), mean)
-
-
-_rand = _value(lambda site, value: site.uniform(value.shape, value.dtype))
-_randn = _value(lambda site, value: site.normal(value.shape, value.dtype))
-_REPLACEMENTS: dict[Any, Callable[[_Site], None]] = {
+_REPLACEMENTS: dict[Any, Callable[[_Site], fx.Node | None]] = {
     aten.native_dropout.default: _dropout,
-    aten.bernoulli.p: _value(_bernoulli_p),
-    aten.bernoulli.default: _value(_bernoulli),
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn,
-    aten.uniform.default: _value(_uniform),
-    aten.normal_functional.default: _value(_normal),
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli.default: _bernoulli,
+    aten.rand.default: _Site.uniform,
+    aten.rand_like.default: _Site.uniform,
+    aten.randn.default: _Site.normal,
+    aten.randn_like.default: _Site.normal,
+    aten.uniform.default: lambda site: _scaled(site, site.uniform(), last_is_end=True),
+    aten.normal_functional.default: lambda site: _scaled(site, site.normal(), last_is_end=False),
 }
+"""For each operator, a function that returns its replacement, or replaces its users itself."""
