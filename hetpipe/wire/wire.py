@@ -42,30 +42,18 @@ class Content(str, Enum):
     SUM_IN_BACKWARD_WEIGHT = "sW"
     SUM_IN_EVALUATION = "sE"
 
+    def __init__(self, letters: str) -> None:
+        self.has_some_rows = letters.islower()
+        """Whether it carries only some rows of a whole message."""
+        self.is_tied = letters in "GP"
+        """Whether it carries tied gradients or parameters."""
+        self.stays_on_host = letters not in "FBE"
+        """Whether the host sums, joins or replaces its tensors."""
+
     @property
     def some_rows(self) -> Content:
         """The content of a message with only some rows of this one."""
         return Content(self.value.lower())
-
-    @property
-    def has_some_rows(self) -> bool:
-        """Whether it carries only some rows of a whole message."""
-        return self.value.islower()
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether it carries tied gradients or parameters."""
-        return self in (Content.TIED_GRAD, Content.TIED_PARAM)
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it is an exchange within a pass."""
-        return self.value[0] == "s"
-
-    @property
-    def stays_on_host(self) -> bool:
-        """Whether the host sums, joins or replaces its tensors."""
-        return self.is_tied or self.has_some_rows or self.is_sum or self is Content.ALL_REDUCE
 
     @staticmethod
     def sum_in(letter: str) -> Content:

@@ -38,30 +38,27 @@ class Routes:
         senders: Mapping[Edge, Sender],
         receivers: Mapping[Edge, Receiver],
     ) -> None:
-        self._numbers = numbers
+        self.own = {stage: Replica(stage, number) for stage, number in numbers.items()}
+        """The worker's replica of each of its stages."""
         self._shares = shares
         self._senders, self._receivers = senders, receivers
         self._routes: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
 
-    def own(self, stage: int) -> Replica:
-        """Return the worker's replica of a stage."""
-        return Replica(stage, self._numbers[stage])
-
     def fellows(self, stage: int) -> list[Replica]:
         """Return the other replicas of a stage."""
-        this = self.own(stage)
+        this = self.own[stage]
         return [replica for replica in self._shares.replicas(stage) if replica != this]
 
     def among(self, stage: int, kind: Kind) -> Layout:
         """Return the tensors that a stage's replicas send each other in messages of a kind."""
         fellows = self.fellows(stage)
-        sender = self._senders.get((self.own(stage), fellows[0])) if fellows else None
+        sender = self._senders.get((self.own[stage], fellows[0])) if fellows else None
         return (sender.layout(kind) or ()) if sender is not None else ()
 
     def of(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> list[Route]:
         """Return the routes of a whole micro-batch's message."""
         sends = action.op.is_send
-        key = self.own(action.stage), message.target if sends else message.source, kind, sends
+        key = self.own[action.stage], message.target if sends else message.source, kind, sends
         between = self._routes.get(key)
         if between is None:
             between = self._routes[key] = self._find(*key)
@@ -165,7 +162,7 @@ class Exchange:
         routes = self._routes.of(send, message, kind, mini_batch)
         if len(routes) != 1 or routes[0].kind != kind:
             return None
-        sender = self._senders[self._routes.own(send.stage), routes[0].peer]
+        sender = self._senders[self._routes.own[send.stage], routes[0].peer]
         layout = sender.layout(kind)
         if not sender.streams or layout is None:
             return None
@@ -203,7 +200,7 @@ class Exchange:
         """
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
-        own, fellows = self._routes.own(n), self._routes.fellows(n)
+        own, fellows = self._routes.own[n], self._routes.fellows(n)
         if not layout:
             return
         if action.op is Op.SEND_GRAD:
@@ -254,7 +251,7 @@ class Exchange:
 
     def _sum_replicas(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
         """Send the terms to all other replicas, and add all terms in the replicas' order."""
-        own, fellows = self._routes.own(n), self._routes.fellows(n)
+        own, fellows = self._routes.own[n], self._routes.fellows(n)
         for fellow in fellows:
             self._senders[own, fellow].send(action, kind, terms)
         by_replica = {peer: self._receivers[peer, own].take(action) for peer in fellows}
@@ -263,7 +260,7 @@ class Exchange:
         return [np.asarray(reduce(np.add, addends)) for addends in zip(*in_order, strict=True)]
 
     def _send(self, action: Action, message: Message, kind: Kind, routes: Sequence[Route]) -> None:
-        own = self._routes.own(action.stage)
+        own = self._routes.own[action.stage]
         whole: Sequence[Tensor] | None = None
         for route in routes:
             layout = self._routes.layout(own, route, sends=True)
@@ -284,7 +281,7 @@ class Exchange:
     def _receive(
         self, action: Action, message: Message, kind: Kind, routes: Sequence[Route]
     ) -> None:
-        own = self._routes.own(action.stage)
+        own = self._routes.own[action.stage]
         received = [self._receivers[route.peer, own].take(action) for route in routes]
         if not received:
             return

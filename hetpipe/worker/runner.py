@@ -102,7 +102,7 @@ class Runner:
         self.sums = Sums(on_error)
         self._exchange, self._updates, self._tell = exchange, updates, tell
         self._stages: Mapping[int, Stage] = updates.stages
-        self._replicas: Mapping[int, int] = updates.replicas
+        self._own = {n: Replica(n, number) for n, number in updates.replicas.items()}
         self._shares: Shares = updates.shares
         self._mini_batches: MiniBatches = updates.mini_batches
         self._emulation = emulation
@@ -163,7 +163,7 @@ class Runner:
         """Run a forward, or a backward or half of one."""
         n, position = action.stage, self._mini_batches.at(action.number)
         batch, place = position.batch, position.place
-        lo, hi = self._shares.rows(self._own(n), position.samples)
+        lo, hi = self._shares.rows(self._own[n], position.samples)
         stage = self._stages[n]
         part = 1.0 if batch.counted else (hi - lo) / position.samples
         if action.op is Op.FORWARD:
@@ -231,10 +231,6 @@ class Runner:
         mini_batch = message.number // self._mini_batches.microbatches
         return self._exchange.leaving(send, message, self._kind(message), mini_batch)
 
-    def _own(self, stage: int) -> Replica:
-        """Return the worker's replica of a stage."""
-        return Replica(stage, self._replicas[stage])
-
     def _kind(self, message: Message) -> Kind:
         """Return the kind of a schedule's message on the wire, for the whole micro-batch."""
         if message.kind in TIED:
@@ -261,7 +257,7 @@ class Runner:
             peer = message.source if message.kind in TIED else number
             receive = Action(message.target, _RECEIVES[message.kind], peer)
             mini_batch = number // microbatches
-            if self._shares.takes(self._own(message.target), mini_batch):
+            if self._shares.takes(self._own[message.target], mini_batch):
                 kind = self._kind(message._replace(number=number))
                 expected.append((receive, message.source, kind, mini_batch))
         self._exchange.expect(expected)

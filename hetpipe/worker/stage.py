@@ -127,7 +127,7 @@ class Stage:
             self._before = self.store.buffers()
         version = self.weights.forward(which.microbatch, which.lag, which.ahead)
         self._run(bindings.forward, version, frame, after, queue=which.queue, leaving=leaving)
-        self._account(0, which, version)
+        self._account(0, which, frame, version)
         self.results.keep(which.microbatch, frame)
         self.frames.let_go(frame, bindings, 0)
 
@@ -141,7 +141,7 @@ class Stage:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
         program = bindings.backward(part, self.store.begins_gradients())
         self._run(program, version, frame, queue=which.queue, leaving=leaving)
-        self._account(part + 1, which, version)
+        self._account(part + 1, which, frame, version)
         self.frames.let_go(frame, bindings, part + 1)
 
     def _evaluate(self, which: Pass) -> None:
@@ -272,9 +272,8 @@ class Stage:
         for buffer in self.store.put_scalars(scalars):
             self.memory.stay(buffer)
 
-    def _account(self, number: int, which: Pass, version: Version) -> None:
+    def _account(self, number: int, which: Pass, frame: Entries, version: Version) -> None:
         """Count the buffers that are held after pass `number` of a micro-batch."""
-        frame = self.frames.of(which.microbatch)
         awaited = self._binding.passes[which.samples].awaited[number]
         live = self.weights.live(version)
         self.memory.passed(which.microbatch, (which.samples, number), frame, awaited, live)

@@ -49,7 +49,11 @@ class Store:
         self.device = device
         self.weights: Weights  # set by the stage
         self._slots, self._places = binding.slots, binding.places
-        self._late = binding.late
+        self._late = {
+            self._places[key].entry: slot
+            for key, slot in binding.slots.items()
+            if slot.role == GRAD and self._places[key].entry in binding.late
+        }
         self._scalars: dict[str, float] = {}
         makers: dict[str, Callable[[Slot], Array]] = {
             PARAM: lambda slot: values[slot.name],
@@ -125,9 +129,9 @@ class Store:
 
     def make_gradients(self) -> None:
         """Give missing late gradients a buffer of zeros."""
-        for key, place in self._places.items():
-            if self._is_late(place) and self.entries[place.entry] is None:
-                self.entries[place.entry] = self.upload(_zeros(self._slots[key]))
+        for index, slot in self._late.items():
+            if self.entries[index] is None:
+                self.entries[index] = self.upload(_zeros(slot))
 
     def drop_late_gradients(self) -> None:
         """Forget the late gradients, which have been applied."""

@@ -21,16 +21,12 @@ from hetpipe.worker.stage import Stage
 
 class Position(NamedTuple):
     """The position of a micro-batch: the number of its mini-batch, that mini-batch, and the index
-    in the mini-batch."""
+    in the mini-batch. `samples` counts the whole micro-batch, over all replicas."""
 
     mini_batch: int
     batch: Batch
     place: int
-
-    @property
-    def samples(self) -> int:
-        """The samples of the whole micro-batch, over all replicas."""
-        return self.batch.samples[self.place]
+    samples: int
 
 
 class MiniBatches:
@@ -63,7 +59,7 @@ class MiniBatches:
         number, place = divmod(microbatch, self.microbatches)
         batch = self._updates[number]
         assert isinstance(batch, Batch)
-        return Position(number, batch, place)
+        return Position(number, batch, place, batch.samples[place])
 
     def first_sample(self, position: Position) -> int:
         """Return the index in the mini-batch of a micro-batch's first sample."""
