@@ -20,7 +20,7 @@ from hetpipe.capture.export.identity import (
     optimizer_identity,
     tables_identity,
 )
-from hetpipe.capture.export.index_bounds import check_indices, check_means, mark_checked
+from hetpipe.capture.export.index_bounds import mark_checked
 from hetpipe.capture.export.layer_labels import label, layer_graph
 from hetpipe.capture.export.loss_batches import Outputs
 from hetpipe.capture.export.mean_loss import LossCheck
@@ -225,7 +225,8 @@ class Captured:
         index out of range: a class, a token, a row.
         """
         leaves = self._example.leaves(x, y)
-        check_indices(self._summary.indices, leaves)
+        for bound in self._summary.indices:
+            bound.check(leaves[bound.leaf])
         return leaves
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
@@ -259,8 +260,8 @@ class Captured:
 
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
         """Raise `HetpipeError` if parts of a batch ignore different shares of their labels."""
-        if not self.has_count:
-            check_means(self._summary.indices, leaves, sizes)
+        for bound in () if self.has_count else self._summary.indices:
+            bound.check_means(leaves[bound.leaf], sizes)
 
     @property
     def itself(self) -> EagerModule:

@@ -113,16 +113,14 @@ def simplify(graph: fx.Graph) -> None:
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        elif _narrows_back(node, source):
+        elif (
+            node.target is aten._to_copy.default  # it undoes the lossless cast of its source
+            and widens(source)
+            and has_same_form(node, source.args[0])
+        ):
             node.replace_all_uses_with(source.args[0])
             graph.erase_node(node)
     drop_dead(graph)
-
-
-def _narrows_back(node: fx.Node, source: Any) -> bool:
-    """Return whether the node undoes the lossless cast of its source."""
-    cast = node.target is aten._to_copy.default and widens(source)
-    return cast and has_same_form(node, source.args[0])
 
 
 def widens(node: Any) -> bool:
@@ -159,11 +157,12 @@ def make_program(
         placeholder.meta["steady"] = key[0] in (PARAM, CONSTANT)
     return Program(
         canonical(graph),
-        tuple(_slot(key, node) for key, node in used),
-        tuple(_slot(key, node) for key, node in outputs),
+        tuple(slot_of(key, node) for key, node in used),
+        tuple(slot_of(key, node) for key, node in outputs),
     )
 
 
-def _slot(key: Key, node: fx.Node) -> Slot:
+def slot_of(key: Key, node: fx.Node) -> Slot:
+    """Return the slot of a tensor node."""
     value = node.meta["val"]
     return Slot(key[0], key[1], tuple(int(n) for n in value.shape), dtype_name(value.dtype))

@@ -98,7 +98,7 @@ def _(rig: Rig) -> None:
     for fn in functions:
         inputs = normal(4, 4) if fn is torch.linalg.det else x
         graph = trace(fn, [inputs], rig.table)
-        reasons = {}
+        reasons, names = {}, dict.fromkeys(map(operator_name, graph_calls(graph)))
         for node in graph_calls(graph):
             first, second = rig.device.supports(node), rig.device.supports(node)
             name = operator_name(node)
@@ -115,7 +115,7 @@ def _(rig: Rig) -> None:
         except UnsupportedOperatorError as error:
             expect(
                 bool(reasons),
-                f"`supports` accepts all of {_names(graph)}, but compile raises: {error}",
+                f"`supports` accepts all of {', '.join(names)}, but compile raises: {error}",
             )
             expect(rig.info.id in str(error), f"the error does not name the device: {error}")
             expect(
@@ -124,10 +124,6 @@ def _(rig: Rig) -> None:
             )
         else:
             expect(not reasons, f"`supports` refuses {reasons}, but compile accepts it")
-
-
-def _names(graph: torch.fx.GraphModule) -> str:
-    return ", ".join(dict.fromkeys(map(operator_name, graph_calls(graph))))
 
 
 def _several(*functions: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,8 +21,7 @@ from hetpipe.crew.workers import Workers
 from hetpipe.diagnosis.record import Culprit, Diagnosis, Verdict
 from hetpipe.diagnosis.rehearsal import Rehearsal, Run, Start
 from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
-from hetpipe.diagnosis.search import Finding, Search, half_of
-from hetpipe.diagnosis.trials import Given, Trials, declared
+from hetpipe.diagnosis.search import Finding, Given, Search, Trials, declared, half_of
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.operators.recurrent import is_workspace

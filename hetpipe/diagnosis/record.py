@@ -92,8 +92,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON; numbers that are not finite become None."""
-        culprit = None if self.culprit is None else _plain(asdict(self.culprit))
-        return {**_plain(asdict(self)), "culprit": culprit}
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
 
     def __str__(self) -> str:
         lines = [*self._lines(), *(f"not compared: {note}" for note in self.notes)]

@@ -11,9 +11,11 @@ from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import as_number
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from hetpipe.optim.rule import LearningRate, Tensors
+    from hetpipe.optim.rule import LearningRate, Predict, Tensors
 
 TINY = 1e-30
 """Far below any root of a float32 square: prevents 0 / 0 in predictions if eps is 0."""
@@ -65,9 +67,13 @@ def root(square: Tensor, beta: float, step: Tensor, eps: float) -> Tensor:
     return square.sqrt() / correction(beta, step).sqrt() + eps
 
 
-def linear(param: Tensor, lr: Tensor, ahead: Tensor, direction: Tensor) -> Tensor:
-    """Repeat the last update's direction once for each update ahead (PipeOptim)."""
-    return param - lr * ahead * direction
+def repeated(direction: Callable[[Tensors], Tensor]) -> Predict:
+    """Return a prediction that repeats the last direction for each update ahead (PipeOptim)."""
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        return param - lr * ahead * direction(state)
+
+    return predict
 
 
 def zero_before_start(step: Tensor, ahead: Tensor) -> Tensor:

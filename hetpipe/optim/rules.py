@@ -17,8 +17,8 @@ from hetpipe.optim.formulas import (
     check_betas,
     correction,
     fading_sum,
-    linear,
     moments,
+    repeated,
     root,
     zero_before_start,
 )
@@ -55,9 +55,6 @@ def sgd(
         direction = torch.add(grad, velocity, alpha=momentum) if nesterov else velocity
         return param - lr * direction, (velocity,)
 
-    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
-        return linear(param, lr, ahead, state[0])
-
     def predict_steps(
         param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor
     ) -> Tensor:
@@ -79,7 +76,7 @@ def sgd(
         ("momentum",) if momentum else (),
         update,
         tuple(settings.items()),
-        predict if momentum else None,
+        repeated(lambda state: state[0]) if momentum else None,
         predict_steps if 0 < momentum < 1 else None,
     )
     return exclude_from_decay(optimizer, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
@@ -184,9 +181,6 @@ def rmsprop(
         velocity = torch.add(direction, state[1], alpha=momentum)
         return param - lr * velocity, (square, velocity)
 
-    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
-        return linear(param, lr, ahead, state[1])
-
     settings = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     optimizer = Optimizer(
         "rmsprop",
@@ -194,7 +188,7 @@ def rmsprop(
         ("square", "momentum") if momentum else ("square",),
         update,
         tuple(settings.items()),
-        predict if momentum else None,
+        repeated(lambda state: state[1]) if momentum else None,
     )
     return exclude_from_decay(
         optimizer, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum)
@@ -246,10 +240,8 @@ def lion(
             direction = torch.add(direction, param, alpha=weight_decay)
         return param - lr * direction, (torch.lerp(state[0], grad, 1 - beta2),)
 
-    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
-        return linear(param, lr, ahead, state[0].sign())
-
     settings = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    predict = repeated(lambda state: state[0].sign())
     optimizer = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
     return exclude_from_decay(optimizer, decay_exclude, lambda: lion(lr, betas, 0.0))
 

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Device
-from hetpipe.wire.transport import (
-    EdgeClosedError,
-    Inlet,
-    Outlet,
-    Port,
-    Tensor,
-    empty_arrays,
-)
-from hetpipe.wire.wire import Kind, Wire
+from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port, Tensor
+from hetpipe.wire.wire import Kind, Wire, host_dtype
 
 SLOTS = 4
 
@@ -67,7 +62,9 @@ class _HandoverOutlet(Outlet):
     def _acquire(self, kind: Kind) -> list[Any]:
         if not self._port.room.get():
             raise EdgeClosedError
-        return [] if self._shared() else empty_arrays(self.wire.layouts[kind])
+        if self._shared():
+            return []
+        return [np.empty(s.shape, host_dtype(s.dtype)) for s in self.wire.layouts[kind]]
 
     def _fill(self, tensors: Sequence[Tensor], arrays: list[Any]) -> None:
         if self._shared():

@@ -19,13 +19,10 @@ from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.wire.wire import (
     Array,
     Kind,
-    Layout,
     Piece,
     Wire,
-    host_dtype,
     offsets,
     streams,
-    tensor_nbytes,
 )
 
 Tensor = Buffer | Array
@@ -66,7 +63,7 @@ class Outlet(ABC):
         self.device = device
         self.link = EmulatedLink(link)
         self._in_host_memory = device.info.memory_domain == HOST_MEMORY
-        self._nbytes = {kind: tensor_nbytes(layout) for kind, layout in wire.layouts.items()}
+        self._nbytes = {kind: sum(s.nbytes for s in lay) for kind, lay in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
         """Send one message of this kind; blocks while there is no room. Return start and end.
@@ -214,8 +211,3 @@ def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
     for event in events:
         event.wait()
     return buffers
-
-
-def empty_arrays(layout: Layout) -> list[Array]:
-    """Return new host arrays for a message."""
-    return [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in layout]

@@ -122,11 +122,6 @@ def packed_nbytes(layout: Layout) -> int:
     return offsets(layout)[-1]
 
 
-def tensor_nbytes(layout: Layout) -> int:
-    """Return the bytes of the tensors of a message."""
-    return sum(slot.nbytes for slot in layout)
-
-
 def arrays_in(memory: Any, layout: Layout, base: int = 0) -> list[Array]:
     """Return the tensors of a message as arrays over `memory`, starting at byte `base`."""
     return [

@@ -7,7 +7,7 @@ stage. An exception of the device is a result, so a trial never ends a worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
-from hetpipe.sdk.backend import Buffer, Device, Executable
+from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import graph_outputs, load_graph
 from hetpipe.sdk.host.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import Array
@@ -39,16 +39,8 @@ class DeviceFailedError(HetpipeError):
         self.refused = refused
 
 
-@dataclass
-class _Trials:
-    """Graphs and values on one device, by name."""
-
-    executables: dict[str, tuple[Executable, int]] = field(default_factory=dict)
-    """Executables, each with the number of its results."""
-    values: dict[str, Buffer] = field(default_factory=dict)
-
-
-_trials: WeakKeyDictionary[Device, _Trials] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Device, dict[str, Any]] = WeakKeyDictionary()
+"""By device and name: executables, each with the number of its results, and values."""
 
 
 def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +59,9 @@ def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 @_return_errors
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
     """Compile a dumped graph, and keep it by a name. Return None or the error."""
-    trials = _trials.setdefault(device, _Trials())
     loaded = load_graph(graph)
     (executable,) = device.compile_all([loaded])
-    trials.executables[name] = executable, len(graph_outputs(loaded))
+    _kept.setdefault(device, {})[name] = executable, len(graph_outputs(loaded))
 
 
 @_return_errors
@@ -86,20 +77,20 @@ def run_graph(
 
     Outputs in `kept` stay on the device as well, by these names. bfloat16 comes as int16.
     """
-    trials = _trials[device]
-    buffers = []
+    there = _kept[device]
+    buffers: list[Buffer] = []
     for value in inputs:
         if isinstance(value, Held):
-            buffers.append(trials.values[value.name])
+            buffers.append(there[value.name])
         else:
             uploaded = device.upload(np.asarray(value, order="C"))
             buffer, event = check_uploaded(device, uploaded)
             event.wait(WAIT_S)
             buffers.append(buffer)
-    executable, results = trials.executables[name]
+    executable, results = there[name]
     outputs, event, _ = check_ran(device, executable.run(buffers, donate), results)
     event.wait(WAIT_S)
-    trials.values.update({name: outputs[index] for index, name in kept.items()})
+    there.update({name: outputs[index] for index, name in kept.items()})
     return [
         None if index in unread else _on_host(device, buffer)
         for index, buffer in enumerate(outputs)
@@ -108,10 +99,9 @@ def run_graph(
 
 def forget(device: Device, prefix: str = "") -> None:
     """Drop the graphs and values whose names begin with `prefix`."""
-    if (trials := _trials.get(device)) is not None:
-        for table in (trials.executables, trials.values):
-            for name in [name for name in table if name.startswith(prefix)]:
-                del table[name]
+    there = _kept.get(device, {})
+    for name in [name for name in there if name.startswith(prefix)]:
+        del there[name]
 
 
 def _on_host(device: Device, buffer: Buffer) -> Array:

@@ -105,8 +105,8 @@ def test_bytes_equal_a_count_of_all_buffers(
 
     account, update = Stage._account, Stage.update
 
-    def accounting(stage: Any, number: int, which: Any, version: Any) -> None:
-        account(stage, number, which, version)
+    def accounting(stage: Any, number: int, which: Any, frame: Any, version: Any) -> None:
+        account(stage, number, which, frame, version)
         walk(stage, version)
 
     def updating(stage: Any, lr: float, grad_scale: float) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from hetpipe.capture.export.example import Array, Example
-from hetpipe.capture.export.torch_export import with_loss
+from hetpipe.capture.export.torch_export import WithLoss
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.precision import Precision
 from hetpipe.check.reference import default_dtype, to_float64
@@ -57,7 +57,7 @@ class EagerModule:
         change. With `wide` it computes in float64, and otherwise in the precision of the passes.
         Raises the model's own errors.
         """
-        module = with_loss(self.model, self.loss_fn, self.example)
+        module = WithLoss(self.model, self.loss_fn, self.example)
         tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for full, tensor in [*module.named_parameters(), *module.named_buffers()]:
             name = full.removeprefix(PREFIX)

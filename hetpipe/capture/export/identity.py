@@ -28,7 +28,7 @@ from hetpipe.capture.export.repeatability import (
     restore_generators,
 )
 from hetpipe.capture.export.signature import Rehearsal
-from hetpipe.capture.export.torch_export import exportable_modules, with_loss
+from hetpipe.capture.export.torch_export import WithLoss, exportable_modules
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.entries import key_of
 
@@ -105,7 +105,7 @@ class Identity:
     def _rehearsal(self, samples: int, training: bool, computes: bool = False) -> Rehearsal | None:
         """Return the rehearsal after its first call; None if the model cannot be rehearsed."""
         with self._modes.apply(evaluation=not training), exportable_modules():
-            run = with_loss(
+            run = WithLoss(
                 self._model, self._loss_fn, self._example,
                 lambda out: self._seen(samples, training, out),  # makes no copy
             )  # fmt: skip

@@ -7,7 +7,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,8 @@ class IndexBound:
 
     def check(self, array: Array) -> None:
         """Raise `HetpipeError` for the first element out of bounds; `array` is batch-first."""
-        values = array.reshape(array.shape[0], -1)
+        values = self._used(array)
         columns = range(values.shape[1]) if self.columns is None else self.columns
-        if self.columns is not None:
-            values = values[:, self.columns]
         if values.size == 0 or (values.min() >= self.low and values.max() < self.high):
             return
         outside = (values < self.low) | (values >= self.high)
@@ -67,6 +65,11 @@ class IndexBound:
             f"give {self.low}..{self.high - 1}{unless}"
         )
 
+    def _used(self, array: Array) -> Array:
+        """Return the used elements of each sample."""
+        values = array.reshape(array.shape[0], -1)
+        return values if self.columns is None else values[:, self.columns]
+
     def check_means(self, array: Array, sizes: Sequence[int]) -> None:
         """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
 
@@ -75,9 +78,7 @@ class IndexBound:
         """
         if not self.averaged or self.ignored is None:
             return
-        values = array.reshape(array.shape[0], -1)
-        values = values if self.columns is None else values[:, self.columns]
-        ignored = values == self.ignored
+        ignored = self._used(array) == self.ignored
         if not ignored.any():
             return
         starts = np.cumsum([0, *sizes[:-1]])
@@ -95,21 +96,6 @@ class IndexBound:
             f"count), as in ({name}(out, y, reduction='sum'), (y != {self.ignored}).sum()), or "
             "give microbatches=1"
         )
-
-
-def check_means(
-    bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array], sizes: Sequence[int]
-) -> None:
-    """Raise `HetpipeError` where a loss is a mean over labels, and parts of these sizes have
-    unequal shares of labels to leave out."""
-    for bound in bounds:
-        bound.check_means(leaves[bound.leaf], sizes)
-
-
-def check_indices(bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array]) -> None:
-    """Raise `HetpipeError` for a batch with an index out of its bounds."""
-    for bound in bounds:
-        bound.check(leaves[bound.leaf])
 
 
 def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) -> None:

@@ -46,7 +46,9 @@ def label(
             index = len(starts) - 1
         elif call != current and matrices.get(path):
             read = {id(parameters[name]) for name in _parameters(flat, [node])}
-            leaf = path and _is_leaf(modules[path])  # the loss's nodes have path ""
+            # The loss's nodes have path "". Parametrizations are no children.
+            children = {name for name, _ in modules[path].named_children()} - {PARAMETRIZATIONS}
+            leaf = path and not children
             if leaf or read & matrices[path]:
                 starts.append(path)
                 current, index = call, len(starts) - 1
@@ -60,11 +62,6 @@ def _matrices(module: nn.Module) -> set[int]:
     parametrized = module._modules.get(PARAMETRIZATIONS)
     inside = () if parametrized is None else parametrized.parameters()
     return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """Return whether the module has no children except parametrizations."""
-    return not any(name != PARAMETRIZATIONS for name, _ in module.named_children())
 
 
 def _calls(flat: FlatGraph) -> list[fx.Node]:

@@ -40,11 +40,18 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 OutputListener = Callable[[Any], None]
 
 
-class _WithLoss(nn.Module):
-    """A module from the leaves of a batch to the loss, or (sum, count)."""
+class WithLoss(nn.Module):
+    """A module from the leaves of a batch to the loss, or (sum, count).
+
+    It calls `seen` with the model's output, whose tensors may lack values.
+    """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: OutputListener
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        example: Example,
+        seen: OutputListener = lambda output: None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -100,20 +107,6 @@ def _assign_in_place(run: nn.Module) -> Iterator[None]:
         restore_table(table, before)
 
 
-def _ignore(_: Any) -> None:
-    """Ignore the output."""
-
-
-def with_loss(
-    model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: OutputListener = _ignore
-) -> nn.Module:
-    """Return a module from the leaves of a batch to the loss, or (sum, count).
-
-    It calls `seen` with the model's output, whose tensors may lack values.
-    """
-    return _WithLoss(model, loss_fn, example, seen)
-
-
 def run_model(model: nn.Module, x: Any) -> Any:
     """Return `model(x)`. A traceback with this function's name blames the model."""
     return call(model, x)
@@ -147,7 +140,7 @@ def export(
     samples: int,
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
-    seen: OutputListener = _ignore,
+    seen: OutputListener = lambda output: None,
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
@@ -166,7 +159,7 @@ def export(
             exportable_modules(),
         ):
             warnings.simplefilter("ignore")  # torch's deprecations do not concern the user
-            wrapped = with_loss(model, loss_fn, example, seen)
+            wrapped = WithLoss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
             with keep_attributes(wrapped), clear_caches(wrapped), keep_globals(wrapped, loss_fn):
                 program = torch.export.export(wrapped, leaves, strict=False)

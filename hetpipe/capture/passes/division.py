@@ -12,7 +12,8 @@ from torch import fx
 
 from hetpipe.capture.passes.views import base_of, in_graph_order
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot
-from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs
+from hetpipe.capture.slots import slot_of
+from hetpipe.sdk.graph import canonical, graph_inputs, graph_outputs
 from hetpipe.sdk.host.parts import dependents, extract
 from hetpipe.sdk.operators.replicas import is_sum
 
@@ -59,7 +60,7 @@ def has_sums(program: Program) -> bool:
 def layouts(program: Program) -> list[tuple[Slot, ...]]:
     """Return the terms of each exchange inside the program, in order."""
     return [
-        tuple(_slot(index, node) for index, node in enumerate(sums))
+        tuple(slot_of(("sum", str(index)), node) for index, node in enumerate(sums))
         for sums in _levels(program.graph.graph)[1]
     ]
 
@@ -134,8 +135,3 @@ def _varying(program: Program) -> set[fx.Node]:
     pairs = zip(graph_inputs(program.graph), program.inputs, strict=True)
     starts = [node for node, slot in pairs if slot.role in _VARYING]
     return dependents(program.graph.graph, [*starts, *filter(is_sum, program.graph.graph.nodes)])
-
-
-def _slot(index: int, node: fx.Node) -> Slot:
-    value = node.meta["val"]
-    return Slot("sum", str(index), tuple(value.shape), dtype_name(value.dtype))

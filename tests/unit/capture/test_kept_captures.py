@@ -23,7 +23,7 @@ from hetpipe.caches import CacheWarning
 from hetpipe.capture import Captured, disk_cache
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.signature import Rehearsal
-from hetpipe.capture.export.torch_export import with_loss
+from hetpipe.capture.export.torch_export import WithLoss
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import Slot
 from hetpipe.sdk.graph import dump_graph
@@ -337,7 +337,7 @@ def test_a_signature_changes_nothing(module: Callable[..., ModuleType]) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     example = Example(*BATCH)
-    run = with_loss(model, F.cross_entropy, example)
+    run = WithLoss(model, F.cross_entropy, example)
     signatures = {Rehearsal(run, example.tensors(2)).call().signature for _ in range(3)}
     assert len(signatures) == 1
     assert torch.equal(torch.get_rng_state(), random)
