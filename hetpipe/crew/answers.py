@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.crew.request import Request, StepRequest, StepResult
@@ -98,7 +99,7 @@ def result_of(
         for first, report in zip(firsts, reports, strict=False)
         for lane, stage, op, number, start_s, end_s in report.spans
     ]
-    spans.sort(key=lambda span: (span.worker, span.start_s))
+    spans.sort(key=attrgetter("worker", "start_s"))
     names = [
         member if count == 1 else f"{member} lane {lane}"
         for member, count in posted.lanes.items()
