@@ -98,7 +98,7 @@ def test_bytes_equal_a_count_of_all_buffers(
         versions = [weights.present, version]
         if isinstance(weights, Stashed):
             versions += [*weights._recent.values(), *weights._held.values()]
-        tables = [stage.store.entries, *stage.frames.all(), *versions]
+        tables = [stage.store.entries, *stage.frames._frames.values(), *versions]
         number = stage.number
         nbytes = nbytes_of(buffer for table in tables for buffer in table)
         walked[number] = max(walked[number], nbytes)
