@@ -322,8 +322,9 @@ class KernelSpec:
 def read_spec(path: Path) -> KernelSpec:
     """Read the specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
     text = read_text(path, BackendError)
+    data = parse_toml(text, path, BackendError)  # it refuses texts that are nested too deeply
     lines = Lines(text)
     source = Source(
         "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES
     )
-    return source.record(KernelSpec, parse_toml(text, path, BackendError))
+    return source.record(KernelSpec, data)
