@@ -64,8 +64,6 @@ def file_of(text: str) -> str:
 
 Hash = Annotated[str, Parsed(hash_of)]
 FileName = Annotated[str, Parsed(file_of)]
-Int32 = Annotated[int, Whole(-(2**31), 2**31 - 1)]
-Float32 = Annotated[float, Number(-LARGEST, LARGEST)]
 Range = Annotated[tuple[Positive, ...], Entries(1, 3)]
 
 
@@ -94,7 +92,11 @@ class Argument:
 
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))]
     shape: tuple[Count, ...] | None  # None: a number
-    value: Int32 | Float32 | None
+    value: (
+        Annotated[int, Whole(-(2**31), 2**31 - 1)]
+        | Annotated[float, Number(-LARGEST, LARGEST)]
+        | None
+    )
 
 
 @dataclass(frozen=True)
