@@ -45,14 +45,6 @@ class _Options:
     libraries: tuple[Name, ...]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The library of a device, and the device's number in it."""
-
-    path: Path
-    index: int
-
-
 class NativeBackend(Backend):
     """All devices of the libraries that the environment or the cluster file names."""
 
@@ -62,7 +54,8 @@ class NativeBackend(Backend):
         self._configured: list[Path] = []
         self._answers: dict[Path, Answer] = {}  # each library is asked once per process
         self._warned: set[Path] = set()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
+        """The library of each device, and the device's number in it."""
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
         source = Source("the options of backend native", BackendError)
@@ -86,8 +79,8 @@ class NativeBackend(Backend):
             self._devices()
         if info.id not in self._places:
             raise BackendError(f"no library has the device {info.id!r} any more")
-        place = self._places[info.id]
-        device: Device = NativeDevice(info, loaded(place.path), place.index)
+        path, index = self._places[info.id]
+        device: Device = NativeDevice(info, loaded(path), index)
         return device
 
     def describe(self) -> list[Finding]:
@@ -118,7 +111,7 @@ class NativeBackend(Backend):
                 errors[path] = str(error)
                 continue
             infos += described
-            self._places |= {info.id: _Place(path, i) for i, info in enumerate(described)}
+            self._places |= {info.id: (path, i) for i, info in enumerate(described)}
         return infos, errors
 
 

@@ -28,8 +28,6 @@ REQUIRED = (
 TOGETHER = ("wait", "release_event")
 """Two members that are either both set or both NULL."""
 
-_loaded: dict[Path, Library] = {}
-
 
 @cache
 def interface() -> Any:
@@ -120,11 +118,10 @@ class Library:
         raise BackendError(f"{doing}: {text}")
 
 
+@cache
 def loaded(path: Path) -> Library:
     """Return the library; it is loaded once and never unloaded. Raises `BackendError`."""
-    if path not in _loaded:
-        _loaded[path] = Library(path)
-    return _loaded[path]
+    return Library(path)
 
 
 def text_of(characters: Any) -> str:

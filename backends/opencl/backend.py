@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,8 +18,17 @@ from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .platform.driver import driver, errors, platforms
 from .platform.families import CHANNELS, MOST_KERNELS, Options, choice, default_family
-from .platform.names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
-from .platform.runtimes import EMULATORS, POCL, prepare, unloadable
+from .platform.runtimes import (
+    BUNDLES,
+    EMULATORS,
+    POCL,
+    RUNTIMES,
+    Runtime,
+    prepare,
+    runtime_of,
+    slug,
+    unloadable,
+)
 
 if TYPE_CHECKING:
     from hetpipe.sdk.kernels import KernelRunner
@@ -143,12 +152,7 @@ class OpenCLBackend(Backend):
         """
         from .user.user_kernels import OwnKernel, text_of
 
-        if cls is OpenCLBackend:
-            raise BackendError(
-                "register_kernel works only on a subclass, class "
-                "Mine(OpenCLBackend), with another name, so that its devices "
-                "have other ids than ours"
-            )
+        cls._refuse_stock_class()
         own = OwnKernel(operator, text_of(source), function, **settings)
         cls.kernels = (*cls.kernels, own)
 
@@ -160,10 +164,17 @@ class OpenCLBackend(Backend):
         """
         from .user.specification import kernel_of
 
-        own = kernel_of(user_path(path, BackendError))
-        settings = {each.name: getattr(own, each.name) for each in fields(own)}
-        given = [settings.pop(name) for name in ("operator", "source", "function")]
-        cls.register_kernel(*given, **settings)
+        cls._refuse_stock_class()
+        cls.kernels = (*cls.kernels, kernel_of(user_path(path, BackendError)))
+
+    @classmethod
+    def _refuse_stock_class(cls) -> None:
+        if cls is OpenCLBackend:
+            raise BackendError(
+                "register_kernel works only on a subclass, class "
+                "Mine(OpenCLBackend), with another name, so that its devices "
+                "have other ids than ours"
+            )
 
     def _with_kernels(self, info: DeviceInfo) -> DeviceInfo:
         """Name the configured kernels in the device's description: costs are stored under it."""
@@ -187,7 +198,7 @@ class OpenCLBackend(Backend):
 
     def describe(self) -> list[Finding]:
         """Return findings about runtimes and devices, each a (level, text, cure)."""
-        findings = list(prepare().findings)
+        findings = list(prepare())
         try:
             infos = self.discover()
         except BackendError as error:

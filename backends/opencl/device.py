@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ from .lower.registry import Lowering, refusal
 from .lower.target import Target
 from .platform.driver import driver, errors, quiet
 from .platform.families import Options
-from .platform.names import Runtime
+from .platform.runtimes import Runtime
 from .platform.tuning import cache_nbytes, tuning_of
-from .run.ceiling import fma_ceiling, launch_floor
 from .run.events import CommandEvent
 from .run.executable import OpenCLExecutable
 from .run.memory import (
@@ -159,7 +158,12 @@ class OpenCLDevice(OpenedDevice):
         return buffer, self._transfer(buffer, memory.cl, source)
 
     def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
-        buffer = self._mine(buf, dst)
+        buffer = self._mine(buf)
+        if buf.shape != dst.shape or buf.dtype != str(dst.dtype):
+            raise BackendError(
+                f"cannot download: the buffer is {buf.dtype}{list(buf.shape)}, "
+                f"the array {dst.dtype}{list(dst.shape)}"
+            )
         if not (dst.flags.c_contiguous and dst.flags.writeable):
             raise BackendError("download needs a writable C-contiguous array to copy into")
         if dst.nbytes == 0:
@@ -170,19 +174,11 @@ class OpenCLDevice(OpenedDevice):
         return self._transfer(buffer, target, buffer.memory.cl)
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
-        if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
-            raise BackendError(f"cannot download: the buffer is not on {self.info.id}")
-        target = dst.view(np.uint8)
+        buffer, target = self._mine(buf), dst.view(np.uint8)
         begin = lo * dst.itemsize
-        if (room := buf.memory.host) is not None:
+        if (room := buffer.memory.host) is not None:
             return self._copy(target, room[begin : begin + target.nbytes])
-        return self._transfer(buf, target, buf.memory.cl, src_offset=begin)
-
-    def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        return fma_ceiling(self)
-
-    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        return launch_floor(self)
+        return self._transfer(buffer, target, buffer.memory.cl, src_offset=begin)
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
@@ -236,14 +232,9 @@ class OpenCLDevice(OpenedDevice):
         while self._held and self._held[0][0].command_execution_status <= complete:
             self._held.popleft()
 
-    def _mine(self, buf: Buffer, array: np.ndarray[Any, Any]) -> OpenCLBuffer:
+    def _mine(self, buf: Buffer) -> OpenCLBuffer:
         if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
             raise BackendError(f"cannot download: the buffer is not on {self.info.id}")
-        if buf.shape != array.shape or buf.dtype != str(array.dtype):
-            raise BackendError(
-                f"cannot download: the buffer is {buf.dtype}{list(buf.shape)}, "
-                f"the array {array.dtype}{list(array.shape)}"
-            )
         return buf
 
 

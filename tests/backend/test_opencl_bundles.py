@@ -14,7 +14,7 @@ import torch
 from bundles import AGAIN, build, change_manifest, count_sources, graph_of, result, write
 from found_devices import infos
 from hetpipe.backends.opencl.backend import OpenCLBackend
-from hetpipe.backends.opencl.platform.names import BUNDLES
+from hetpipe.backends.opencl.platform.runtimes import BUNDLES
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from found_devices import infos
 from hetpipe.backends.opencl.lower.target import Target
-from hetpipe.backends.opencl.platform.names import runtime_of, slug
+from hetpipe.backends.opencl.platform.runtimes import runtime_of, slug
 
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from found_devices import infos, run, trace
 from hetpipe.backends.opencl import OpenCLBackend
 from hetpipe.backends.opencl.platform import tuning
-from hetpipe.backends.opencl.platform.names import RUNTIMES
+from hetpipe.backends.opencl.platform.runtimes import RUNTIMES
 from hetpipe.backends.opencl.platform.tuning import (
     Tuning,
     by_rules,

@@ -22,7 +22,6 @@ from ..lower.arena import nbytes
 from ..lower.expr import Value
 from ..lower.launch import Kernel, Launch
 from ..lower.lowering import Lowered
-from ..lower.signature import Parameter as Declared
 from ..lower.signature import parameters
 from ..run.memory import room_nbytes
 from ..run.specialise import FirstLaunch, Job
@@ -64,7 +63,8 @@ def job_of(text: str, options: Sequence[str], programs: Sequence[ProgramEntry]) 
     first: dict[tuple[object, ...], FirstLaunch] = {}
     for launch in (launch for program in programs for launch in program.launches):
         key = (launch.kernel, launch.local_size or launch.global_size)
-        if key not in first and not any(map(_is_unknown, launch.arguments)):
+        are_known = all(arg.shape is not None or arg.value is not None for arg in launch.arguments)
+        if key not in first and are_known:
             args = list(map(_first_argument, launch.arguments))
             first[key] = FirstLaunch(launch.kernel, launch.global_size, launch.local_size, args)
     return Job(text, options, list(first.values()))
@@ -77,7 +77,9 @@ def _source(number: int, source: Joined, directions: Directions) -> ExportedSour
             kernel.name,
             kernel_hash(kernel),
             tuple(
-                Parameter(each.name, _type(each), _direction(ways))
+                Parameter(
+                    each.name, f"{each.ctype} *" if each.points else each.ctype, _direction(ways)
+                )
                 for each, ways in zip(parameters(kernel), directions[kernel], strict=True)
             ),
         )
@@ -97,10 +99,6 @@ def _argument(arg: Value | int | float) -> Argument:
         return Argument(arg.dtype, tuple(arg.shape), None)
     dtype = "float32" if isinstance(arg, float) else "int32"
     return Argument(dtype, None, arg if math.isfinite(arg) else None)
-
-
-def _type(parameter: Declared) -> str:
-    return f"{parameter.ctype} *" if parameter.points else parameter.ctype
 
 
 def _direct(lowered: Lowered, directions: Directions) -> None:
@@ -141,10 +139,6 @@ def _by_text(source: str, name: str) -> str:
     return {(True, False): "in", (True, True): "inout", (False, True): "out"}.get(
         (is_read, is_written), ""
     )
-
-
-def _is_unknown(argument: Argument) -> bool:
-    return argument.shape is None and argument.value is None
 
 
 def _first_argument(argument: Argument) -> int | float | list[int]:

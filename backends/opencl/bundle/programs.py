@@ -20,7 +20,7 @@ from hetpipe.sdk.formats.bundle import (
 
 from ..lower.launch import Kernel, Launch
 from ..platform.driver import driver, errors, quiet
-from ..platform.names import BUNDLES
+from ..platform.runtimes import BUNDLES
 from .export import kernel_hash
 
 

@@ -1,16 +1,20 @@
-"""A product as a dataflow of kernels that run at once, joined by channels; or as one kernel."""
+"""A product as a dataflow of kernels that run at once, joined by channels; or as one kernel.
+
+The kernel that stores a product can send the rows to a kernel over whole rows.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..lower.builder import Builder
-from ..lower.expr import Rows, Value
+from ..lower.epilogue import alone, macros, overwritable
+from ..lower.expr import Expr, Rows, Value
 from ..lower.launch import Kernel, Launch, Store, Tile, kernel_source
 from ..lower.product import Patches, Product
 from ..lower.signature import Argument, bind
-from ..lower.store_macros import macros, overwritable, result_alone
 from ..lower.target import Target
 
 ONE = (1,)
@@ -31,11 +35,6 @@ class Dataflow:
     problem: Mapping[str, Argument]
     finishes: Mapping[str, Argument]
     channels: bool
-
-    def plain(self, out: Value) -> list[Launch]:
-        """Return the launches that write only the product."""
-        store = result_alone(out)
-        return self.with_stores([store], [store])
 
     def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
         """Return the launches that write `kept`, stores of a group that begins with the product.
@@ -124,7 +123,7 @@ def launch(
     flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
     out = builder.new(shape, "float32")
     row_cols = _row_cols(builder.device)
-    launches = tuple(flow.plain(out))
+    launches = alone(flow.with_stores, out)
     builder.product(
         out, Tile(out.shape, out.dtype, launches, flow.with_stores, row_cols, by_channel)
     )
@@ -188,3 +187,73 @@ ARRAY = Array()
 """The array of all kernels in the family `fpga`."""
 ROW_COLS = 256
 """The most columns of rows that a kernel over rows keeps on the chip."""
+
+
+AFFINE = ("row_weight", "row_bias")
+RUNNING = ("row_running_mean", "row_running_var", "row_new_mean", "row_new_var")
+
+
+def softmax(builder: Builder, x: Expr, logarithm: bool) -> Value | None:
+    """Return softmax over x's last dimension, or its logarithm; None if x is no waiting product."""
+    results = _follow(builder, x, "softmax", (x.shape,), ("y",), {"row_logarithm": int(logarithm)})
+    return None if results is None else results[0]
+
+
+def layer_norm(
+    builder: Builder, x: Expr, affine: Sequence[Value | None], eps: float
+) -> tuple[Value, ...] | None:
+    """Return (y, mean, rstd) of layer norm over x's last dimension.
+
+    Return None if x is no waiting product. `affine` has the weight and the bias.
+    """
+    few = (*x.shape[:-1], 1)
+    arguments = {**_affine(affine), "row_eps": float(eps)}
+    return _follow(builder, x, "layer_norm", (x.shape, few, few), ("y", "mean", "rstd"), arguments)
+
+
+def batch_norm(
+    builder: Builder, x: Expr, affine: Sequence[Value | None], running: Sequence[Value | None],
+    momentum: float, eps: float,
+) -> tuple[Value, Value, Value, Value | None, Value | None] | None:  # fmt: skip
+    """Return (y, mean, rstd, new mean, new variance) of batch norm over x [N][C][...].
+
+    Return None if x is no waiting convolution. The last two are None without `running` statistics.
+    """
+    tensors = {name: v for name, v in zip(RUNNING, running, strict=False) if v is not None}
+    names = ("y", "mean", "rstd", *(("new_mean", "new_var") if tensors else ()))
+    shapes = (x.shape, *[x.shape[1:2]] * (len(names) - 1))
+    arguments: dict[str, Argument] = {
+        **_affine(affine), **tensors, "row_has_running": int(bool(tensors)),
+        "row_channels": x.shape[1], "row_pixels": math.prod(x.shape[2:]),
+        "row_momentum": float(momentum), "row_eps": float(eps),
+    }  # fmt: skip
+    results = _follow(builder, x, "batch_norm", shapes, names, arguments, by_channel=True)
+    if results is None:
+        return None
+    y, mean, rstd, *new = results
+    new_mean, new_var = new if new else (None, None)
+    return y, mean, rstd, new_mean, new_var
+
+
+def _affine(values: Sequence[Value | None]) -> dict[str, Argument]:
+    """Return the weight and the bias if they are there, and whether they are."""
+    tensors = {name: v for name, v in zip(AFFINE, values, strict=True) if v is not None}
+    return {**tensors, **{f"row_has_{name[4:]}": int(name in tensors) for name in AFFINE}}
+
+
+def _follow(
+    builder: Builder, x: Expr, file: str, shapes: tuple[tuple[int, ...], ...],
+    names: tuple[str, ...], arguments: Mapping[str, Argument], by_channel: bool = False,
+) -> tuple[Value, ...] | None:  # fmt: skip
+    source = builder.pool.load(builder.reshape(builder.store(x), x.shape))
+    results = [builder.new(shape, "float32") for shape in shapes]
+    given = {f"row_{name}": value for name, value in zip(names, results, strict=True)}
+    values = [each for each in arguments.values() if isinstance(each, Value)]
+    for name in {"layer_norm": AFFINE, "batch_norm": (*AFFINE, *RUNNING)}.get(file, ()):
+        if name not in arguments and name not in given:
+            given[name] = results[0]  # any tensor: the kernel does not use it
+    reads = tuple(builder.pool.load(value) for value in values)
+    rows = Rows(
+        x.shape, "float32", source, f"fpga/{file}.cl", {**arguments, **given}, reads, by_channel
+    )
+    return tuple(results) if builder.follow(rows, results) else None

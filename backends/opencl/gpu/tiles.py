@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..lower.builder import Builder
+from ..lower.epilogue import OwnLaunch, alone
 from ..lower.expr import Value
 from ..lower.launch import Kernel, Tile
 from ..lower.product import Patches, Product
 from ..lower.reduce import SUM, reduce
 from ..lower.signature import Argument
-from ..lower.store_macros import OwnLaunch
 from ..lower.target import Target
 
 DEPTH = 16
@@ -55,31 +55,28 @@ class Tiles:
         across, down = math.ceil(self.cols / side), math.ceil(self.rows / side)
         return (across * self.group, down * self.group, self.parts * self.batches)
 
-    @property
-    def local_size(self) -> tuple[int, int, int]:
-        """Work-items of a work-group."""
-        return (self.group, self.group, 1)
 
+def tiles_of(
+    target: Target, size: tuple[int, int, int], batches: int, divides: bool = True
+) -> Tiles:
+    """Choose a tile size: large tiles read less; small ones are more numerous and waste less.
 
-def tiles_of(target: Target, rows: int, cols: int, depth: int, batches: int = 1) -> Tiles:
-    """Choose a tile size: large tiles read less; small ones are more numerous and waste less."""
+    `size` is (rows, columns, depth). With `divides`, long sums are divided into parts if there are
+    too few tiles to fill the device.
+    """
+    rows, cols, depth = size
     group = 16 if target.max_work_group_size >= 256 else 8
     item = 4 if min(rows, cols) > 2 * group else 2
-    return Tiles(rows, cols, batches, depth, group, item)
-
-
-def in_parts(tiles: Tiles, target: Target) -> Tiles:
-    """Divide long sums into parts if there are too few tiles to fill the device."""
+    tiles = Tiles(rows, cols, batches, depth, group, item)
     across, down, _ = tiles.global_size
-    groups = across * down * tiles.batches // tiles.group**2
-    parts = min(GROUPS_PER_UNIT * target.compute_units // groups, tiles.depth // SHORTEST_PART)
-    return replace(tiles, parts=max(1, parts))
+    groups = across * down * batches // group**2
+    parts = min(GROUPS_PER_UNIT * target.compute_units // groups, depth // SHORTEST_PART)
+    return replace(tiles, parts=max(1, parts)) if divides else tiles
 
 
 def tiled_product(builder: Builder, p: Product) -> Value:
     """Compute C of a product, row-major, of shape (batch, rows, cols)."""
-    target = builder.device
-    tiles = in_parts(tiles_of(target, p.rows, p.cols, p.depth, p.batch), target)
+    tiles = tiles_of(builder.device, (p.rows, p.cols, p.depth), p.batch)
     return launch(
         builder, ["gpu/matmul.cl"], "matmul", tiles, (p.batch, p.rows, p.cols),
         {
@@ -91,10 +88,10 @@ def tiled_product(builder: Builder, p: Product) -> Value:
 
 def tiled_patches(builder: Builder, p: Patches) -> Value:
     """Compute a convolution or one of its gradients."""
-    tiles = tiles_of(builder.device, *p.size, p.geometry.groups)
+    divides = p.kind == "weight_gradient"
+    tiles = tiles_of(builder.device, p.size, p.geometry.groups, divides)
     args = {**p.operands, **p.shift, **p.geometry.arguments}
-    if p.kind == "weight_gradient":
-        tiles = in_parts(tiles, builder.device)
+    if divides:
         args["each"] = tiles.each
     return launch(builder, ("patches.cl", "gpu/convolution.cl"), p.kind, tiles, p.shape, args)
 
@@ -108,12 +105,13 @@ def launch(
     The result can take an epilogue if its sums are in one part.
     """
     kernel = Kernel.of_files(function, ("gpu/tile.cl", *files), *tiles.macros)
-    own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
+    own = OwnLaunch(kernel, args, tiles.global_size, (tiles.group, tiles.group, 1))
     if tiles.parts == 1:
         out = builder.new(shape, "float32")
-        builder.product(out, Tile(out.shape, out.dtype, tuple(own.plain(out)), own.with_stores))
+        launches = alone(own.with_stores, out)
+        builder.product(out, Tile(out.shape, out.dtype, launches, own.with_stores))
         return out
     parts = builder.new((tiles.parts, *shape), "float32")
-    for each in own.plain(parts):
+    for each in alone(own.with_stores, parts):
         builder.add(each)
     return reduce(builder, builder.pool.load(parts), [0], SUM)

@@ -124,10 +124,6 @@ class Body:
         straight = self.nest.step(expr.layout) == 1
         return straight and all(self.still(index) for index, _, _ in expr.indices)
 
-    def in_step(self, expr: Load) -> bool:
-        """Return whether a vector that passes the end of a row still reads the tensor's memory."""
-        return expr.plain or self.still(expr)
-
     def _source(self, expr: Expr) -> Expr:
         """Return the stored expression if `expr` loads a tensor that this kernel stores."""
         while isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
@@ -212,7 +208,7 @@ class Body:
     def _at(self, layout: Layout) -> str:
         """Return the code of `layout`'s offset at element `i` of the row, in elements."""
         if layout not in self._bases:
-            outer = self.nest.strides(layout)[:-1]
+            outer = self.nest.strides[layout][:-1]
             terms = [f"c{d} * {s}" for d, s in enumerate(outer) if s]
             if layout.offset or not terms:
                 terms.append(str(layout.offset))
@@ -273,17 +269,13 @@ class Nest:
         self.shape = tuple(sizes)
         self.inner = sizes[-1] if sizes else 1
         self.rows = math.prod(sizes[:-1])
-        self._strides = (
+        self.strides = (
             dict(zip(self.layouts, zip(*strides, strict=True), strict=True))
             if (strides)
             else dict.fromkeys(self.layouts, ())
         )
 
-    def strides(self, layout: Layout) -> tuple[int, ...]:
-        """Return the strides of a layout in the merged dimensions."""
-        return self._strides[layout]
-
     def step(self, layout: Layout) -> int:
         """Return the stride of a layout in the innermost dimension."""
-        strides = self._strides[layout]
+        strides = self.strides[layout]
         return strides[-1] if strides else 0

@@ -40,7 +40,9 @@ def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> L
         size = (-(-count // width) * width,)
         local = (width,)
     else:
-        straight = all(body.in_step(item) for item in exprs if isinstance(item, Load))
+        # A vector that passes the end of a row still reads the memory of these tensors.
+        reads = [item for item in exprs if isinstance(item, Load)]
+        straight = all(item.plain or body.still(item) for item in reads)
         padded = straight and all(store.plain for store in group) and not target.checks_memory
         lines, count = _by_row(body, kept, padded)
         size, local = (count,), (1,)
@@ -76,14 +78,14 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
             f"const int begin = get_global_id(0) * {BLOCK};",
             f"const int end = min(begin + {BLOCK}, n);",
         ]
-        loops = _loops(body, group, ("begin", "end"), not padded)
+        loops = _loops(body, group, not padded)
         return head + body.row_lines() + loops, -(-nest.inner // BLOCK)
     # Neighbouring rows share the cache lines that a step other than 1 touches: walk in tiles.
     crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
     span = min(nest.inner, TILE if crooked else BLOCK)
     each = max(1, BLOCK // span)
     blocks = -(-nest.inner // span)
-    loops = _loops(body, group, ("begin", "end"), nest.inner % LANES != 0)
+    loops = _loops(body, group, nest.inner % LANES != 0)
     lines = [
         f"const int first = get_global_id(0) / {blocks} * {each};",
         f"const int begin = get_global_id(0) % {blocks} * {span};",
@@ -97,18 +99,17 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
     return lines, -(-nest.rows // each) * blocks
 
 
-def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:
-    """Return loops over `i` from `span[0]` to `span[1]`: by vectors, then by single elements.
+def _loops(body: Body, group: Sequence[Store], tail: bool) -> list[str]:
+    """Return loops over `i` from `begin` to `end`: by vectors, then by single elements.
 
     Without `tail` there is no loop by elements: the last vector may pass the end.
     """
-    lo, hi = span
-    by_element = indent(body.stores(group, 1), f"for (; i < {hi}; ++i) {{", "}")
+    by_element = indent(body.stores(group, 1), "for (; i < end; ++i) {", "}")
     if not body.vectorises:
-        return indent([f"int i = {lo};", *by_element], "{", "}")
-    stop = f"i + {LANES - 1} < {hi}" if tail else f"i < {hi}"
+        return indent(["int i = begin;", *by_element], "{", "}")
+    stop = f"i + {LANES - 1} < end" if tail else "i < end"
     by_vector = indent(body.stores(group, LANES), f"for (; {stop}; i += {LANES}) {{", "}")
-    return indent([f"int i = {lo};", *by_vector, *(by_element if tail else ())], "{", "}")
+    return indent(["int i = begin;", *by_vector, *(by_element if tail else ())], "{", "}")
 
 
 def indent(lines: Sequence[str], head: str = "{", foot: str = "}") -> list[str]:

@@ -2,21 +2,38 @@
 
 A product and the stores that follow it form one group. The first store is the product's, whose
 expression is a `Tile`; the other stores, the epilogue, read the product element by element.
+
+User's kernels and the families gpu and fpga apply an epilogue by macros. The source ends its
+parameters with `RESULTS` and writes every element once, by `STORE(element, value)`. The program
+defines both macros before the source.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .body import Body, Nest
 from .codegen import LANES, indent
-from .expr import Coord, Layout, Load, Pool, Rows, Shape, loads, walk
-from .launch import MOST_TENSORS, Kernel, Launch, Panels, Store, Tile, kernel_source
-from .signature import parameters, pointed
+from .expr import Coord, Layout, Load, Pool, Rows, Shape, Value, loads, walk
+from .launch import (
+    MOST_TENSORS,
+    Kernel,
+    Launch,
+    Panels,
+    Store,
+    Tile,
+    WithStores,
+    kernel_source,
+    with_helpers,
+)
+from .signature import C_TYPES, Argument, bind, parameters, pointed
 from .target import Target
+
+STORES_NOTHING = "#define RESULTS __global float *unused\n#define STORE(element, value)\n#line 1\n"
+"""Macros for the packing kernels of such a source."""
 
 
 def is_product(group: Sequence[Store]) -> bool:
@@ -206,3 +223,76 @@ def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> K
     shared = kernel_source("cpu/common.cl") + kernel_source("cpu/matmul.cl")
     head = f"#ifndef EPILOGUE\n#define EPILOGUE\n{defines}{shared}#endif\n"
     return Kernel(f"{head}WORK_ITEM __kernel void {name}{text}", name, generated=True)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLaunch:
+    """A launch of a source with `STORE`, complete except for its stores."""
+
+    kernel: Kernel
+    arguments: Mapping[str, Argument]
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+
+    def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
+        """Return the launches that write `kept`; the kernel's result is the first of `group`."""
+        text, results = macros(group, kept)
+        kernel = replace(self.kernel, source=f"{text}#line 1\n{self.kernel.source}")
+        args = bind(kernel, {**self.arguments, **results})
+        inplace, apart = overwritable(group, self.arguments)
+        return [Launch(kernel, self.global_size, self.local_size, args, inplace, apart)]
+
+
+def alone(with_stores: WithStores, out: Value) -> tuple[Launch, ...]:
+    """Return the launches that write only a kernel's result, without an epilogue."""
+    store = Store(Tile(out.shape, out.dtype, ()), out, Layout.row_major(out.shape))
+    return tuple(with_stores([store], [store]))
+
+
+def overwritable(
+    group: Sequence[Store], arguments: Mapping[str, Argument]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ids of tensors that results may overwrite, and the ids of the kernel's tensors.
+
+    Only the epilogue reads tensors of the first set: each element just before it is overwritten.
+    """
+    read = [load for store in group[1:] for load in loads(store.expr)]
+    own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))
+    crooked = {load.value.id for load in read if not load.plain}
+    return frozenset({load.value.id for load in read} - own - crooked), own
+
+
+def macros(
+    group: Sequence[Store], kept: Sequence[Store], given: Value | None = None
+) -> tuple[str, dict[str, Argument]]:
+    """Return the text of RESULTS and STORE, and the tensors that RESULTS declares, by name.
+
+    With `given`, the result of one of the stores, STORE returns the element's value in `given`.
+    """
+    result, shape = group[0].expr, group[-1].expr.shape
+    whole = Layout.row_major(shape)
+    leaves = walk(*(store.expr for store in group))
+    layouts = [leaf.layout for leaf in leaves if isinstance(leaf, (Load, Coord))]
+    nest = Nest(shape, [*layouts, whole])
+    body = Body(nest, {store.out.id: store.expr for store in group}, {result: "stored"})
+    returned = None
+    if given is not None:
+        returned = next(store.expr for store in group if store.out.id == given.id)
+    stores = body.stores([replace(store, layout=whole) for store in kept], 1, returned)
+    inner = nest.inner
+    lines = [f"const int row = element / {inner}, i = element % {inner};"]
+    if nest.rows == 1:  # without the length, results of all sizes share one text
+        lines = ["const int row = 0, i = element;"]
+    lines += [*body.row_lines("row"), *stores]
+    pointers = {name: f"__global {pointed(value.dtype)} *" for name, value in body.named.items()}
+    declared = [f"{pointer}{name}" for name, pointer in pointers.items()]
+    declared += ["const int element", f"const {C_TYPES[result.dtype]} stored"]
+    head = f"inline {'void' if given is None else 'float'} store_element({', '.join(declared)}) {{"
+    results = ", ".join(f"{pointer}result_{name}" for name, pointer in pointers.items())
+    passed = "".join(f"result_{name}, " for name in pointers)
+    text = with_helpers("\n".join(indent(lines, head, "}")))
+    text += f"\n#define RESULTS {results or 'const int result_none'}\n"
+    text += f"#define STORE(element, value) store_element({passed}element, value)\n"
+    if not body.named:
+        return text, {"result_none": 0}
+    return text, {f"result_{name}": value for name, value in body.named.items()}

@@ -239,7 +239,8 @@ class Pool:
                 return None
             fields = expr.dtype, expr.code, tuple(done), expr.weight, expr.alone
             return self.make(Apply, done[0].shape, *fields)
-        layout = view(expr.layout if isinstance(expr, (Load, Coord)) else _flat(expr.shape))
+        flat = Layout(expr.shape, (0,) * len(expr.shape))
+        layout = view(expr.layout if isinstance(expr, (Load, Coord)) else flat)
         if layout is None:
             return None
         if isinstance(expr, Load):
@@ -254,10 +255,6 @@ class Pool:
             return self.make(Coord, layout.shape, expr.dtype, layout)
         assert isinstance(expr, Const)
         return self.make(Const, layout.shape, expr.dtype, expr.number)
-
-
-def _flat(shape: Shape) -> Layout:
-    return Layout(shape, (0,) * len(shape))
 
 
 def walk(*roots: Expr) -> Iterator[Expr]:

@@ -212,13 +212,10 @@ def finished_parts(outputs: Sequence[Value | None], launches: Sequence[Launch]) 
             continue
         number = makers[value.id]
         launch, reached = launches[number], 0
-        for block, (_, size) in enumerate(blocks_of(launch) if _fits(value, launch) else ()):
-            lo, reached = reached, min(reached + size[0] * launch.step, math.prod(value.shape))
+        steps, step = launch.global_size[0], launch.step
+        # The launch's steps together must cover exactly the elements of the tensor.
+        fits = (steps - 1) * step < value.numel <= steps * step
+        for block, (_, size) in enumerate(blocks_of(launch) if fits else ()):
+            lo, reached = reached, min(reached + size[0] * step, value.numel)
             parts.append(Part(index, lo, reached, number, block))
     return parts
-
-
-def _fits(value: Value, launch: Launch) -> bool:
-    """Return whether the launch's steps together cover exactly the elements of the tensor."""
-    count = math.prod(value.shape)
-    return (launch.global_size[0] - 1) * launch.step < count <= launch.global_size[0] * launch.step

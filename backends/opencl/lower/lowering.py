@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,10 @@ def order(graph: fx.GraphModule) -> list[fx.Node]:
     kernel with the same operands can compute them. Traced graphs begin with all recomputed masks
     and copies of inputs: these move directly before their first reader, and take no memory before.
     """
-    needed = _needed(graph)
+    needed = set(graph_outputs(graph))
+    for node in reversed(graph.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     calls = [node for node in graph_calls(graph) if node in needed]
     outputs = set(graph_outputs(graph))
     users = {node: [user for user in node.users if user in needed] for node in calls}
@@ -151,17 +155,6 @@ def _late(graph: fx.GraphModule) -> set[fx.Node]:
 
 def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _needed(graph: fx.GraphModule) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    stack = graph_outputs(graph)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    return needed
 
 
 def _together(
@@ -222,7 +215,7 @@ def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
     there does nothing.
     """
     distinct: dict[tuple[Any, ...], Check] = {}
-    for bound in (bound for node in calls for bound in index_bounds(node)):
+    for bound in chain.from_iterable(map(index_bounds, calls)):
         index = builder.expr(bound.index)
         key = (index, bound.low, bound.size, bound.ignored)
         # Indices that read no tensor are constants of the graph: torch has already checked them.

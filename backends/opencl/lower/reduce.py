@@ -59,8 +59,11 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
         narrow = builder.view(expr, partial(Layout.reshape, shape=sizes))
         inner = [at for at, d in enumerate(loops) if d in dims]
         return builder.reshape(reduce(builder, narrow, inner, how), shape)
-    if expr.numel == 0 or not reduced:
-        return _degenerate(builder, expr, shape, how)
+    if expr.numel == 0:
+        neutral = int(how in (PRODUCT, ALL))
+        return builder.store(builder.pool.make(Const, shape, expr.dtype, neutral))
+    if not reduced:
+        return builder.store(expr)
     if _contiguous(expr, reduced) or not kept:
         order, borders, make = kept + reduced, [len(kept)], _by_rows
     else:
@@ -71,13 +74,6 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     nest = Nest(moved.shape, leaves, borders)
     count = math.prod(expr.shape[d] for d in reduced)
     return make(builder, moved, nest, shape, count, how)
-
-
-def _degenerate(builder: Builder, expr: Expr, shape: tuple[int, ...], how: Reduction) -> Value:
-    if expr.numel:
-        return builder.store(expr)
-    number = 1 if how in (PRODUCT, ALL) else 0
-    return builder.store(builder.pool.make(Const, shape, expr.dtype, number))
 
 
 def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from ..lower.builder import node_shape
 from ..lower.product import Geometry
 from ._common import arguments, why_not_all_float32
 
@@ -101,23 +102,22 @@ def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
     The node is a `convolution` or a `convolution_backward`.
     """
     backward = "backward" in str(node.target)
-    x, weight = (
-        _shape(arg) for arg in (arguments(node)[1:3] if backward else arguments(node)[0:2])
-    )
-    y = _shape(arguments(node)[0]) if backward else tuple(node.meta["val"].shape)
+    x, weight = map(node_shape, arguments(node)[backward : 2 + backward])
+    y = node_shape(arguments(node)[0] if backward else node)
     stride, padding, dilation, transposed, _, groups = arguments(node)[3 + backward : 9 + backward]
     wide, narrow = (y, x) if transposed else (x, y)
+    dims = len(x) - 2
     geometry = Geometry(
         images=wide[0],
         groups=groups,
         in_channels=wide[1],
         out_channels=narrow[1],
-        size=_pair(wide[2:], 1),
-        out_size=_pair(narrow[2:], 1),
-        kernel=_pair(weight[2:], 1),
-        stride=_pair(_full(stride, x), 1),
-        padding=_pair(_full(padding, x), 0),
-        dilation=_pair(_full(dilation, x), 1),
+        size=_pair(wide[2:], 1, dims),
+        out_size=_pair(narrow[2:], 1, dims),
+        kernel=_pair(weight[2:], 1, dims),
+        stride=_pair(stride, 1, dims),
+        padding=_pair(padding, 0, dims),
+        dilation=_pair(dilation, 1, dims),
     )
     return geometry, bool(transposed)
 
@@ -130,17 +130,10 @@ def why_not(node: fx.Node) -> str | None:
     return why_not_all_float32(node)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in node.meta["val"].shape)
+def _pair(values: Any, missing: int, dims: int) -> tuple[int, int]:
+    """Return (rows, cols) of `dims` numbers; a list of one number stands for all dimensions.
 
-
-def _full(values: Any, x: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a number per dimension; a list of one number stands for all dimensions."""
-    spatial = len(x) - 2
-    return tuple(values) * spatial if len(values) == 1 else tuple(values)
-
-
-def _pair(values: Any, missing: int) -> tuple[int, int]:
-    """Return (rows, cols); one-dimensional convolutions have images of one row."""
-    pair = tuple(int(v) for v in values)
+    One-dimensional convolutions have images of one row.
+    """
+    pair = tuple(map(int, values)) * (dims if len(values) == 1 else 1)
     return (missing, pair[0]) if len(pair) == 1 else (pair[0], pair[1])

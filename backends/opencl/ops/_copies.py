@@ -10,7 +10,6 @@ product, which writes in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -32,13 +31,11 @@ def at_sources(builder: Builder, p: Product) -> Product:
     if len(counts) != 1:  # no copies, or operands with different numbers of heads
         return p
     (inner,) = counts
-    left, right = (_in_batches(operand, runs, inner) for operand, runs in sources)
+    left, right = (
+        replace(x, batch=runs[-1][1], outer=runs[0][1] if len(runs) == 2 else inner * runs[-1][1])
+        for x, runs in sources
+    )
     return replace(p, left=left, right=right, inner=inner)
-
-
-def _in_batches(operand: Operand, runs: Sequence[Run], inner: int) -> Operand:
-    batch = runs[-1][1]
-    return replace(operand, batch=batch, outer=runs[0][1] if len(runs) == 2 else inner * batch)
 
 
 def _at_source(

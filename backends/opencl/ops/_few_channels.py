@@ -8,7 +8,7 @@ from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.launch import Kernel
 from ..lower.product import Geometry, Operand
-from .matmul import COLS, ROWS, pack_rows
+from .matmul import COLS, ROWS, pack
 
 MOST_CHANNELS = 8
 LEAST_SHARE = 0.75
@@ -54,7 +54,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         (math.ceil(lanes / ROWS), math.ceil(g.out_size[0] / BAND), g.images * g.groups),
         {
             "padded": padded,
-            "left": pack_rows(builder, weights, lanes, taps, g.groups),
+            "left": pack(builder, "left", weights, lanes, taps, g.groups),
             "bias": bias or padded, "has_bias": int(bias is not None), "y": y, "groups": g.groups,
             "depth": depth, "lanes": lanes, "rows": rows, "cols": cols,
             "out_height": g.out_size[0], "out_width": g.out_size[1],

@@ -13,7 +13,7 @@ from ..lower.builder import Builder
 from ..lower.expr import Expr, Layout, Value
 from ..lower.launch import Kernel
 from ..lower.product import Geometry, Operand
-from .matmul import COLS, pack_rows
+from .matmul import COLS, pack
 
 ROOM_PANELS = 4
 """Panels per work-item in a second-level cache, if the depth is the largest block of a product."""
@@ -94,7 +94,7 @@ def _product(
     blocks = math.ceil(all_panels / max(1, most))
     panels = math.ceil(all_panels / blocks)
     items = min(units, g.groups * blocks)
-    left = pack_rows(builder, a, rows, depth, g.groups)
+    left = pack(builder, "left", a, rows, depth, g.groups)
     builder.launch(
         _kernel(builder, "pointwise"), (items,),
         {

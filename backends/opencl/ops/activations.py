@@ -10,7 +10,7 @@ from torch import fx
 from hetpipe.sdk.graph import operator_name
 
 from ..lower.builder import Builder
-from ..lower.expr import DEAR, Expr
+from ..lower.expr import DEAR
 from ..lower.registry import lowers
 from ._common import argument, choose, operands
 from .elementwise import ARITHMETIC, erf_plus_one
@@ -26,17 +26,13 @@ def gelu(builder: Builder, node: fx.Node) -> None:
             code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
         expr = builder.apply(code, x.dtype, x, weight=2 * DEAR)
     else:
-        expr = _gelu(builder, node)
+        # x times the distribution function, by terms that the derivative can share
+        times, weight = ARITHMETIC["mul"]
+        x, root, half = operands(builder, node, (node.args[0], math.sqrt(0.5), 0.5))
+        twice = erf_plus_one(builder, builder.apply(times, x.dtype, x, root, weight=weight))
+        below = builder.apply(times, x.dtype, twice, half, weight=weight)
+        expr = builder.apply(times, x.dtype, x, below, weight=weight, alone="gelu({0})")
     builder.define(node, expr)
-
-
-def _gelu(builder: Builder, node: fx.Node) -> Expr:
-    """Return x times the distribution function, by terms that the derivative can share."""
-    times, weight = ARITHMETIC["mul"]
-    x, root, half = operands(builder, node, (node.args[0], math.sqrt(0.5), 0.5))
-    twice = erf_plus_one(builder, builder.apply(times, x.dtype, x, root, weight=weight))
-    below = builder.apply(times, x.dtype, twice, half, weight=weight)
-    return builder.apply(times, x.dtype, x, below, weight=weight, alone="gelu({0})")
 
 
 @lowers("aten.leaky_relu.default", "aten.elu.default")

@@ -35,6 +35,10 @@ class Heads:
         """Number of matrices."""
         return self.outer * self.inner
 
+    def rows_first(self, cols: int) -> tuple[int, ...]:
+        """Return the shape of a result of the kernels: the heads of a row are side by side."""
+        return self.outer, self.rows, self.inner, cols
+
 
 def _kernel(builder: Builder, name: str, cols: int) -> Kernel:
     """Return a kernel for matrices of up to `cols` columns."""
@@ -67,11 +71,6 @@ def _sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _rows_first(builder: Builder, x: Heads, cols: int) -> Value:
-    """Create a tensor for the kernels' results, with the heads of a row side by side."""
-    return builder.new((x.outer, x.rows, x.inner, cols), "float32")
-
-
 def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
     """Return a result in the graph's shape, without a copy."""
     if len(shape) == 3:
@@ -86,7 +85,7 @@ def attention(builder: Builder, node: fx.Node) -> None:
     query_node, key_node, value_node, causal, scale = arguments(node)
     query, key, value = (_heads(builder, n) for n in (query_node, key_node, value_node))
     kernel = _kernel(builder, "attention", max(query.cols, value.cols))
-    out = _rows_first(builder, query, value.cols)
+    out = builder.new(query.rows_first(value.cols), "float32")
     logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
     matrices = _matrix("query", query) | _matrix("key", key) | _matrix("value", value)
     builder.launch(
@@ -107,7 +106,7 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
     *tensors, causal, scale = arguments(node)
     grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
     logsumexp = builder.value(tensors[5])
-    gradients = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
+    gradients = [builder.new(x.rows_first(x.cols), "float32") for x in (query, key, value)]
     kernel = _kernel(builder, "attention_backward", max(query.cols, value.cols))
     rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
     matrices: dict[str, Value | int] = {}

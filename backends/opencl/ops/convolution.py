@@ -191,7 +191,10 @@ def _convolve(
             "packed": packed, "bias": bias or copy.value, "has_bias": int(bias is not None), "y": y,
             "images": images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
             "channels": lanes, "blocks": blocks, "taps_h": h.taps, "taps_w": w.taps,
-            **_padded(copy, h, w), "height": height,
+            "padded": copy.value, "x_offset": copy.offset(h.start, w.start),
+            "x_image": copy.image, "x_row": h.x_step * copy.row, "x_col": w.x_step * copy.channels,
+            "tap_row": h.tap_step * copy.row, "tap_col": w.tap_step * copy.channels,
+            "first_row": h.start, "row_step": h.x_step, "tap_step": h.tap_step, "height": height,
             "kernel_size": g.kernel[0] * g.kernel[1],
             "w_offset": (h.first * g.kernel[1] + w.first) * tap,
             "w_row": h.step * g.kernel[1] * tap, "w_col": w.step * tap,
@@ -200,16 +203,6 @@ def _convolve(
             "y_channel": out_h * out_w, "y_row": h.y_step * out_w, "y_col": w.y_step,
         },
     )  # fmt: skip
-
-
-def _padded(copy: ChannelsLast, h: Axis, w: Axis) -> dict[str, Value | int]:
-    """Return the kernel arguments that describe the copy of the images."""
-    return {
-        "padded": copy.value, "x_offset": copy.offset(h.start, w.start), "x_image": copy.image,
-        "x_row": h.x_step * copy.row, "x_col": w.x_step * copy.channels,
-        "tap_row": h.tap_step * copy.row, "tap_col": w.tap_step * copy.channels,
-        "first_row": h.start, "row_step": h.x_step, "tap_step": h.tap_step,
-    }  # fmt: skip
 
 
 def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) -> Value:

@@ -6,6 +6,8 @@ import math
 
 from torch import fx
 
+from hetpipe.sdk.graph import operator_name
+
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Const, Coord, Layout
 from ..lower.launch import Kernel
@@ -17,37 +19,23 @@ CHUNK = 1024
 """Blocks of four numbers per work-item."""
 
 
-def _constant(builder: Builder, node: fx.Node, number: float | int | bool) -> None:
-    dtype = node_dtype(node)
-    if dtype == "bool":
-        number = bool(number)
-    elif dtype not in FLOATS:
-        number = int(number)
+NUMBERS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+"""Operators that create one number, with the position of the number in their arguments."""
+
+
+@lowers("aten.full.default", "aten.full_like.default", "aten.new_full.default",
+        "aten.scalar_tensor.default", "aten.zeros.default", "aten.zeros_like.default",
+        "aten.new_zeros.default", "aten.empty.memory_format", "aten.empty_like.default",
+        "aten.new_empty.default", "aten.empty_strided.default", "aten.empty_permuted.default",
+        "aten.new_empty_strided.default", "aten.ones.default", "aten.ones_like.default",
+        "aten.new_ones.default")  # fmt: skip
+def constant(builder: Builder, node: fx.Node) -> None:
+    """Result: the same number everywhere; 0 in an empty tensor."""
+    name, dtype = operator_name(node).split(".")[1], node_dtype(node)
+    number = arguments(node)[NUMBERS[name]] if name in NUMBERS else int("ones" in name)
+    if dtype not in FLOATS:
+        number = bool(number) if dtype == "bool" else int(number)
     builder.define(node, builder.pool.make(Const, node_shape(node), dtype, number))
-
-
-@lowers("aten.full.default", "aten.full_like.default", "aten.new_full.default")
-def full(builder: Builder, node: fx.Node) -> None:
-    at = 2 if "new_full" in str(node.target) else 1
-    _constant(builder, node, node.args[at])  # type: ignore[arg-type] # a number, by its schema
-
-
-@lowers("aten.scalar_tensor.default")
-def scalar_tensor(builder: Builder, node: fx.Node) -> None:
-    _constant(builder, node, node.args[0])  # type: ignore[arg-type] # a number, by its schema
-
-
-@lowers("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default",
-        "aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default",
-        "aten.empty_strided.default", "aten.empty_permuted.default",
-        "aten.new_empty_strided.default")  # fmt: skip
-def zeros(builder: Builder, node: fx.Node) -> None:
-    _constant(builder, node, 0)
-
-
-@lowers("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default")
-def ones(builder: Builder, node: fx.Node) -> None:
-    _constant(builder, node, 1)
 
 
 @lowers("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
@@ -65,37 +53,24 @@ def arange(builder: Builder, node: fx.Node) -> None:
     builder.define(node, builder.apply("{1} + {0} * {2}", dtype, index, first, stride))
 
 
-@lowers("hetpipe.keep_mask.default")
-def keep_mask(builder: Builder, node: fx.Node) -> None:
-    rng, site, _, keep, batch_dim, samples = arguments(node)
-    _draw(builder, node, rng, site, batch_dim, samples, float(keep), "MASK")
-
-
-@lowers("hetpipe.uniform.default")
-def uniform(builder: Builder, node: fx.Node) -> None:
-    rng, site, _, batch_dim, samples = arguments(node)
-    _draw(builder, node, rng, site, batch_dim, samples, 0.0)
-
-
-def _draw(
-    builder: Builder, node: fx.Node, rng: fx.Node, site: int, batch_dim: int, samples: int,
-    keep: float, *macros: str,
-) -> None:  # fmt: skip
+@lowers("hetpipe.keep_mask.default", "hetpipe.uniform.default")
+def draw(builder: Builder, node: fx.Node) -> None:
     """Draw numbers with the batch dimension first, then move that dimension to its place."""
+    rng, site, _, *keep, batch_dim, samples = arguments(node)
+    macros = ["MASK"] if keep else []
     shape = node_shape(node)
     batch_dim %= len(shape)
     moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])
     out = builder.new(moved, node_dtype(node))
     elements = math.prod(shape) // max(1, samples)
     lanes, chunk = (1, 1) if builder.device.kind == "gpu" else (16, CHUNK)
-    macros = (*macros, f"LANES={lanes}", f"CHUNK={chunk}")
-    kernel = Kernel.of_files("draw", ("random.cl",), *macros)
+    kernel = Kernel.of_files("draw", ("random.cl",), *macros, f"LANES={lanes}", f"CHUNK={chunk}")
     blocks = -(-elements // 4)
     items = samples * -(-blocks // chunk)
     signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
     args: dict[str, Argument] = {
         "rng": builder.value(rng), "out": out, "site": signed, "elements": elements,
-        "samples": samples, "keep": keep,
+        "samples": samples, "keep": float(keep[0]) if keep else 0.0,
     }  # fmt: skip
     builder.launch(kernel, (items,), args, (1,) if lanes > 1 else None)
     order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape))]

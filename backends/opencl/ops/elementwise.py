@@ -7,7 +7,7 @@ vector: `abs` of either is 1.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -65,15 +65,9 @@ POWERS = {
 }  # fmt: skip
 
 
-FLOATING = {
-    "hypot.default": "hypot({0}, {1})",
-    "nextafter.default": "nextafter({0}, {1})",
-    "copysign.Tensor": "copysign({0}, {1})",
-    "copysign.Scalar": "copysign({0}, {1})",
-    "fmax.default": "fmax({0}, {1})",
-    "fmin.default": "fmin({0}, {1})",
-}
-"""C functions of two floats, by operator."""
+FLOATING = {name: (f"{name}({{0}}, {{1}})", DEAR) for name in ("hypot", "nextafter", "copysign",
+                                                               "fmax", "fmin")}  # fmt: skip
+"""C functions of two floats."""
 
 
 def _names(table: Any, *overloads: str) -> list[str]:
@@ -94,17 +88,14 @@ def add(builder: Builder, node: fx.Node) -> None:
     alpha = argument(node, 2, "alpha", 1)
     a, b, scale = operands(builder, node, (*node.args[:2], alpha))
     sign = "+" if _stem(node) == "add" else "-"
-    if alpha == 1 and sign == "+" and _is_erf_plus_one(a, b):
+    is_one = isinstance(b, Const) and b.number == 1 and alpha == 1
+    if is_one and sign == "+" and isinstance(a, Apply) and a.code == ERF:
         expr = erf_plus_one(builder, *a.args)
     elif alpha == 1:
         expr = builder.apply(f"{{0}} {sign} {{1}}", a.dtype, a, b)
     else:
         expr = builder.apply(f"{{0}} {sign} {{2}} * {{1}}", a.dtype, a, b, scale, weight=2)
-    builder.define(node, _truth(builder, expr))
-
-
-def _is_erf_plus_one(a: Expr, b: Expr) -> TypeGuard[Apply]:
-    return isinstance(a, Apply) and a.code == ERF and isinstance(b, Const) and b.number == 1
+    builder.define(node, truth(builder, expr) if expr.dtype == "bool" else expr)
 
 
 def erf_plus_one(builder: Builder, x: Expr) -> Expr:
@@ -121,17 +112,14 @@ def reversed_sub(builder: Builder, node: fx.Node) -> None:
 
 @lowers(*_names(ARITHMETIC, "Tensor", "Scalar"), "aten.maximum.default", "aten.minimum.default",
         "aten.atan2.default")  # fmt: skip
+@lowers("aten.copysign.Tensor", "aten.copysign.Scalar", "aten.hypot.default",
+        "aten.nextafter.default", "aten.fmax.default", "aten.fmin.default",
+        supports=_floats_only)  # fmt: skip
 def arithmetic(builder: Builder, node: fx.Node) -> None:
-    code, weight = ARITHMETIC[_stem(node)]
+    code, weight = {**ARITHMETIC, **FLOATING}[_stem(node)]
     a, b = operands(builder, node, node.args[:2])
-    builder.define(node, _truth(builder, builder.apply(code, a.dtype, a, b, weight=weight)))
-
-
-@lowers(*(f"aten.{name}" for name in FLOATING), supports=_floats_only)
-def floating(builder: Builder, node: fx.Node) -> None:
-    a, b = operands(builder, node, node.args[:2])
-    code = FLOATING[operator_name(node).removeprefix("aten.")]
-    builder.define(node, builder.apply(code, a.dtype, a, b, weight=DEAR))
+    expr = builder.apply(code, a.dtype, a, b, weight=weight)
+    builder.define(node, truth(builder, expr) if expr.dtype == "bool" else expr)
 
 
 @lowers("aten.signbit.default")
@@ -140,13 +128,6 @@ def signbit(builder: Builder, node: fx.Node) -> None:
     a, zero = operands(builder, node, (node.args[0], 0), a.dtype)
     code = "signbit({0})" if a.dtype in FLOATS else "{0} < {1}"
     builder.define(node, builder.apply(f"abs(convert_{{M}}({code}))", "bool", a, zero))
-
-
-def _truth(builder: Builder, expr: Expr) -> Expr:
-    """Return `expr`; if it is an arithmetic result of bools, as a bool again."""
-    if expr.dtype != "bool":
-        return expr
-    return truth(builder, expr)
 
 
 @lowers(*_names(COMPARISONS, "Tensor", "Scalar"))
@@ -174,11 +155,8 @@ def negation(builder: Builder, node: fx.Node) -> None:
 def classify(builder: Builder, node: fx.Node) -> None:
     a = builder.expr(node.args[0])
     code = f"abs(convert_{{M}}({_stem(node)}({{0}})))"
-    builder.define(node, builder.apply(code, "bool", cast(builder, a, _float_of(a))))
-
-
-def _float_of(expr: Expr) -> str:
-    return expr.dtype if expr.dtype in FLOATS else "float32"
+    a = a if a.dtype in FLOATS else cast(builder, a, "float32")
+    builder.define(node, builder.apply(code, "bool", a))
 
 
 @lowers(*_names(FUNCTIONS, "default"))
@@ -233,18 +211,14 @@ def power(builder: Builder, node: fx.Node) -> None:
         builder.define(node, builder.apply("exact_pow({0}, {1})", a.dtype, a, b, weight=2 * DEAR))
 
 
-@lowers("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+@lowers("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar",
+        "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")  # fmt: skip
 def where(builder: Builder, node: fx.Node) -> None:
-    condition = builder.expr(node.args[0], node_shape(node))
-    yes, no = operands(builder, node, node.args[1:3])
-    builder.define(node, choose(builder, cast(builder, condition, "bool"), yes, no))
-
-
-@lowers("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-def masked_fill(builder: Builder, node: fx.Node) -> None:
-    mask = builder.expr(node.args[1], node_shape(node))
-    old, new = operands(builder, node, (node.args[0], node.args[2]))
-    builder.define(node, choose(builder, mask, new, old))
+    fills = _stem(node) == "masked_fill"  # (x, mask, value); otherwise (condition, yes, no)
+    mask = cast(builder, builder.expr(node.args[int(fills)], node_shape(node)), "bool")
+    first, last = operands(builder, node, (node.args[0 if fills else 1], node.args[2]))
+    yes, no = (last, first) if fills else (first, last)
+    builder.define(node, choose(builder, mask, yes, no))
 
 
 @lowers(*_names(("clamp", "clamp_min", "clamp_max"), "default", "Tensor"), "aten.hardtanh.default")
@@ -294,14 +268,11 @@ def add_product(builder: Builder, node: fx.Node) -> None:
 
 
 @lowers(*_names(("_to_copy", "clone", "alias", "detach", "lift_fresh_copy"), "default"))
-def copy(builder: Builder, node: fx.Node) -> None:
-    (expr,) = operands(builder, node, node.args[:1])
-    builder.define(node, expr)
-
-
 @lowers("aten.copy.default", "aten.fill.Scalar")
-def overwrite(builder: Builder, node: fx.Node) -> None:
-    (expr,) = operands(builder, node, node.args[1:2])
+def copy(builder: Builder, node: fx.Node) -> None:
+    """Result: the operand in the node's dtype, or the values that overwrite it."""
+    at = int(_stem(node) in ("copy", "fill"))
+    (expr,) = operands(builder, node, node.args[at : at + 1])
     builder.define(node, expr)
 
 

@@ -65,7 +65,7 @@ def index_select(builder: Builder, node: fx.Node) -> None:
     dim: Any = node.args[1]
     dim %= len(table)
     index = _index(builder, node.args[2], shape, dim)
-    strides = list(_strides(table))
+    strides = _strides(table)
     step, strides[dim] = strides[dim], 0
     _read(builder, node, builder.value(source), strides, [(index, step, table[dim])])
 
@@ -76,7 +76,7 @@ def gather(builder: Builder, node: fx.Node) -> None:
     table = node_shape(source) or (1,)  # a 0-d tensor or index has one row
     dim: Any = node.args[1]
     dim %= len(table)
-    strides = list(_strides(table))
+    strides = _strides(table)
     step, strides[dim] = strides[dim], 0
     rank = len(node_shape(node))  # may differ from the table's: one element, or an empty index
     strides = [*strides, *[0] * rank][:rank]
@@ -94,9 +94,7 @@ def _together(node: fx.Node) -> str | None:
     indexed = [d for d, index in enumerate(indices) if index is not None]
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
         return "index tensors with a whole dimension between them"
-    if any(node_dtype(indices[d]) == "bool" for d in indexed):
-        return "bool masks as indices: the result's shape would depend on data"
-    return None
+    return _no_masks(node)
 
 
 @lowers("aten.index.Tensor", "aten._unsafe_index.Tensor", supports=_together)
@@ -167,7 +165,7 @@ def _kernel(name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:
 def _no_masks(node: fx.Node) -> str | None:
     indices: Any = node.args[1]
     if any(node_dtype(index) == "bool" for index in indices if index is not None):
-        return "bool masks as indices: how many elements they choose depends on data"
+        return "bool masks as indices: the number of elements that they choose depends on data"
     return None
 
 

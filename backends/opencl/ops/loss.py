@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..fpga import rows as fpga
+from ..fpga import dataflow as fpga
 from ..lower.builder import Builder, node_shape
 from ..lower.expr import Value
 from ..lower.launch import Kernel

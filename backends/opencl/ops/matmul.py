@@ -142,13 +142,13 @@ def _operands(
     packs, left, right = [], p.left, p.right
     forms = [_form(left.row, left.col), _form(right.col, right.row)]
     if builder.steady(left.value) and parts.cols < FEW_PANELS * COLS:
-        packed, launch = _pack_left(builder, left, p.rows, p.depth, p.batch)
+        packed, launch = _packed(builder, "left", left, p.rows, p.depth, p.batch)
         left, forms[0] = _of_panels(packed), PACKED
         packs.append(launch)
     elif suits_in_place(p, parts):
         forms[0] = IN_PLACE
     if builder.steady(right.value) and parts.rows < FEW_PANELS * ROWS:
-        packed, launch = _pack_right(builder, right, p.depth, p.cols, p.batch)
+        packed, launch = _packed(builder, "right", right, p.cols, p.depth, p.batch)
         right, forms[1] = _of_panels(packed).transposed, PACKED
         packs.append(launch)
     return packs, (forms[0], forms[1]), left, right
@@ -182,45 +182,32 @@ def _of_panels(packed: Value) -> Operand:
     return Operand(packed, 0, panels * depth * width, depth, width)
 
 
-def pack_rows(builder: Builder, a: Operand, rows: int, depth: int, batch: int = 1) -> Value:
-    """Pack A, rows x depth, in panels of ROWS rows: [batch][panels][depth][ROWS], zero-padded."""
-    packed, launch = _pack_left(builder, a, rows, depth, batch)
+def pack(
+    builder: Builder, side: str, operand: Operand, lanes: int, depth: int, batch: int = 1
+) -> Value:
+    """Pack rows of A, if `side` is "left", or columns of B, if it is "right", in panels.
+
+    The result is [batch][panels][depth][ROWS or COLS], padded with zeros.
+    """
+    packed, launch = _packed(builder, side, operand, lanes, depth, batch)
     builder.add(launch)
     return packed
 
 
-def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
-    """Pack B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], padded."""
-    packed, launch = _pack_right(builder, b, depth, cols, batch)
-    builder.add(launch)
-    return packed
-
-
-def _pack_left(
-    builder: Builder, a: Operand, rows: int, depth: int, batch: int
+def _packed(
+    builder: Builder, side: str, operand: Operand, lanes: int, depth: int, batch: int
 ) -> tuple[Value, Launch]:
-    packed = builder.new((batch, math.ceil(rows / ROWS), depth, ROWS), "float32")
+    is_left = side == "left"
+    name, line, width = ("a", "row", ROWS) if is_left else ("b", "col", COLS)
+    x = operand if is_left else operand.transposed
+    packed = builder.new((batch, math.ceil(lanes / width), depth, width), "float32")
     return packed, _launch(
-        _kernel(builder, "pack_left"), (packed.shape[1], _chunks(depth), batch),
+        _kernel(builder, f"pack_{side}"), (packed.shape[1], math.ceil(depth / DEPTH_CHUNK), batch),
         {
-            "a": a.value, "offset": a.offset, "batch_stride": a.batch, "stride_row": a.row,
-            "stride_k": a.col, "rows": rows, "depth": depth, "left": packed,
+            name: x.value, "offset": x.offset, "batch_stride": x.batch, f"stride_{line}": x.row,
+            "stride_k": x.col, f"{line}s": lanes, "depth": depth, side: packed,
         },
-        steady=builder.steady(a.value),
-    )  # fmt: skip
-
-
-def _pack_right(
-    builder: Builder, b: Operand, depth: int, cols: int, batch: int
-) -> tuple[Value, Launch]:
-    packed = builder.new((batch, math.ceil(cols / COLS), depth, COLS), "float32")
-    return packed, _launch(
-        _kernel(builder, "pack_right"), (packed.shape[1], _chunks(depth), batch),
-        {
-            "b": b.value, "offset": b.offset, "batch_stride": b.batch, "stride_col": b.col,
-            "stride_k": b.row, "cols": cols, "depth": depth, "right": packed,
-        },
-        steady=builder.steady(b.value),
+        steady=builder.steady(x.value),
     )  # fmt: skip
 
 
@@ -229,10 +216,6 @@ def _launch(
     steady: bool = False, step: int = 0,
 ) -> Launch:  # fmt: skip
     return Launch(kernel, size, (1, 1, 1), bind(kernel, args), steady=steady, step=step)
-
-
-def _chunks(depth: int) -> int:
-    return math.ceil(depth / DEPTH_CHUNK)
 
 
 def _thin(builder: Builder, p: Product) -> Value:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..fpga import rows as fpga
+from ..fpga import dataflow as fpga
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Value
 from ..lower.launch import Kernel
@@ -142,8 +142,8 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
     """Results: (y, mean, rstd)."""
     x_node, normalized, weight, bias, eps = arguments(node)
     if builder.device.family == "fpga" and len(normalized) == 1:
-        scale, shift = (None if each is None else builder.value(each) for each in (weight, bias))
-        joined = fpga.layer_norm(builder, builder.expr(x_node), scale, shift, eps)
+        affine = [None if each is None else builder.value(each) for each in (weight, bias)]
+        joined = fpga.layer_norm(builder, builder.expr(x_node), affine, eps)
         if joined is not None:
             builder.result(node, joined)
             return

@@ -12,7 +12,7 @@ from ..lower.launch import Kernel
 from ..lower.product import Operand
 from ..lower.registry import lowers
 from ._common import arguments, optional, why_not_float32
-from .matmul import pack_columns
+from .matmul import pack
 
 LANES = 16
 LARGEST_ROWS = 12
@@ -54,7 +54,7 @@ def lstm(builder: Builder, node: fx.Node) -> None:
     hidden = h0.shape[1]
     y, c, gates = results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
     by_gate = Operand(weight, offset, hidden * row, col, row)
-    packed = pack_columns(builder, by_gate, hidden, hidden, batch=4)
+    packed = pack(builder, "right", by_gate, hidden, hidden, batch=4)
     _launch(
         builder, "lstm", packed, 1, hidden, batch,
         {"gates_x": gates_x, "h0": h0, "c0": c0, "y": y, "c": c, "gates": gates, "steps": steps},
@@ -71,7 +71,8 @@ def lstm_backward(builder: Builder, node: fx.Node) -> None:
     weight, (row, col), offset = builder.strided(weight_node)
     steps, batch, hidden = c.shape
     results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
-    packed = pack_columns(builder, Operand(weight, offset, 0, row, col), 4 * hidden, hidden)
+    operand = Operand(weight, offset, 0, row, col)
+    packed = pack(builder, "right", operand, hidden, 4 * hidden)
     _launch(
         builder, "lstm_backward", packed, 4, hidden, batch,
         {

@@ -82,17 +82,13 @@ def _moments(
     return _scaled(builder, variance, max(0.0, count - correction)), mean
 
 
-def _correction(node: fx.Node) -> float:
-    unbiased = node.kwargs.get("correction", 1)
-    return 1.0 if unbiased is None else float(unbiased)  # type: ignore[arg-type] # a number
-
-
 @lowers("aten.var.correction", "aten.var_mean.correction")
 def variance(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
     expr = builder.pool.load(builder.store(builder.expr(source)))
     dims = _dims(argument(node, 1, "dim"), len(expr.shape))
-    var, mean = _moments(builder, expr, dims, _correction(node))
+    given: Any = node.kwargs.get("correction", 1)
+    var, mean = _moments(builder, expr, dims, 1.0 if given is None else float(given))
     if operator_name(node) == "aten.var.correction":
         builder.define(node, _shaped(builder, var, node_shape(node)))
         return

@@ -30,7 +30,7 @@ PERMUTATIONS = "aten.permute.default", "aten.t.default", "aten.transpose.int"
 def reordered(builder: Builder, node: fx.Node) -> None:
     view = view_of(node)
     assert view is not None
-    _define_view(builder, node, view)
+    builder.define(node, builder.view(builder.expr(node.args[0]), view))
 
 
 def view_of(node: fx.Node) -> View | None:

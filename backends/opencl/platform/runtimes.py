@@ -1,4 +1,4 @@
-"""Repairs that make this machine's OpenCL runtimes visible.
+"""Well-known OpenCL runtimes, and repairs that make the runtimes of this machine visible.
 
 The loader does not find runtimes that pip installs: their registrations point to missing paths, and
 their libraries' dependencies are on no search path. All repairs must happen before the process
@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -39,21 +40,75 @@ SLOTS = 256
 TARGET_ARCH = "CL_CONFIG_CPU_TARGET_ARCH"
 
 
+BUNDLES = "HETPIPE_OPENCL_BUNDLES"
+"""Environment variable with the folder of bundles; used if no cluster file names one."""
+
+
 @dataclass(frozen=True)
-class RuntimeReport:
-    """Findings about this machine's OpenCL runtimes, made before any of them is loaded."""
+class Runtime:
+    """An OpenCL runtime with peculiarities. Its platform's name contains `platform`."""
 
-    findings: tuple[Finding, ...]
+    slug: str
+    platform: str
+    kind: str
+    emulated: bool = False
+    reference: bool = False
+    threads: tuple[str, ...] = ()
+    """Variables that bound its thread pool."""
+    waiting: tuple[str, ...] = ()
+    """Variables that make its thread pool large enough for kernels that wait for each other."""
+    queues: int = 1
+    """Number of queues whose kernels it runs at the same time."""
+    streams: bool = False
+    """Whether results leave the device while a pass runs, as on the emulated hardware."""
+    drains: bool = False
+    """Whether a wait for an event returns only when its whole queue is empty."""
+    forgets: bool = False
+    """Whether it loses all compiled programs when the process ends."""
+    named_arch: bool = False
+    """Whether it compiles for the processor that `runtimes.target_arch` names."""
+    late: bool = False
+    """Whether it compiles each kernel at the kernel's first launch, one kernel at a time."""
 
-    @property
-    def cures(self) -> list[str]:
-        """Commands that install the missing runtimes."""
-        return list(dict.fromkeys(cure for _, _, cure in self.findings if cure))
+
+RUNTIMES = (
+    Runtime(
+        "pocl", "Portable Computing Language", "cpu", late=True,
+        threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
+    ),
+    # The emulator's pool must not be bounded. Kernels joined by channels hang in a small pool, and
+    # in a pool with one thread per core each switch between them takes milliseconds.
+    Runtime(
+        "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
+        drains=True, forgets=True, named_arch=True, waiting=("CL_CONFIG_CPU_TBB_NUM_WORKERS",),
+    ),
+    Runtime(
+        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True, forgets=True, named_arch=True,
+        threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),
+    ),
+    # Its only device reports all device types.
+    Runtime("oclgrind", "Oclgrind", "cpu", emulated=True, reference=True),
+)  # fmt: skip
+
+
+def runtime_of(platform: str, is_cpu: bool) -> Runtime | None:
+    """Return the entry for a platform, or None for an ordinary driver."""
+    for entry in RUNTIMES:
+        if entry.platform in platform and (is_cpu or entry.kind != "cpu" or entry.reference):
+            return entry
+    return None
+
+
+def slug(vendor: str) -> str:
+    """Return a short name for a vendor: `NVIDIA Corporation` becomes `nvidia`."""
+    words = re.findall(r"[a-z0-9]+", vendor.lower().replace("(r)", "").replace("(tm)", ""))
+    noise = {"corporation", "corp", "inc", "the", "project", "ltd", "limited", "co"}
+    return "-".join([word for word in words if word not in noise][:2]) or "unknown"
 
 
 @cache
-def prepare() -> RuntimeReport:
-    """Make the runtimes visible once per process; later calls return the same report."""
+def prepare() -> tuple[Finding, ...]:
+    """Make the runtimes visible once per process; later calls return the same findings."""
     lib = Path(sys.prefix) / "lib"
     libraries = [lib / name for name in INTEL if (lib / name).exists()]
     findings = [*_preload(lib, libraries), *_target_arch(libraries)]
@@ -64,7 +119,7 @@ def prepare() -> RuntimeReport:
     findings += _no_launcher_cache()
     if not libraries and sys.platform == "linux" and platform.machine() == "x86_64":
         findings.append(("missing", " and ".join(INTEL.values()), EMULATORS))
-    return RuntimeReport(tuple(findings))
+    return tuple(findings)
 
 
 def _preload(lib: Path, libraries: list[Path]) -> list[Finding]:

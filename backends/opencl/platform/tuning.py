@@ -17,8 +17,7 @@ from hetpipe.records import Count, Positive, Source
 from hetpipe.records import Entries as Listed
 from hetpipe.toml import parse_toml
 
-from .names import Runtime
-from .runtimes import cpu_flags, target_arch
+from .runtimes import Runtime, cpu_flags, target_arch
 
 ENTRIES = Entries("opencl/tuning", "json", most=100)
 VARIABLE = "HETPIPE_OPENCL_TUNING"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -95,15 +96,17 @@ class CommandEvent(Event):
             return
         if self.done():
             return
-        if long:
-            ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
-            with errors(self.device.info.id, self.doing):
-                self.command.set_callback(complete, lambda status: ended.set())
-            in_time = ended.wait(timeout_s)
-        else:
-            in_time = WAITERS.ends(self.command, timeout_s)
+        ends = self.told().wait if long else partial(WAITERS.ends, self.command)
+        in_time = ends(timeout_s)
         if not self.done() and not in_time:
             raise BackendError(f"{self.device.info.id} is still {self.doing} after {timeout_s} s")
+
+    def told(self) -> threading.Event:
+        """Return an event that the driver sets when the command has ended."""
+        ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
+        with errors(self.device.info.id, self.doing):
+            self.command.set_callback(complete, lambda status: ended.set())
+        return ended
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,7 @@ class PassEvent(CommandEvent):
             return
         if self.done():
             return
-        ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
-        with errors(self.device.info.id, self.doing):
-            self.command.set_callback(complete, lambda status: ended.set())
+        ended = self.told()
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         limit_s, states = self.device.dataflow_limit_s, self._states()
         while not ended.wait(min(limit_s, max(0.0, until - time.monotonic()))):

@@ -76,7 +76,9 @@ class OpenCLExecutable(Executable):
             with errors(device.info.id, f"setting arguments of {launch.kernel.name}"):
                 for at, arg in enumerate(launch.args):
                     if not isinstance(arg, Value):
-                        kernel.set_arg(at, _scalar(arg))
+                        kernel.set_arg(
+                            at, np.float32(arg) if isinstance(arg, float) else np.int32(arg)
+                        )
                     else:
                         self._arguments.add(arg.id, kernel, at)
             whole: list[Block] = [(None, launch.global_size)]
@@ -211,10 +213,15 @@ class OpenCLExecutable(Executable):
         self._queue = queue
 
     def _keep(self) -> None:
-        """Give the results of steady launches separate memory from now on."""
+        """Give the results of steady launches separate memory, which no other tensor shares."""
         if self._last is not None:
             self._last.wait()
-        self._kept = _kept(self._device, self._lowered)
+        launches, crossing = self._lowered.launches, self._lowered.crossing
+        self._kept = {
+            key: self._device.memory.take(span.nbytes)
+            for key, span in lives(launches).items()
+            if key not in crossing and launches[span.first].steady
+        }
         self._plans.clear()
         for key, kept in self._kept.items():
             self._arguments.set(key, kept.cl)
@@ -290,17 +297,3 @@ class OpenCLExecutable(Executable):
             piece = self._device.memory.create(room_nbytes(life[key].nbytes))
             self._arguments.set(key, piece.cl)
         return Plan(heirs_of(self._lowered, donate), {}, 0, 0)
-
-
-def _kept(device: OpenedDevice, lowered: Lowered) -> dict[int, Memory]:
-    """Return memory for the results of steady launches, by id; no other tensor shares it."""
-    life = lives(lowered.launches)
-    return {
-        key: device.memory.take(span.nbytes)
-        for key, span in life.items()
-        if key not in lowered.crossing and lowered.launches[span.first].steady
-    }
-
-
-def _scalar(number: int | float) -> Any:
-    return np.float32(number) if isinstance(number, float) else np.int32(number)

@@ -1,18 +1,27 @@
-"""The part of an opened device that its executables, events and buffers use."""
+"""The part of an opened device that its executables, events and buffers use; two probes."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Device
 
 from ..lower.launch import Kernel, Launch
 from ..lower.target import Target
+from ..platform.driver import driver
 from .memory import MemoryPool, PassQueue, Piece
+
+CHAINS, LANES = 12, 16
+"""Independent chains of multiply-adds in a work-item, and their vector width; the values of
+`kernels/cpu/ceiling.cl`."""
+WORK_ITEMS, REPEATS = 32, 40_000
+LAUNCHES = 200
 
 
 class KernelSource(Protocol):
@@ -67,3 +76,31 @@ class OpenedDevice(Device):
         """Return memory for the intermediates of passes in `queue`."""
         with self.lock:
             return queue.arena(nbytes, self.memory)
+
+    def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
+        """Return (run, operations): `run` does `operations` float32 operations in registers."""
+        cl, queue, kernel = driver(), self.queue, self._probe("fma_ceiling")
+        out = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, WORK_ITEMS * LANES * 4)
+
+        def run() -> None:
+            kernel.set_args(out, np.int32(REPEATS))  # here, so that `out` lives as long as `run`
+            cl.enqueue_nd_range_kernel(queue, kernel, (WORK_ITEMS,), (1,))
+            queue.finish()
+
+        return run, 2 * WORK_ITEMS * REPEATS * CHAINS * LANES
+
+    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
+        """Return (run, launches): `run` enqueues `launches` empty kernels of one work-item."""
+        cl, queue, kernel = driver(), self.queue, self._probe("nothing")
+
+        def run() -> None:
+            for _ in range(LAUNCHES):
+                cl.enqueue_nd_range_kernel(queue, kernel, (1,), (1,))
+            queue.finish()
+
+        return run, LAUNCHES
+
+    def _probe(self, name: str) -> Any:
+        kernel = Kernel.of_files(name, ("cpu/common.cl", "cpu/ceiling.cl"))
+        self.programs.prepare([kernel])
+        return self.programs.kernel(kernel)

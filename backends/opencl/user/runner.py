@@ -30,7 +30,7 @@ from hetpipe.sdk.kernels import (
 from ..lower.launch import Kernel
 from ..lower.signature import Parameter, parameters
 from ..platform.driver import driver, quiet
-from ..platform.names import Runtime
+from ..platform.runtimes import Runtime
 from ..platform.tuning import VARIABLE, candidates, keep, text_of, tuning_of
 from .images import ImageRoom, is_image
 from .oclgrind_log import flaws_of

@@ -22,11 +22,11 @@ from hetpipe.sdk.graph import dtype_name, operator_name
 
 from .. import ops  # noqa: F401 - registers the lowerings
 from ..lower.builder import Builder
+from ..lower.epilogue import STORES_NOTHING, OwnLaunch, alone
 from ..lower.expr import Value
 from ..lower.launch import Kernel, Tile
 from ..lower.registry import LOWERINGS, Lowering
 from ..lower.signature import Argument
-from ..lower.store_macros import STORES_NOTHING, OwnLaunch
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ def text_of(source: str | Path) -> str:
 
     Raises `BackendError` if the file cannot be read.
     """
-    if not isinstance(source, Path):
-        return source
-    return read_text(source, BackendError)
+    return read_text(source, BackendError) if isinstance(source, Path) else source
 
 
 def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
@@ -156,7 +154,7 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
             builder.launch(own, launch.global_size, launch.arguments, launch.local_size)
         elif len(call.outputs) == 1:
             (out,) = call.outputs
-            launches = tuple(launch.plain(out))
+            launches = alone(launch.with_stores, out)
             builder.product(out, Tile(out.shape, out.dtype, launches, launch.with_stores))
         else:
             count = len(call.outputs)
@@ -187,16 +185,7 @@ def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
     """Return the tensor arguments in order, with repetitions."""
     found: list[fx.Node] = []
-
-    def visit(value: Any) -> None:
-        if hasattr(value, "op") and hasattr(value, "meta"):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                visit(each)
-
-    visit(list(node.args))
-    visit(list(node.kwargs.values()))
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
