@@ -156,18 +156,15 @@ class ProcessFleet(Fleet):
             if error.errno in LACKS:
                 label = self.control.labels[worker]
                 raise HetpipeError(f"no message can be sent to {label}: {error}") from error
-            self.control.gather(
-                [worker], patience_s=LEAVE_S
-            )  # the watcher reports why the worker is gone
+            # The watcher reports why the worker is gone.
+            self.control.gather([worker], patience_s=LEAVE_S)
 
     def close(self) -> None:
         if not self.control.owns:
             return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if (
-            threading.current_thread() is not self._thread
-        ):  # this thread may collect and close the crew
+        if threading.current_thread() is not self._thread:  # it may collect and close the crew
             self._thread.join()
         self.keep = None
 

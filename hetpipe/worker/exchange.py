@@ -118,9 +118,8 @@ class Exchange:
         self._senders, self._receivers = senders, receivers
         self._routes = Routes(numbers, shares, senders, receivers)
         self._left: set[Action] = set()  # sends that began during their passes
-        self._aside: dict[
-            tuple[int, int], dict[Key, Array]
-        ] = {}  # gradients by (stage, mini-batch)
+        # Gradients by (stage, mini-batch).
+        self._aside: dict[tuple[int, int], dict[Key, Array]] = {}
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
         self.waited_s = 0.0
@@ -187,9 +186,8 @@ class Exchange:
         terms = [stage.get(slot.key) for slot in layout]
         if scale != 1.0:
             terms = [array * array.dtype.type(scale) for array in terms]
-        for slot, total in zip(
-            layout, self._sum_replicas(n, action, GRADIENTS, terms), strict=True
-        ):
+        sums = self._sum_replicas(n, action, GRADIENTS, terms)
+        for slot, total in zip(layout, sums, strict=True):
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
@@ -245,9 +243,8 @@ class Exchange:
         """Return the spans of the messages sent and received since the last call."""
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
         spans = (span for edge in edges for span in edge.take_spans())
-        return [
-            span for span in spans if not isinstance(span[0], Within)
-        ]  # the passes' spans include these
+        # The spans of passes include the exchanges within them.
+        return [span for span in spans if not isinstance(span[0], Within)]
 
     def _sum_replicas(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
         """Send the terms to all other replicas, and add all terms in the replicas' order."""
