@@ -22,7 +22,7 @@ from hetpipe.bench.machine import collecting_new, trim_memory
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import GRAD, PARAM, StageGraphs
 from hetpipe.errors import PlanError
-from hetpipe.plan.exact import exact
+from hetpipe.plan.partition import exact
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.wire.messages import Keep
 from hetpipe.worker.single import Crossing, SingleStage

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hetpipe.bench.rows import PipelineRow
 from hetpipe.report.tables import format_rate, format_s, make_table
-from hetpipe.simulate.occupation import occupation
+from hetpipe.simulate.outcome import occupation
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome

@@ -50,7 +50,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Compare the plans of all planners, and plans made by hand, in one simulator."""
-    from hetpipe.plan.planners.registry import PLANNERS
+    from hetpipe.plan.planners.choice import PLANNERS
     from hetpipe.study.comparison import BY_HAND, compare
 
     output = Output(json)

@@ -168,8 +168,6 @@ class Cluster:
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a TOML file (docs/clusters.md). Raises `ClusterError` with the line."""
-        from hetpipe.cluster.cluster_file import read_cluster_file
-
         return Cluster(*read_cluster_file(Path(path)))
 
     @staticmethod
@@ -178,8 +176,6 @@ class Cluster:
 
         Raises `ClusterError`, with the known names.
         """
-        from hetpipe.cluster.cluster import read_paper_cluster
-
         return Cluster(*read_paper_cluster(name))
 
     @staticmethod

@@ -15,7 +15,6 @@ the layers of a stage share it.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -147,14 +146,3 @@ def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[f
         free_nbytes -= inside
         crossing[n] *= 1 - inside / everything[n].nbytes
     return crossing
-
-
-def calibrate(measured: Sequence[tuple[Fabric, float]], dtype: str = "float32") -> float:
-    """Return the product u e of measured designs: the median of measured over full throughput.
-
-    `measured` are fabrics at the clock of a design, with its operations per second. Raises
-    `CostError` if it is empty.
-    """
-    if not measured:
-        raise CostError("no measured design to calibrate by; give one or more")
-    return statistics.median(rate / throughput(fabric, dtype, 1.0) for fabric, rate in measured)

@@ -7,16 +7,12 @@ The two shares a and b are calibrated by a few measured kernels.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hetpipe.cost.board import Board
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
-
-STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -51,31 +47,3 @@ def kernels_s(
         board.launch_s + max(kernel.operations / peak, kernel.nbytes / bandwidth_Bps)
         for kernel in kernels
     )
-
-
-def calibrate(
-    board: Board,
-    measured: Sequence[tuple[Kernel, float]],
-    others: Sequence[tuple[Kernel, float]] = (),
-    dtype: str = "float32",
-) -> Shares:
-    """Return the shares with the least median error on measured kernels, given their seconds.
-
-    The error is measured on `others`, or without any on the same kernels. Raises `CostError`
-    without kernels.
-    """
-    if not measured:
-        raise CostError("no kernel to calibrate by; measure one or more")
-
-    def errors(shares: Shares, kernels: Sequence[tuple[Kernel, float]]) -> list[float]:
-        pairs = [(kernels_s(board, [kernel], shares, dtype), s) for kernel, s in kernels]
-        return [abs(predicted_s / seconds - 1) for predicted_s, seconds in pairs]
-
-    def rank(shares: Shares) -> tuple[float, float]:
-        trial = errors(shares, measured)
-        return statistics.median(trial), statistics.fmean(trial)
-
-    grid = [(n + 1) / STEPS for n in range(STEPS)]
-    trials = [Shares(a, b, 0.0) for a, b in product(grid, grid)]
-    best = min(trials, key=rank)
-    return replace(best, error=statistics.median(errors(best, others or measured)))

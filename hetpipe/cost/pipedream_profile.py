@@ -12,15 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError
-from hetpipe.files import write_beside
 from hetpipe.records import read_text
-from hetpipe.words import short, word, words
+from hetpipe.words import short, word
 
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -95,23 +93,22 @@ class ProfileGraph:
 
         Raises `CostError` for a circle.
         """
+        import networkx as nx  # type: ignore[import-untyped]
+
         if circle := self.circle():
             raise CostError(f"the edges go in a circle, {path_of(circle)}; remove one of them")
-        return self._ordered()
+        places = {node.name: place for place, node in enumerate(self.nodes)}
+        names = nx.lexicographical_topological_sort(self._graph(), places.__getitem__)
+        return tuple(self.nodes[places[name]] for name in names)
 
     def circle(self) -> tuple[Edge, ...]:
         """Return the edges of a circle, in its order; empty without a circle."""
-        ordered = {node.name for node in self._ordered()}
-        rest = [node.name for node in self.nodes if node.name not in ordered]
-        if not rest:
+        import networkx as nx
+
+        try:
+            return tuple((writer, reader) for writer, reader in nx.find_cycle(self._graph()))
+        except nx.NetworkXNoCycle:
             return ()
-        into = {edge[1]: edge for edge in self.edges if edge[0] not in ordered}
-        edge = into[rest[0]]
-        backwards: dict[Edge, int] = {}
-        while edge not in backwards:
-            backwards[edge] = len(backwards)
-            edge = into[edge[0]]
-        return tuple(list(backwards)[backwards[edge] :][::-1])
 
     def chain(self) -> ChainCosts:
         """Return the costs of the layers in order. Raises `CostError` if they are circular."""
@@ -135,25 +132,12 @@ class ProfileGraph:
             cut_nbytes=tuple(cut_nbytes),
         )
 
-    def _ordered(self) -> tuple[ProfileNode, ...]:
-        """Return the nodes in order, without the nodes on a circle or after one."""
-        places = {node.name: place for place, node in enumerate(self.nodes)}
-        readers: dict[str, list[str]] = {name: [] for name in places}
-        writers = dict.fromkeys(places, 0)
-        for writer, reader in self.edges:
-            readers[writer].append(reader)
-            writers[reader] += 1
-        free = [place for name, place in places.items() if not writers[name]]
-        heapify(free)
-        ordered = []
-        while free:
-            node = self.nodes[heappop(free)]
-            ordered.append(node)
-            for reader in readers[node.name]:
-                writers[reader] -= 1
-                if not writers[reader]:
-                    heappush(free, places[reader])
-        return tuple(ordered)
+    def _graph(self) -> Any:
+        import networkx as nx
+
+        graph = nx.DiGraph(self.edges)
+        graph.add_nodes_from(node.name for node in self.nodes)
+        return graph
 
 
 def path_of(circle: Sequence[Edge]) -> str:
@@ -199,24 +183,6 @@ def read_profile(path: Path) -> ProfileGraph:
         number = max(edge_lines[edge] for edge in circle)
         raise CostError(f"{path}:{number}: the edge closes a circle, {path_of(circle)}; remove it")
     return graph
-
-
-def write_profile(profile: ProfileGraph, path: Path) -> None:
-    """Write a profile, so that `read_profile` reads an equal one. Raises `HetpipeError`."""
-    lines = []
-    for node in profile.nodes:
-        values = (
-            _milliseconds(node.forward_s),
-            _milliseconds(node.backward_s),
-            str(node.activation_nbytes),
-            str(node.params_nbytes),
-        )
-        costs = ", ".join(f"{key}={value}" for key, value in zip(FIELDS, values, strict=True))
-        stage = () if node.stage is None else (f"{STAGE}{node.stage}",)
-        lines.append(SEPARATOR.join((node.name, node.description, costs, *stage)))
-    lines += ["\t" + SEPARATOR.join(edge) for edge in profile.edges]
-    text = "\n".join(lines) + "\n"
-    write_beside(path, text)
 
 
 def _edge(line: str) -> Edge:
@@ -288,44 +254,3 @@ def _whole(field: str, number: Decimal) -> int:
     if number != number.to_integral_value():
         raise CostError(f"{field} is {number}; give whole bytes")
     return int(number)
-
-
-def _milliseconds(time_s: float) -> str:
-    """Return the milliseconds in decimal digits, exactly: a reader gets the same float."""
-    return format(Decimal(repr(float(time_s))).scaleb(3), "f")
-
-
-def graph_of(table: CostTable, device: str) -> ProfileGraph:
-    """Return the layers of a table on one device, in the form that `write_profile` writes.
-
-    Each layer's times include the fixed part of a compute action, so their sum counts it once per
-    layer. `activation_size` is the bytes that a layer keeps for its backward. The format has no
-    place for bytes across cuts (a reader takes the kept bytes), updates and optimizer state,
-    spreads, memory, links, shared parameters and the micro-batch. A node's description holds the
-    layer's name.
-
-    Raises `CostError` for a device that is not in the table, or that cannot run a layer.
-    """
-    if device not in table.devices:
-        raise CostError(f"no costs for {word(device)}; the table has {words(table.devices)}")
-    nodes = []
-    for index, (layer, cost) in enumerate(
-        zip(table.layers, table.devices[device].layers, strict=True), start=1
-    ):
-        if cost.impossible:
-            why = f"{device} cannot run {layer.name}: {cost.reason or 'its time is infinite'}"
-            raise CostError(f"{why}; export another of {', '.join(table.devices)}")
-        # In brackets: readers drop nodes whose description begins with Input.
-        description = f"Layer({' '.join(layer.name.split())})"
-        nodes.append(
-            ProfileNode(
-                f"node{index}",
-                description,
-                cost.forward_s,
-                cost.backward_s,
-                layer.saved_nbytes,
-                layer.params_nbytes,
-            )
-        )
-    names = [node.name for node in nodes]
-    return ProfileGraph(tuple(nodes), tuple(pairwise(names)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated, Any
 
 from hetpipe.cost.probe import Drift, Probe, Relative
@@ -173,18 +174,29 @@ class CostTable:
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """Return the seconds of the forward of layers lo..hi (hi excluded), with one overhead."""
-        cost = self.devices[device]
-        return _stage_s([layer.forward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
+        return self._stage_s("forward_s", device, lo, hi)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
         """Return the seconds of a stage's backward."""
-        cost = self.devices[device]
-        return _stage_s([layer.backward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
+        return self._stage_s("backward_s", device, lo, hi)
 
     def update_s(self, device: str, lo: int, hi: int) -> float:
         """Return the seconds of a stage's update."""
-        cost = self.devices[device]
-        return _stage_s([layer.update_s for layer in cost.layers[lo:hi]], cost.overhead_s)
+        return self._stage_s("update_s", device, lo, hi)
+
+    def _stage_s(self, part: str, device: str, lo: int, hi: int) -> float:
+        layers, overhead_s = self.devices[device].layers[lo:hi], self.devices[device].overhead_s
+        times_s = map(attrgetter(part), layers)
+        own_s = sum([time_s - overhead_s for time_s in times_s if time_s > overhead_s])
+        return overhead_s + own_s if layers else 0.0
+
+    def passes_s(
+        self, device: str, lo: int, hi: int, recompute: bool = False
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a stage's forward, backward and update; with `recompute` the
+        backward repeats the forward."""
+        forward_s, backward_s = self.forward_s(device, lo, hi), self.backward_s(device, lo, hi)
+        return forward_s, backward_s + recompute * forward_s, self.update_s(device, lo, hi)
 
     def link(self, source: str, target: str) -> LinkCost:
         """Return the link between two devices, free if they are equal. Raises `CostError`."""
@@ -328,12 +340,6 @@ def _check_references(table: _Table, source: Source) -> None:
         if max(shared.layers) >= count:
             why = f"names layer {max(shared.layers)}, the last is {count - 1}"
             raise source.fault(("tied", index, "layers"), why)
-
-
-def _stage_s(times_s: list[float], overhead_s: float) -> float:
-    if not times_s:
-        return 0.0
-    return overhead_s + sum([time_s - overhead_s for time_s in times_s if time_s > overhead_s])
 
 
 def _pack(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.lossscale import LossScale
-from hetpipe.plan.layer_split import channels_of, splits_of
+from hetpipe.plan.plan import splits_of
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_for, policy_of
 from hetpipe.wire.messages import Clip
@@ -69,7 +69,7 @@ class PlanOptions:
     weights: str = "auto"
     """The policy for versions of the weights, see `hetpipe.schedule.weights`."""
     split: Mapping[str, int] | None = None
-    """Layers to split in two (`hetpipe.plan.layer_split`): output channels of the first part."""
+    """Layers to split in two (`hetpipe.plan.plan`): output channels of the first part."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None
@@ -115,7 +115,8 @@ class PlanOptions:
     @property
     def channels(self) -> dict[str, int]:
         """Output channels of the first part, by name of a layer to split."""
-        return channels_of(splits_of(self.split) if self.plan is None else self.plan.splits)
+        splits = splits_of(self.split) if self.plan is None else self.plan.splits
+        return {split.layer: split.channels for split in splits}
 
     @property
     def asked(self) -> list[str]:

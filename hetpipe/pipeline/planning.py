@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, permutations
 from typing import TYPE_CHECKING
 
-from hetpipe.cost.table import CostTable, Label
+from hetpipe.cost.table import CostTable, DeviceCost, Label, LayerBytes, LayerCost, LinkCost
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.lent import with_program_notes
-from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.building import build_plan, costs_of, replicated_plan
 from hetpipe.plan.interval import with_interval
-from hetpipe.plan.layer_split import splits_of
 from hetpipe.plan.limits import check_able
-from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import make_plan
+from hetpipe.plan.plan import Plan, splits_of
+from hetpipe.plan.planner import make_plan, with_notes
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.proposal import PlannerOptions, Proposal, nearest_table
-from hetpipe.plan.unused import with_notes
 from hetpipe.profile.boards import board_costs
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import ONE_F_ONE_B, Rule, rule_of
@@ -273,3 +270,25 @@ class Planning:
 
     def _sizes(self, counts: Sequence[int]) -> list[int]:
         return sorted({self._samples(count) for count in counts}, reverse=True)
+
+
+NOTE = "nothing was measured for this plan, so its times and memory are unknown"
+ENDLESS_NBYTES = 1 << 62
+
+
+def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Label) -> CostTable:
+    """Return a table with zero costs for all layers on all devices, and unlimited memory."""
+    row = DeviceCost((LayerCost(0.0, 0.0, 0.0),) * len(graph), 0.0, ENDLESS_NBYTES, "", label=label)
+    crossing = (*graph.cut_nbytes, 0)
+    layers = tuple(
+        LayerBytes(layer.name, 0, 0, 0, nbytes)
+        for layer, nbytes in zip(graph.layers, crossing, strict=True)
+    )
+    links = dict.fromkeys(permutations(devices, 2), LinkCost(0.0, float("inf")))
+    return CostTable(model, graph.samples, layers, dict.fromkeys(devices, row), links)
+
+
+def without_price(plan: Plan) -> Plan:
+    """Return a plan of a `free_table` with unknown costs."""
+    stages = tuple(replace(stage, capacity_nbytes=0) for stage in plan.stages)
+    return replace(plan, stages=stages, interval_s=None, notes=(NOTE,))

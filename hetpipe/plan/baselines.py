@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from hetpipe.cost.table import CostTable, LayerCost, LinkCost
 from hetpipe.errors import PlanError
+from hetpipe.plan.chain import mean_s
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_pipeline, make_plan
@@ -93,9 +94,9 @@ def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
     overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
     means = [
         LayerCost(
-            _mean([entry.forward_s for entry in entries]),
-            _mean([entry.backward_s for entry in entries]),
-            _mean([entry.update_s for entry in entries]),
+            mean_s([entry.forward_s for entry in entries]),
+            mean_s([entry.backward_s for entry in entries]),
+            mean_s([entry.update_s for entry in entries]),
         )
         for entries in zip(*(cost.layers for cost in costs), strict=True)
     ]
@@ -106,8 +107,3 @@ def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
         )
         blind[device] = replace(cost, layers=layers, overhead_s=overhead_s)
     return replace(table, devices={**table.devices, **blind})
-
-
-def _mean(times_s: Sequence[float]) -> float:
-    finite = [time_s for time_s in times_s if math.isfinite(time_s)]
-    return sum(finite) / len(finite) if finite else math.inf

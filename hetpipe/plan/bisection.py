@@ -5,7 +5,7 @@ With prefix sums W of a device's times, layers i..j are a stage of at most T sec
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`
 
-so one running maximum gives the cuts that k devices can reach from the cuts of k - 1 devices. Only
+so one running maximum gives the cuts that k stages can reach from the cuts of k - 1 stages. Only
 a band of cuts matters: by computation alone, the devices before can reach each of them, and the
 devices after can reach the end from it. If memory may be short within a band, the search tries all
 its pairs. Each partition found lowers T to its slowest stage, until none exists below; so the
@@ -41,7 +41,7 @@ GALLOP = 4
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A possible stage on the devices `first` to `end` (excluded) of the order, with any layers.
+    """A stage of the order, with any layers.
 
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
     `overhead_s`; `arrive_s[i]` and `leave_s[j]` are its transfers at its two cuts. `blocked[i]` is
@@ -49,8 +49,6 @@ class Stage:
     of both cuts. Raises `PlanError` for invalid arrays.
     """
 
-    first: int
-    end: int
     compute_s: Array
     overhead_s: float
     arrive_s: Array
@@ -61,22 +59,19 @@ class Stage:
     capacity: float
 
     def __post_init__(self) -> None:
-        whose = f"the stage on devices {self.first}..{self.end} of the order"
-        if not 0 <= self.first < self.end:
-            raise PlanError(f"{whose} has no device: its end is excluded; give 0 <= first < end")
         cuts = len(self.compute_s)
         for name in ("compute_s", "nbytes", "arrive_s", "leave_s", "blocked", "buffers"):
             values = getattr(self, name)
             if len(values) != cuts:
                 raise PlanError(
-                    f"{whose} has {len(values)} {name} and {cuts} compute_s: give one for each cut"
+                    f"a stage has {len(values)} {name} and {cuts} compute_s: give one for each cut"
                 )
             sums = name in ("compute_s", "nbytes")
             if not (values.min() >= 0 and values.max() < math.inf) or (
                 sums and (values[1:] < values[:-1]).any()
             ):
                 raise PlanError(
-                    f"{whose} has {name} that are negative, falling or infinite: give sums of "
+                    f"a stage has {name} that are negative, falling or infinite: give sums of "
                     "finite times and bytes; `blocked` tells the layers that it cannot run"
                 )
 
@@ -106,17 +101,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Layers `lo` to `hi` (excluded) on a stage."""
-
-    stage: Stage
-    lo: int
-    hi: int
-
-
-@dataclass(frozen=True)
 class _Band:
-    """The cuts `low`, `low + 1`, ... after some devices; `reached` says which are possible."""
+    """The cuts `low`, `low + 1`, ... after some stages; `reached` says which are possible."""
 
     low: int
     reached: Array
@@ -127,35 +113,33 @@ class _Band:
 
 
 def fixed_order(
-    stages: Sequence[Stage], objective: Objective, *, below_s: float = math.inf
-) -> tuple[float, tuple[Placement, ...]] | None:
-    """Return the lowest slowest stage, and its partition into some of `stages`, one after another.
+    stages: Sequence[Stage], objective: Objective
+) -> tuple[float, tuple[int, ...]] | None:
+    """Return the lowest slowest stage, and its cuts; None if there is no partition.
 
-    They use all devices, each once, and all layers; each has a layer or more. None if there is no
-    such partition, or none with a slowest stage below `below_s`. Raises `PlanError` without stages,
+    The stages come in their order, and each has a layer or more. Raises `PlanError` without stages,
     or for stages with different numbers of layers.
     """
     lengths = sorted({len(stage.compute_s) - 1 for stage in stages})
     if len(lengths) != 1:
         raise PlanError(f"stages of {lengths} layers: give one or more, for as many layers each")
+    if len(stages) > lengths[0]:
+        return None
     search = _Search(stages, objective)
     low_s = search.computed_s()
-    high_s, best, snapped = below_s, None, False
-    most_s = min(search.just_below(below_s), search.most_s)
-    trial_s = min(low_s * (1 + 100 * COARSE) or 1e-12, most_s)
+    high_s, best, snapped = math.inf, None, False
+    trial_s = min(low_s * (1 + 100 * COARSE) or 1e-12, search.most_s)
     while math.isfinite(low_s) and low_s < search.just_below(high_s):
-        placements = search.below(trial_s)
-        slowest_s = math.inf
-        if placements is not None:
-            slowest_s = max(p.stage.seconds(p.lo, p.hi, objective) for p in placements)
-        if slowest_s >= high_s or placements is None:  # beyond the limit by rounding: none below
+        cuts = search.below(trial_s)
+        slowest_s = math.inf if cuts is None else search.slowest_s(cuts)
+        if slowest_s >= high_s or cuts is None:  # beyond the limit by rounding: none below
             low_s = trial_s
         else:
-            best, high_s = placements, slowest_s
+            best, high_s = cuts, slowest_s
         if best is None:
-            if trial_s >= most_s:
+            if trial_s >= search.most_s:
                 return None
-            trial_s = min(most_s, search.least_s + GALLOP * (trial_s - search.least_s))
+            trial_s = min(search.most_s, search.least_s + GALLOP * (trial_s - search.least_s))
             continue
         snapped = not snapped and high_s - low_s <= NEAR * high_s
         trial_s = search.just_below(high_s) if snapped else (low_s + high_s) / 2
@@ -163,23 +147,14 @@ def fixed_order(
 
 
 class _Search:
-    """Finds the cuts that devices can reach, for one limit after another."""
+    """Finds the cuts that stages can reach, for one limit after another."""
 
     def __init__(self, stages: Sequence[Stage], objective: Objective) -> None:
-        self.objective = objective
-        self.devices = max(stage.end for stage in stages)
+        self.stages, self.objective = stages, objective
         self.layers = len(stages[0].compute_s) - 1
         self.rounding_s = ROUNDING * max(
             float(stage.compute_s[-1] + stage.overhead_s) for stage in stages
         )
-        self.ending: list[list[Stage]] = [[] for _ in range(self.devices + 1)]
-        self.starting: list[list[Stage]] = [[] for _ in range(self.devices + 1)]
-        for stage in stages:
-            self.ending[stage.end].append(stage)
-            self.starting[stage.first].append(stage)
-        self._after = self._fewest(self.starting, range(self.devices, -1, -1), "end")
-        self._before = self._fewest(self.ending, range(self.devices + 1), "first")
-        self._widest = max(stage.end - stage.first for stage in stages)
         self.least_s = 0.0
         self.most_s = 2 * max(
             float(
@@ -187,6 +162,11 @@ class _Search:
             )
             for stage in stages
         )
+
+    def slowest_s(self, cuts: Sequence[int]) -> float:
+        """Return the seconds of the slowest stage between these cuts."""
+        spans = zip(self.stages, (0, *cuts), (*cuts, self.layers), strict=True)
+        return max(stage.seconds(lo, hi, self.objective) for stage, lo, hi in spans)
 
     def just_below(self, limit_s: float) -> float:
         """Return the highest limit that no stage of `limit_s` meets by a rounding error."""
@@ -209,64 +189,35 @@ class _Search:
         self.least_s = low_s
         return low_s
 
-    def below(self, limit_s: float) -> tuple[Placement, ...] | None:
-        """Return a partition whose stages all take `limit_s` at most; None if there is none."""
+    def below(self, limit_s: float) -> tuple[int, ...] | None:
+        """Return cuts whose stages all take `limit_s` at most; None if there are none."""
         lasts, firsts = self._farthest(limit_s), self._nearest(limit_s)
-        bands, alive = [_Band(0, np.ones(1, bool))], 0
-        for end in range(1, self.devices + 1):
-            low, high = max(self._before[end], firsts[end]), lasts[end]
+        bands = [_Band(0, np.ones(1, bool))]
+        for number, stage in enumerate(self.stages, 1):
+            low, high = max(number, firsts[number]), lasts[number]
             if high < low:
-                bands.append(_Band(0, np.zeros(0, bool)))
-                continue
-            reached = np.zeros(high + 1 - low, bool)
-            for stage in self.ending[end]:
-                before = bands[stage.first]
-                if before.reached.any():
-                    reached |= self._reached(stage, before, low, high, limit_s)
-            bands.append(_Band(low, reached))
-            if reached.any():
-                alive = end
-            elif end - alive >= self._widest:
+                return None
+            bands.append(_Band(low, self._reached(stage, bands[-1], low, high, limit_s)))
+            if not bands[-1].reached.any():
                 return None
         last = bands[-1]
-        if (
-            not len(last.reached)
-            or not last.reached[-1]
-            or last.low + len(last.reached) - 1 != self.layers
-        ):
+        if not last.reached[-1] or last.low + len(last.reached) - 1 != self.layers:
             return None
         return self._walked(bands, limit_s)
 
-    def _fewest(self, stages: Sequence[Sequence[Stage]], order: range, side: str) -> list[int]:
-        """Return, by count of devices, the fewest stages possible on one side of them."""
-        fewest = [self.layers + 1] * (self.devices + 1)
-        fewest[order[0]] = 0
-        for count in order[1:]:
-            counts = [fewest[getattr(stage, side)] + 1 for stage in stages[count]]
-            fewest[count] = min(counts, default=self.layers + 1)
-        return fewest
-
     def _farthest(self, limit_s: float) -> list[int]:
-        """Return, by count of devices, the last cut that they reach by computation; -1 if none."""
-        lasts = [0] + [-1] * self.devices
-        for end in range(1, self.devices + 1):
-            for stage in self.ending[end]:
-                begin = lasts[stage.first]
-                if begin >= 0:
-                    most = self.layers - self._after[end]  # later stages have a layer each
-                    lasts[end] = max(lasts[end], min(stage.farthest(begin, limit_s), most))
+        """Return, by count of stages, the last cut that they reach by computation."""
+        lasts = [0]
+        for number, stage in enumerate(self.stages, 1):
+            most = self.layers - (len(self.stages) - number)  # later stages have a layer each
+            lasts.append(min(stage.farthest(lasts[-1], limit_s), most))
         return lasts
 
     def _nearest(self, limit_s: float) -> list[int]:
-        """Return, by count of devices, the first cut from which the others reach the end."""
-        beyond = self.layers + 1
-        firsts = [beyond] * self.devices + [self.layers]
-        for first in range(self.devices - 1, -1, -1):
-            for stage in self.starting[first]:
-                end = firsts[stage.end]
-                if end < beyond:
-                    nearest = max(stage.nearest(end, limit_s), self._before[first])
-                    firsts[first] = min(firsts[first], nearest)
+        """Return, by count of stages, the first cut from which the others reach the end."""
+        firsts = [self.layers]
+        for number in range(len(self.stages) - 1, -1, -1):
+            firsts.insert(0, max(self.stages[number].nearest(firsts[0], limit_s), number))
         return firsts
 
     def _reached(self, stage: Stage, before: _Band, low: int, high: int, limit_s: float) -> Array:
@@ -320,22 +271,14 @@ class _Search:
         need = stage.nbytes[hi] - stage.nbytes[lo] + stage.buffers[lo] + stage.buffers[hi]
         return timely & (lo < hi) & (need <= stage.capacity) & (stage.blocked[lo] >= hi)
 
-    def _walked(self, bands: Sequence[_Band], limit_s: float) -> tuple[Placement, ...]:
-        """Return one of the partitions that reach the end, walking back to the beginning."""
-        placements: list[Placement] = []
-        end, hi = self.devices, self.layers
-        while end:
-            for stage in self.ending[end]:
-                begins = bands[stage.first].cuts
-                begins = begins[begins < hi]
-                if not len(begins):
-                    continue
-                fits = self._fits(stage, begins, hi, limit_s * (1 + 1e-13) + self.rounding_s)
-                if fits.any():
-                    lo = int(begins[np.flatnonzero(fits)[-1]])
-                    placements.append(Placement(stage, lo, hi))
-                    end, hi = stage.first, lo
-                    break
-            else:
-                raise AssertionError("a cut that was reached has a way to it")
-        return tuple(reversed(placements))
+    def _walked(self, bands: Sequence[_Band], limit_s: float) -> tuple[int, ...]:
+        """Return the cuts of a partition that reaches the end, walking back to the beginning."""
+        cuts = [self.layers]
+        for number in range(len(self.stages) - 1, -1, -1):
+            begins = bands[number].cuts
+            begins = begins[begins < cuts[0]]
+            limit = limit_s * (1 + 1e-13) + self.rounding_s
+            fits = self._fits(self.stages[number], begins, cuts[0], limit)
+            assert fits.any(), "a cut that was reached has a way to it"
+            cuts.insert(0, int(begins[np.flatnonzero(fits)[-1]]))
+        return tuple(cuts[1:-1])

@@ -69,7 +69,7 @@ def build_plan(
         cut_nbytes=tuple(table.layers[cut - 1].cut_nbytes for cut in proposal.cuts),
         label=label_of(table, proposal.devices),
         origin="data-parallel" if rule.replicates else "user",
-        notes=tuple(notes_on(table, dict.fromkeys(proposal.devices))),
+        notes=tuple(notes_on(nearest, dict.fromkeys(proposal.devices))),
         weights=weights,
         recompute=nearest.recompute,
     )
@@ -173,17 +173,17 @@ def _stage(
     `kept` are its forwards in flight and its versions of the weights.
     """
     devices, (lo, hi), (in_flight, versions) = tuple(times), span, kept
-    slowest = max(devices, key=lambda device: sum(times[device].at(rows[device])))
-    forward_s, backward_s = times[slowest].at(rows[slowest])
+    times_s = [times[device].at(rows[device]) for device in devices]
+    forward_s, backward_s = max(times_s, key=sum)
     own = _costs_near(costs, max(rows.values()))
     # Equal devices share a tuple of costs, so one of them stands for all.
     kinds = {id(own.table.devices[device].layers): device for device in reversed(devices)}
     return StagePlan(
         lo, hi, devices, in_flight, forward_s, backward_s,
-        max(own.stage_passes_s(device, lo, hi)[2] for device in kinds.values()),
+        max([own.stage_passes_s(device, lo, hi)[2] for device in kinds.values()]),
         own.stage_memory_nbytes(lo, hi, in_flight, versions),
-        min(own.table.devices[device].memory_nbytes for device in devices),
-        tuple(float(rows[device]) for device in devices) if len(devices) > 1 else (),
+        min([own.table.devices[device].memory_nbytes for device in devices]),
+        tuple([float(rows[device]) for device in devices]) if len(devices) > 1 else (),
         all_reduce_s(own.table, devices, lo, hi) if len(devices) > 1 else 0.0,
     )  # fmt: skip
 

@@ -19,15 +19,16 @@ def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
     rows = list(zip(*(cost.layers for cost in costs), strict=True))
     return ChainCosts(
         names=tuple(layer.name for layer in table.layers),
-        forward_s=tuple(_mean([entry.forward_s for entry in row]) for row in rows),
-        backward_s=tuple(_mean([entry.backward_s for entry in row]) for row in rows),
+        forward_s=tuple(mean_s([entry.forward_s for entry in row]) for row in rows),
+        backward_s=tuple(mean_s([entry.backward_s for entry in row]) for row in rows),
         activation_nbytes=tuple(layer.saved_nbytes for layer in table.layers),
         params_nbytes=tuple(layer.params_nbytes for layer in table.layers),
         cut_nbytes=(*(layer.cut_nbytes for layer in table.layers[:-1]), 0),
     )
 
 
-def _mean(times_s: Sequence[float]) -> float:
+def mean_s(times_s: Sequence[float]) -> float:
+    """Return the mean of the finite times; infinite without any."""
     finite = [time_s for time_s in times_s if isfinite(time_s)]
     return sum(finite) / len(finite) if finite else inf
 

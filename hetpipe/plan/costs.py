@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,20 +42,9 @@ class StageCosts:
         self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
         self._updates_s: dict[tuple[int, float], Array] = {}
         # Partitions share most stages, so the price of a stage is needed many times.
-        self.stage_passes_s = cache(self._stage_passes_s)
-        self.stage_compute_s = cache(self._stage_compute_s)
-        self.stage_memory_nbytes = cache(self._stage_memory_nbytes)
-
-    def _stage_passes_s(self, device: str, lo: int, hi: int) -> tuple[float, float, float]:
-        """Return the seconds of a stage's forward, backward and update."""
-        table, span = self.table, (device, lo, hi)
-        return passes_s(table, span, self.recompute)
-
-    def _stage_compute_s(self, device: str, lo: int, hi: int) -> float:
-        return float(self.compute_s(device, lo, hi))
-
-    def _stage_memory_nbytes(self, lo: int, hi: int, in_flight: int, versions: int) -> int:
-        return int(self.memory_nbytes(lo, hi, in_flight, versions))
+        self.stage_passes_s = cache(partial(table.passes_s, recompute=recompute))
+        self.stage_compute_s = cache(lambda *span: float(self.compute_s(*span)))
+        self.stage_memory_nbytes = cache(lambda *numbers: int(self.memory_nbytes(*numbers)))
 
     def params_nbytes(self, lo: Array, hi: Array) -> Array:
         """Return the bytes of a stage's parameters; a shared parameter counts once."""
@@ -170,17 +159,6 @@ class StageCosts:
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
         fits = (lo < hi) & (self.memory_nbytes(lo, hi, in_flight, versions) <= capacity)
         return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)
-
-
-def passes_s(
-    table: CostTable, span: tuple[str, int, int], recompute: bool = False
-) -> tuple[float, float, float]:
-    """Return the seconds of a span's forward, backward and update.
-
-    A span is a device, and layers lo..hi (hi excluded).
-    """
-    forward_s, backward_s = table.forward_s(*span), table.backward_s(*span)
-    return forward_s, backward_s + recompute * forward_s, table.update_s(*span)
 
 
 def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:

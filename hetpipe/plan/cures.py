@@ -8,9 +8,9 @@ from dataclasses import replace
 from hetpipe.cost.between import at_size
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import CostError
-from hetpipe.plan.exact import exact
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.limits import MISSING, why_unable
+from hetpipe.plan.partition import exact
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, in_flight, single_device_groups
 from hetpipe.plan.search import fit_cuts

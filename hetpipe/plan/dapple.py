@@ -1,45 +1,37 @@
-"""DAPPLE's planner: stages, replicas and their places for one global batch (DAPPLE, section 4)."""
+"""DAPPLE's planner: stages, replicas and their places for one global batch (DAPPLE, section 4).
+
+In the recurrence of section 4.3 (algorithm 1) stages are added from the last to the first. A
+partial plan is compared with others that have the same first layer and devices, by everything that
+decides the latency of a completion; the best few stay. All partial plans on the same devices are
+computed at once, as columns of one array.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 from math import inf
-from typing import get_args
+from typing import NamedTuple
+
+import numpy as np
 
 from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import check_finite
+from hetpipe.plan.costs import Array
 from hetpipe.plan.latency import (
     ADAM,
     DapplePlan,
-    Formula,
-    overlapped_s,
+    DappleStage,
+    latency_s,
+    stage_costs,
 )
-from hetpipe.plan.pivots import Search
-from hetpipe.plan.server_groups import Machines
+from hetpipe.plan.server_groups import Counts, Machines, append_first, numbers, places
 
 WIDTH = 4  # partial plans
-
-
-def plan_dapple(
-    chain: ChainCosts,
-    machines: Machines,
-    *,
-    samples: int,
-    global_batch: int,
-    formula: Formula = "corrected",
-    capacity_nbytes: float | None = None,
-    width: int = WIDTH,
-) -> DapplePlan:
-    """Return the plan with the lowest estimated latency that uses all devices.
-
-    A micro-batch has the profile's `samples`; r replicas take 1 / r of it each, in 1 / r of its
-    times. A device keeps Adam's 16 bytes a parameter and the activations of P_A's micro-batches.
-    `width` partial plans stay per layer and devices; the plan is optimal if no more than these are
-    undominated. With more than 16 devices, replicas are powers of two and stages fill server after
-    server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
-    """
-    batches = _microbatches(chain, samples, global_batch, formula)
-    return _plans(chain, machines, batches, formula, capacity_nbytes, width)[0]
+MANY = 16  # devices; with more, the search tries fewer replicas and places
 
 
 def candidates(
@@ -48,20 +40,29 @@ def candidates(
     *,
     samples: int,
     global_batch: int,
-    formula: Formula = "corrected",
     capacity_nbytes: float | None = None,
     count: int = 8,
 ) -> tuple[DapplePlan, ...]:
     """Return up to `count` good plans in the order of their latency, to be ranked by simulation.
 
-    They include data parallelism and one device a stage, as far as both fit the capacity. Raises
-    `PlanError` as `plan_dapple` does.
+    A micro-batch has the profile's `samples`; r replicas take 1 / r of it each, in 1 / r of its
+    times. A device keeps Adam's 16 bytes a parameter and the activations of P_A's micro-batches.
+    All plans use all devices. They include data parallelism and one device a stage, as far as both
+    fit the capacity. The first one is optimal if no more than `WIDTH` partial plans per layer and
+    devices are undominated. With more than 16 devices, replicas are powers of two and stages fill
+    server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
     """
-    batches = _microbatches(chain, samples, global_batch, formula)
-    plans = _plans(chain, machines, batches, formula, capacity_nbytes, WIDTH)
+    check_finite(chain)
+    if samples < 1 or global_batch < samples or global_batch % samples:
+        raise PlanError(
+            f"a global batch of {global_batch} is not cut into micro-batches of {samples} samples: "
+            "give a multiple"
+        )
+    batches = global_batch // samples
+    plans = _plans(chain, machines, batches, capacity_nbytes)
     kept = dict.fromkeys(plans[:1])
     for replicas in (machines.devices, 1):
-        search = Search(chain, machines, batches, formula, capacity_nbytes, 1, (replicas,))
+        search = _Search(chain, machines, batches, capacity_nbytes, 1, (replicas,))
         kept |= dict.fromkeys(search.plans()[:1])
     for plan in plans:
         if len(kept) < count:
@@ -69,56 +70,11 @@ def candidates(
     return tuple(sorted(kept, key=lambda plan: plan.latency_s))
 
 
-def overlapped_data_parallel_s(
-    chain: ChainCosts,
-    machines: Machines,
-    *,
-    samples: int,
-    global_batch: int,
-    capacity_nbytes: float | None = None,
-) -> float:
-    """Return the seconds of data parallelism with gradient accumulation and overlap.
-
-    It accumulates over the fewest parts that fit the capacity. A layer's sum begins after its last
-    backward, one sum at a time. Infinite if the parameters alone do not fit.
-    """
-    _microbatches(chain, samples, global_batch, "corrected")
-    share = global_batch / samples / machines.devices
-    accumulated = 1
-    if capacity_nbytes is not None:
-        room = capacity_nbytes - ADAM * sum(chain.params_nbytes)
-        if room <= 0:
-            return inf
-        accumulated = max(1, int(-(-share * sum(chain.activation_nbytes) // room)))
-    return overlapped_s(
-        [share * time_s for time_s in chain.forward_s],
-        [share * time_s for time_s in chain.backward_s],
-        [machines.all_reduce_s(nbytes, machines.counts) for nbytes in chain.params_nbytes],
-        accumulated,
-    )
-
-
-def _microbatches(chain: ChainCosts, samples: int, global_batch: int, formula: str) -> int:
-    check_finite(chain)
-    if formula not in get_args(Formula):
-        raise PlanError(
-            f"there is no formula {formula!r}; take one of {', '.join(get_args(Formula))}"
-        )
-    if samples < 1 or global_batch < samples or global_batch % samples:
-        raise PlanError(
-            f"a global batch of {global_batch} is not cut into micro-batches of {samples} samples: "
-            "give a multiple"
-        )
-    return global_batch // samples
-
-
 def _plans(
     chain: ChainCosts,
     machines: Machines,
     microbatches: int,
-    formula: Formula,
     capacity_nbytes: float | None,
-    width: int,
 ) -> list[DapplePlan]:
     """Return complete plans, the best first. Searches with few numbers of replicas come first, to
     set a bound for the later ones.
@@ -129,13 +85,11 @@ def _plans(
     replicas = sorted({*powers, machines.devices})
     bound_s = inf
     for first in reversed(range(len(replicas))):
-        coarse = Search(
-            chain, machines, microbatches, formula, capacity_nbytes, 1, replicas[first:], bound_s
+        coarse = _Search(
+            chain, machines, microbatches, capacity_nbytes, 1, replicas[first:], bound_s
         ).plans()
         bound_s = min([bound_s, *(plan.latency_s for plan in coarse[:1])])
-    plans = Search(
-        chain, machines, microbatches, formula, capacity_nbytes, width, None, bound_s
-    ).plans()
+    plans = _Search(chain, machines, microbatches, capacity_nbytes, WIDTH, None, bound_s).plans()
     if plans:
         return plans
     raise PlanError(
@@ -143,3 +97,228 @@ def _plans(
         f"model's parameters and Adam's state need {ADAM * sum(chain.params_nbytes)} bytes in "
         "all: give more devices, or smaller micro-batches"
     )
+
+
+class _Fronts(NamedTuple):
+    """Partial plans on the same devices; the row GROUP counts in `groups`."""
+
+    groups: list[Counts]
+    rows: Array
+
+
+class _Choices(NamedTuple):
+    """First stages of partial plans on all devices but `used`, one for each entry."""
+
+    used: Counts
+    groups: list[Counts]
+    group: Array
+    first: Array
+    last: Array
+    behind: Array
+    """The numbers of the choices for the later stages."""
+
+
+class _Search:
+    """The recurrence. Each row of a partial plan helps to decide the latency of its completions.
+
+    FIRST is its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
+    and the pivot once, END the latency without further stages. LATE is how long the all-reduces
+    continue after the last backward if the pivot moves. DEPTH counts its stages, NUMBER is its last
+    choice, GROUP the group of devices of its first stage.
+    """
+
+    FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER, GROUP = range(8)
+
+    def __init__(
+        self,
+        chain: ChainCosts,
+        machines: Machines,
+        microbatches: int,
+        capacity_nbytes: float | None,
+        width: int,
+        replicas: Sequence[int] | None = None,
+        bound_s: float = inf,
+    ) -> None:
+        self.chain, self.machines, self.microbatches = chain, machines, microbatches
+        self.width, self.bound_s = width, bound_s * (1 + 1e-9)
+        self.capacity_nbytes = inf if capacity_nbytes is None else capacity_nbytes
+        self.replicas = replicas or _widths(machines.devices)
+        costs = (chain.forward_s, chain.backward_s, chain.params_nbytes, chain.activation_nbytes)
+        self.sums = np.array([[0.0, *accumulate(values)] for values in costs])
+        self.cut_nbytes = np.array([0.0, *chain.cut_nbytes])
+        self.lines = cache(machines.transfer_lines)
+        self.starts: list[int] = []  # the number of the first choice in each entry of `choices`
+        self.choices: list[_Choices] = []
+        self.tails: dict[Counts, _Fronts] = {}
+
+    def plans(self) -> list[DapplePlan]:
+        """Return complete plans, the best first."""
+        rows = self.fronts((0,) * len(self.machines.counts)).rows
+        ends = rows[:, rows[self.FIRST] == 0][[self.END, self.NUMBER]]
+        return [self._plan(int(number)) for _, number in sorted(ends.T.tolist())]
+
+    def fronts(self, used: Counts) -> _Fronts:
+        """Return the partial plans on all devices but `used`.
+
+        Servers with equal devices are interchangeable, so the one with most used devices is first.
+        """
+        order = self._order(used)
+        if order != sorted(order):
+            groups, rows = self.fronts(tuple(used[server] for server in order))
+            return _Fronts([_at(order, group) for group in groups], rows)
+        if used not in self.tails:
+            left = self.machines.devices - sum(used)
+            groups = [
+                group
+                for replicas in self.replicas
+                if replicas <= left
+                for group in self._groups(used, replicas)
+            ]
+            self.tails[used] = _Fronts(groups, self._front(used, groups))
+        return self.tails[used]
+
+    def _order(self, used: Counts) -> list[int]:
+        """Return the servers by how many devices are used, the most first, if all are equal."""
+        alike = len(set(self.machines.counts)) == 1
+        return sorted(range(len(used)), key=lambda server: -used[server] * alike)
+
+    def _groups(self, used: Counts, replicas: int) -> tuple[Counts, ...]:
+        if self.machines.devices > MANY:
+            return (append_first(self.machines.counts, used, replicas),)
+        return places(self.machines.counts, used, replicas)
+
+    def _front(self, used: Counts, groups: list[Counts]) -> Array:
+        """Return partial plans whose first stage has one of these groups and any first layer."""
+        layers = len(self.chain.names)
+        behind = self._behind(used, groups)
+        lasts, group = behind[[self.FIRST, self.GROUP]].astype(int)
+        firsts = np.arange(layers) if any(used) else np.zeros(1, int)
+        counts = np.array([sum(each) for each in groups])
+        hopeful = self._hopeful(firsts, lasts[:, None], used, counts[group][:, None])
+        rows, columns = np.nonzero(hopeful)
+        before, firsts, lasts, group = behind[:, rows], firsts[columns], lasts[rows], group[rows]
+        forward, backward, params, saved = self.sums[:, lasts] - self.sums[:, firsts]
+        count, part = counts[group], np.array([self.machines.part(int(n)) for n in counts])[group]
+        depth = np.minimum(before[self.DEPTH] + 1, self.microbatches)
+        fits = ADAM * params + depth * saved / count <= self.capacity_nbytes
+        waits, whole = (
+            np.array([self.machines.all_reduce_s(nbytes, each) for each in groups])
+            for nbytes in (0.0, 1.0)
+        )
+        all_reduce = waits[group] + (whole - waits)[group] * params
+        added = self._added(before, part * forward, part * backward, all_reduce)
+        added[self.FIRST], added[self.DEPTH] = firsts, before[self.DEPTH] + 1
+        added[self.NUMBER] = np.arange(len(rows))
+        best = self._best(added[:, fits & (added[self.TOTAL] <= self.bound_s)])
+        kept = best[self.NUMBER].astype(int)
+        numbers = before[self.NUMBER, kept].astype(int)
+        self.starts.append(self.starts[-1] + len(self.choices[-1].first) if self.starts else 0)
+        best[self.NUMBER] = self.starts[-1] + np.arange(len(kept))
+        chosen = group[kept], firsts[kept], lasts[kept] - 1, numbers
+        self.choices.append(_Choices(used, groups, *chosen))
+        return best
+
+    def _behind(self, used: Counts, groups: list[Counts]) -> Array:
+        """Return the best partial plans after each of these groups, with the transfer from it."""
+        ends, sent, times_s = [], [], []
+        for number, group in enumerate(groups):
+            then = tuple(map(sum, zip(used, group, strict=True)))
+            if then == self.machines.counts:
+                ends.append([len(self.chain.names), 0, 0, -inf, -inf, 0, -1, number])
+                continue
+            fronts = self.fronts(then)
+            if not fronts.rows.size:
+                continue
+            first, after = fronts.rows[[self.FIRST, self.GROUP]].astype(int)
+            lines = np.array([self.lines(group, other) for other in fronts.groups])[after]
+            nbytes = self.cut_nbytes[first]
+            times_s.append((lines[:, :, 0] + lines[:, :, 1] * nbytes[:, None]).max(axis=1))
+            rows = fronts.rows.copy()
+            rows[self.GROUP] = number
+            sent.append(rows)
+        last = np.array(ends, float).reshape(-1, 8).T
+        if not sent:
+            return last
+        time_s = np.concatenate(times_s)
+        rows = self._added(np.concatenate(sent, axis=1), time_s, time_s, np.zeros(len(time_s)))
+        return np.concatenate((last, self._best(rows)), axis=1)
+
+    def _hopeful(self, firsts: Array, lasts: Array, used: Counts, count: Array) -> Array:
+        """Return whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
+
+        Neither the stage, on `count` devices, nor the slowest earlier one may be too long; and
+        either both layers and devices remain for earlier stages, or neither.
+        """
+        compute_s = self.sums[0] + self.sums[1]
+        stage_s = (compute_s[lasts] - compute_s[firsts]) / count
+        before_s = compute_s[firsts] / max(sum(used), 1)
+        steady_s = (self.microbatches - 1) * np.maximum(stage_s, before_s)
+        return (firsts < lasts) & ((firsts > 0) == any(used)) & (steady_s <= self.bound_s)
+
+    def _added(self, rows: Array, forward: Array, backward: Array, all_reduce: Array) -> Array:
+        """Return partial plans with one more stage in front (algorithm 1 moves the pivot)."""
+        both = forward + backward
+        steady = (self.microbatches - 1) * both
+        last = rows[self.DEPTH] == 0
+        moves = (steady > rows[self.STEADY]) | last
+        after = rows[self.END] - rows[self.TOTAL] - backward
+        late = rows[self.LATE] - backward
+        added = rows.copy()
+        added[self.STEADY] = np.where(moves, steady, rows[self.STEADY] + both)
+        added[self.TOTAL] = np.where(moves, steady + both, rows[self.TOTAL] + both)
+        added[self.LATE] = np.maximum(all_reduce, late)
+        added[self.END] = added[self.TOTAL] + np.maximum(all_reduce, after)
+        return added
+
+    def _best(self, rows: Array) -> Array:
+        """Return undominated columns, at most `width` per first layer and group.
+
+        The columns stay that may end earliest, if one device runs the backwards of all earlier
+        layers.
+        """
+        compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
+        if self.capacity_nbytes < inf:
+            compared.append(self.DEPTH)
+        hidden_s = self.sums[1][rows[self.FIRST].astype(int)]
+        earliest_s = rows[self.TOTAL] + np.maximum(0.0, rows[self.LATE] - hidden_s)
+        key = rows[self.GROUP] * (len(self.chain.names) + 1) + rows[self.FIRST]
+        order = np.lexsort((rows[self.END], earliest_s, key))
+        key, values = key[order], rows[compared][:, order]
+        kept = []
+        for _ in range(self.width):
+            if not order.size:
+                break
+            changes = np.concatenate(([True], key[1:] != key[:-1]))
+            kept.append(order[changes])
+            leading = values[:, changes][:, changes.cumsum() - 1]
+            better = (values < leading - 1e-15).any(axis=0)
+            order, key, values = order[better], key[better], values[:, better]
+        return rows[:, np.concatenate(kept)] if kept else rows
+
+    def _plan(self, number: int) -> DapplePlan:
+        stages = []
+        servers = list(range(len(self.machines.counts)))  # in the order of the choice's counts
+        while number >= 0:
+            block = bisect_right(self.starts, number) - 1
+            choices, at = self.choices[block], number - self.starts[block]
+            used, group = choices.used, choices.groups[choices.group[at]]
+            devices = numbers(self.machines.counts, _at(servers, used), _at(servers, group))
+            stages.append(DappleStage(int(choices.first[at]), int(choices.last[at]), devices))
+            number = int(choices.behind[at])
+            then = tuple(map(sum, zip(used, group, strict=True)))
+            servers = [servers[place] for place in self._order(then)]
+        costs = stage_costs(self.chain, self.machines, stages)
+        return DapplePlan(tuple(stages), latency_s(costs, self.microbatches))
+
+
+def _at(servers: Sequence[int], counts: Counts) -> Counts:
+    """Return the counts of these servers, in the servers' order."""
+    return tuple(count for _, count in sorted(zip(servers, counts, strict=True)))
+
+
+def _widths(devices: int) -> tuple[int, ...]:
+    """Return possible numbers of replicas: any; for many devices, powers of two and all."""
+    if devices <= MANY:
+        return tuple(range(1, devices + 1))
+    powers = {1 << power for power in range(devices.bit_length())}
+    return tuple(sorted({count for count in powers if count <= devices} | {devices}))

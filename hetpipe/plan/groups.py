@@ -10,7 +10,7 @@ import numpy as np
 
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Array, Objective, StageCosts
-from hetpipe.plan.exact import exact
+from hetpipe.plan.partition import exact
 
 MATRICES = 2**15
 """Most entries in all matrices of a partition for which the dynamic programme is faster."""
@@ -85,7 +85,7 @@ def best_partition(
             for n in range(len(groups))
         ]
         best = fixed_order(stages, objective)
-        return None if best is None else tuple(placement.lo for placement in best[1][1:])
+        return None if best is None else best[1]
     return exact(
         [
             group_matrix(costs, groups, n, in_flight[n], objective, microbatches, versions[n])
@@ -126,7 +126,7 @@ def _line(
     nbytes, buffers = costs.additive_nbytes(in_flight, versions, share)
     blocked = np.searchsorted(unsupported, unsupported, "right") - 1
     return Stage(
-        number, number + 1, share * seconds + ring_s, share * overhead_s, arrive_s, leave_s,
+        share * seconds + ring_s, share * overhead_s, arrive_s, leave_s,
         blocked, nbytes, buffers,
         min(costs.table.devices[device].memory_nbytes for device in group),
     )  # fmt: skip

@@ -12,8 +12,7 @@ from dataclasses import replace
 from hetpipe.cost.split_costs import split_costs
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, PlanError
-from hetpipe.plan.layer_split import Split
-from hetpipe.plan.plan import Plan
+from hetpipe.plan.plan import Plan, Split
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import proposal_of
 

@@ -1,7 +1,7 @@
 """DAPPLE's estimate of a global batch's latency (DAPPLE, sections 4.1 and 4.3).
 
-Transfers count as stages. `corrected` equals `printed` up to the pivot. For a stage after it,
-`corrected` subtracts only the backwards of the stages in between from its end.
+Transfers count as stages. Up to the pivot the formula is the printed one. For a stage after it,
+only the backwards of the stages in between are subtracted from its end.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.plan.server_groups import Counts, Machines
 
-Formula = Literal["corrected", "printed"]
-Depth = Literal["P_A", "P_B"]
 ADAM = 4  # bytes kept per byte of float32 weights: weights, gradients, two moments (table 7)
 
 
@@ -31,23 +29,10 @@ class DappleStage:
 
 @dataclass(frozen=True)
 class DapplePlan:
-    """Stages from input to output. `pivot` counts stages and the transfers between them."""
+    """Stages from input to output."""
 
     stages: tuple[DappleStage, ...]
-    pivot: int
     latency_s: float
-    formula: Formula
-    microbatches: int
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        return tuple(len(stage.devices) for stage in self.stages)
-
-    def in_flight(self, policy: Depth = "P_A") -> tuple[int, ...]:
-        """Return the number of forwards with which each stage starts (section 5.3)."""
-        left = range(len(self.stages), 0, -1)
-        deep = left if policy == "P_A" else [2 * stages - 1 for stages in left]
-        return tuple(min(depth, self.microbatches) for depth in deep)
 
 
 class StageCost(NamedTuple):
@@ -73,21 +58,17 @@ def pivot_of(stages: Sequence[StageCost], microbatches: float) -> int:
     return pivot
 
 
-def latency_s(
-    stages: Sequence[StageCost], microbatches: float, formula: Formula = "corrected"
-) -> float:
+def latency_s(stages: Sequence[StageCost], microbatches: float) -> float:
     """Return warm-up, steady phase and end (formulas 1 and 2), without bubbles in the steady phase.
 
-    `corrected` is T + H, with T the time up to the pivot's last backward and on to the first
-    stage, and H = max_s (all-reduce of s - backwards of the stages before s).
+    It is T + H, with T the time up to the pivot's last backward and on to the first stage, and
+    H = max_s (all-reduce of s - backwards of the stages before s).
     """
     pivot = pivot_of(stages, microbatches)
     ends_s = []
     for number, stage in enumerate(stages):
         if number <= pivot:
             after_s = sum(cost.backward_s for cost in stages[number : pivot + 1])
-        elif formula == "printed":
-            after_s = -sum(cost.backward_s for cost in stages[pivot : number + 1])
         else:
             after_s = -sum(cost.backward_s for cost in stages[pivot + 1 : number])
         ends_s.append(stage.all_reduce_s + after_s)
@@ -112,16 +93,6 @@ def stage_costs(
         sum_s = machines.all_reduce_s(sum(chain.params_nbytes[span]), group)
         costs.append(StageCost(*shares, sum_s))
     return tuple(costs)
-
-
-def stage_memory_nbytes(chain: ChainCosts, plan: DapplePlan) -> tuple[float, ...]:
-    """Return a device's bytes in each stage: Adam's state, and activations of P_A in flight."""
-    kept = []
-    for stage, depth in zip(plan.stages, plan.in_flight(), strict=True):
-        span = slice(stage.first_layer, stage.last_layer + 1)
-        saved = depth * sum(chain.activation_nbytes[span]) / len(stage.devices)
-        kept.append(ADAM * sum(chain.params_nbytes[span]) + saved)
-    return tuple(kept)
 
 
 def overlapped_s(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from hetpipe.cost.table import CostTable
@@ -103,21 +103,11 @@ def check_memory(plan: Plan) -> None:
         raise PlanError(f"stage {worst} ({where}) {need}")
 
 
-def is_roomy(costs: StageCosts, devices: Sequence[str], in_flight: int, versions: int) -> bool:
-    """Whether each device has memory for any stage, beside the devices that share its memory."""
-    largest = max(layer.cut_nbytes for layer in costs.table.layers)
-    most = costs.memory_nbytes(0, costs.count, in_flight, versions)
-    most += (4 + in_flight) * largest  # buffers of two cuts, and inputs that recompute keeps
-    members = [costs.table.devices[device] for device in devices]
-    sharing = Counter(member.memory_domain for member in members)
-    return all(sharing[each.memory_domain] * most <= each.memory_nbytes for each in members)
-
-
-def notes_on(table: CostTable, devices: Iterable[str]) -> Iterator[str]:
+def notes_on(costs: StageCosts, devices: Iterable[str]) -> Iterator[str]:
     """Yield notes on layers that devices cannot run."""
     for device in devices:
-        refused = _refused(table, device, 0, len(table.layers))
-        if refused:
+        if math.isinf(costs.stage_compute_s(device, 0, costs.count)):
+            refused = _refused(costs.table, device, 0, costs.count)
             more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
             yield f"{device} cannot run {refused[0]}{more}"
 

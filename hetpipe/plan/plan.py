@@ -7,14 +7,47 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from hetpipe.errors import PlanError
-from hetpipe.plan.layer_split import Split
 from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, Source, Whole
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
 from hetpipe.words import words
+
+
+@dataclass(frozen=True)
+class Split:
+    """A linear layer or convolution that is split by output channels (BaPipe, section 3.3.2).
+
+    The first part of `layer` computes its first `channels` output channels. The second part
+    computes the others from the layer's input, and joins both.
+    """
+
+    layer: str
+    channels: Positive
+
+    @property
+    def layers(self) -> tuple[str, str]:
+        """The names of the two parts."""
+        return f"{self.layer}[:{self.channels}]", f"{self.layer}[{self.channels}:]"
+
+
+def splits_of(channels: Mapping[str, int] | None) -> tuple[Split, ...]:
+    """Return the splits of layers by name; empty for None. Raises `PlanError` for other values."""
+    if channels is None:
+        return ()
+    if not isinstance(channels, Mapping):
+        raise PlanError(f"split={channels!r}: give channels by layer, as {{'fc1': 96}}")
+    for layer, count in channels.items():
+        if not isinstance(layer, str) or type(count) is not int or count < 1:
+            raise PlanError(
+                f"split={{{layer!r}: {count!r}}}: give a layer's name and the output channels of "
+                "its first part, a whole number of 1 or more"
+            )
+    return tuple(Split(layer, count) for layer, count in channels.items())
+
 
 VERSION = 5
 SINCE: dict[int, dict[str, Any]] = {
@@ -127,30 +160,30 @@ class Plan:
         """The policy for versions of the weights. Raises `ScheduleError`."""
         return policy_of(self.weights)
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """First layer of every stage but the first."""
-        return tuple(stage.lo for stage in self.stages[1:])
+        return tuple([stage.lo for stage in self.stages[1:]])
 
-    @property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         """The device of each stage (its first replica)."""
-        return tuple(stage.devices[0] for stage in self.stages)
+        return tuple([stage.devices[0] for stage in self.stages])
 
-    @property
+    @cached_property
     def all_devices(self) -> tuple[str, ...]:
         """The devices of all stages and their replicas, in order."""
-        return tuple(device for stage in self.stages for device in stage.devices)
+        return tuple([device for stage in self.stages for device in stage.devices])
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[int, ...]:
         """The number of devices of each stage."""
-        return tuple(len(stage.devices) for stage in self.stages)
+        return tuple([len(stage.devices) for stage in self.stages])
 
-    @property
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """K_n of each stage."""
-        return tuple(stage.in_flight for stage in self.stages)
+        return tuple([stage.in_flight for stage in self.stages])
 
     @property
     def is_priced(self) -> bool:

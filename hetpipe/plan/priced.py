@@ -19,7 +19,7 @@ from hetpipe.plan.limits import check_memory, why_impossible
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Cuts, Groups, PlannerOptions, Proposal, Tables, proposal_of
 from hetpipe.schedule.rule import rule_of
-from hetpipe.schedule.weights import policy_for, policy_of
+from hetpipe.schedule.weights import FLUSH, policy_for, policy_of
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Priced:
     def weights(self, schedule: str) -> str:
         """Return the policy for versions of the weights under a schedule."""
         rule = rule_of(schedule)
-        return policy_for(rule, "auto" if rule.flushes else self.options.weights).name
+        return FLUSH.name if rule.flushes else policy_for(rule, self.options.weights).name
 
 
 @cache

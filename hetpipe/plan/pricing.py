@@ -9,14 +9,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
 
 from hetpipe.cost.table import CostTable, LinkCost
-from hetpipe.plan.costs import passes_s
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import period_s, simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
-from hetpipe.simulate.walk import order_of
+from hetpipe.simulate.walk import order_of, step_s
 
 ROUNDING = 1e-12
 """A smaller share of a cut is a rounding error."""
@@ -35,31 +34,23 @@ def predict(
     plan: Plan,
     table: CostTable,
     *,
-    tied: Tied | None = None,
     times: StageTimes | None = None,
     mini_batches: int | None = None,
 ) -> Timeline:
     """Return the timeline of one step priced by `table`, or of some mini-batches without flushes.
 
-    `mini_batches` is by default a number that fills the pipeline a few times. `tied` are stages
-    that share parameters that the table lacks; their transfers cost nothing. `times` of stages are
+    `mini_batches` is by default a number that fills the pipeline a few times. `times` of stages are
     by default the table's.
     """
     times = times or stage_times(plan, table)
-    pairs = tied_stages(plan, table) if tied is None else tied
-    edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
-    times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
-    count = 1
-    if not plan.rule.flushes:
-        count = mini_batches or _filling(plan)
+    rule, names, count = plan.rule, plan.devices, 1
+    workers = len(set(names))
+    if not rule.flushes:  # a row for every replica
+        names, count = plan.all_devices, mini_batches or _filling(plan)
     schedule = generate(
-        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
-        mini_batches=count, workers=len(set(plan.devices)),
-        replicas=plan.replicas,
+        rule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight,
+        tied=tied_stages(plan, table), mini_batches=count, workers=workers, replicas=plan.replicas,
     )  # fmt: skip
-    names = plan.devices
-    if not plan.rule.flushes:  # a row for every replica
-        names = plan.all_devices
     return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
 
@@ -80,7 +71,7 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
             len(set(plan.devices)), pairs,
         )  # fmt: skip
         if order is not None:
-            return order.step_s(times if alone else _summed(times)) + times.step_overhead_s
+            return step_s(order, times if alone else _summed(times)) + times.step_overhead_s
     return predict(plan, table, times=times).total_s
 
 
@@ -126,6 +117,8 @@ def _summed(times: StageTimes) -> StageTimes:
 
 def tied_stages(plan: Plan, table: CostTable) -> Tied:
     """Return the stages that share parameters under the plan's cuts; the lowest is the owner."""
+    if not table.tied:
+        return ()
     groups: set[tuple[int, ...]] = set()
     for shared in table.tied:
         groups.add(tuple(sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})))
@@ -135,71 +128,46 @@ def tied_stages(plan: Plan, table: CostTable) -> Tied:
 def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
     """Return the input of a simulation, priced by `table`, or by the plan if `as_planned`.
 
-    Transfers are always priced by `table`.
+    Transfers are always priced by `table`. A stage has the times of its slowest replica.
     """
+    devices, rule = plan.devices, plan.rule
     table = table.beside(len(set(plan.all_devices)))
-    ahead_links, back_links = _cut_links(plan, table)
-    gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
-    forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)
-    if not plan.rule.averages:
-        for n, stage in enumerate(plan.stages):
-            update_s[n] += _copying_s(table, stage, gradient_links[n])
-    for cut, (here, there) in enumerate(pairwise(plan.devices)):
-        for n, device in ((cut, here), (cut + 1, there)):
-            if _copies(table, device, table.link(here, there)):
-                forward_s[n] += _alone_s(ahead_links[cut]) / 2
-                backward_s[n] += _alone_s(back_links[cut]) / 2
-    streams = [table.devices[device].execution == "async" for device in plan.devices]
-    return StageTimes(
-        tuple(forward_s),
-        tuple(backward_s),
-        tuple(update_s),
-        ahead_links,
-        back_links,
-        _tied_transfers(plan, table),
-        table.step_overhead_s,
-        chunks=tuple(math.inf if stream else 1.0 for stream in streams),
-        all_reduce_s=tuple(stage.all_reduce_s for stage in plan.stages),
-        gradient_links=gradient_links,
-    )
-
-
-def _passes_s(
-    plan: Plan, table: CostTable, as_planned: bool
-) -> tuple[list[float], list[float], list[float]]:
-    """Return each stage's forward, backward and update in seconds, for its slowest replica."""
-    forward_s, backward_s, update_s = [], [], []
+    forward_s, backward_s, update_s, gradient_links = [], [], [], []
     for stage in plan.stages:
         if as_planned or len(stage.devices) > 1:  # each replica has a time for its rows
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
-            span = (stage.devices[0], stage.lo, stage.hi)
-            times_s = passes_s(table, span, plan.recompute)
+            times_s = table.passes_s(stage.devices[0], stage.lo, stage.hi, plan.recompute)
         forward_s.append(times_s[0])
         backward_s.append(times_s[1])
-        update_s.append(times_s[2])
-    return forward_s, backward_s, update_s
-
-
-def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Return the transfers ahead and back, by cut."""
-    cuts = zip(pairwise(plan.devices), plan.cut_nbytes, _cut_shares(plan), strict=True)
-    moved = [(here, there, int(share * nbytes)) for (here, there), nbytes, share in cuts]
-    return (
-        tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in moved),
-        tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in moved),
+        gradient_links.append(_gradient_link(table, stage))
+        copying_s = 0.0 if rule.averages else _copying_s(table, stage, gradient_links[-1])
+        update_s.append(times_s[2] + copying_s)
+    ahead_links, back_links = [], []
+    for cut, (here, there) in enumerate(pairwise(devices)):
+        # Replicas divide a message (DAPPLE), and the one with the most rows takes longest.
+        sides = [stage.shares for stage in plan.stages[cut : cut + 2]]
+        share = max([max(rows) / sum(rows) for rows in sides]) if rule.flushes else 1.0
+        nbytes = int(share * plan.cut_nbytes[cut])
+        ahead_links.append(_transfer(table, here, there, nbytes))
+        back_links.append(_transfer(table, there, here, nbytes))
+        for n, device in ((cut, here), (cut + 1, there)):
+            if _copies(table, device, table.link(here, there)):
+                forward_s[n] += _alone_s(ahead_links[cut]) / 2
+                backward_s[n] += _alone_s(back_links[cut]) / 2
+    streams = [table.devices[device].execution == "async" for device in devices]
+    return StageTimes(
+        tuple(forward_s),
+        tuple(backward_s),
+        tuple(update_s),
+        tuple(ahead_links),
+        tuple(back_links),
+        _tied_transfers(plan, table),
+        table.step_overhead_s,
+        chunks=tuple([math.inf if stream else 1.0 for stream in streams]),
+        all_reduce_s=tuple([stage.all_reduce_s for stage in plan.stages]),
+        gradient_links=tuple(gradient_links),
     )
-
-
-def _cut_shares(plan: Plan) -> list[float]:
-    """Return the share of each cut's bytes that one device moves if replicas divide them (DAPPLE).
-
-    The device with the most rows on either side takes longest.
-    """
-    if not plan.rule.flushes:
-        return [1.0] * len(plan.cuts)
-    largest = [max(stage.shares) / sum(stage.shares) for stage in plan.stages]
-    return [max(pair) for pair in pairwise(largest)]
 
 
 def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
@@ -219,6 +187,9 @@ def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
 
 
 def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:
+    """Return the transfers between stages that share parameters, in both directions."""
+    if not table.tied:
+        return {}
     nbytes: dict[tuple[int, int], int] = {}
     for shared in table.tied:
         owner, *others = sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})
@@ -239,9 +210,11 @@ def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
     """Return the transfer of a stage's gradients to another replica, on the slowest link."""
+    if len(stage.devices) == 1:
+        return FREE
     nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
     ways = permutations(stage.devices, 2)
-    return max((_transfer(table, *way, nbytes) for way in ways), key=_alone_s, default=FREE)
+    return max((_transfer(table, *way, nbytes) for way in ways), key=_alone_s)
 
 
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:

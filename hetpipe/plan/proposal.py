@@ -160,8 +160,8 @@ def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
 def groups_for(schedule: str, groups: Groups, microbatches: int) -> Groups:
     """Return the devices of each stage, from one group for each worker.
 
-    Only a schedule with several stages on a worker repeats groups. Groups that are repeated already
-    stay as they are. Raises `ScheduleError` for a number of micro-batches that it cannot have.
+    Only a schedule with several stages on a worker repeats groups. Repeated groups do not change.
+    Raises `ScheduleError` for a number of micro-batches that it cannot have.
     """
     rule = rule_of(schedule)
     if not rule.several_stages or len(groups) > len(set(groups)):

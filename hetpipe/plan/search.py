@@ -8,6 +8,7 @@ its best move, until none helps or the budget of prices is used up.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,6 @@ import numpy as np
 from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective
 from hetpipe.plan.groups import best_partition
-from hetpipe.plan.limits import is_roomy
 from hetpipe.plan.partition import moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
@@ -39,7 +39,7 @@ KNOWN = ("1f1b", "gpipe")
 FREE_ORDER_DEVICES = 4
 """Up to this number of devices all orders are tried."""
 FEW = 5_000
-"""Up to this many partitions have their bounds compared; more are left to a partitioner."""
+"""Bounds are compared for at most this number of partitions; a partitioner cuts larger cases."""
 PROMISING = 20
 """The partitions with the lowest bounds that become proposals."""
 SHALLOW = 8
@@ -103,7 +103,7 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
 def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[Proposal]:
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
-    Cuts that allow no step below `limit_s` are left out. Fewer in flight allow other cuts. They are
+    Cuts that allow no step below `limit_s` are omitted. Fewer in flight allow other cuts. They are
     tried only if memory may be short, and the schedule lets a planner choose.
     """
     alone = max(map(len, bare.groups)) == 1
@@ -123,9 +123,14 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
 
 
 def _is_roomy(priced: Priced, bare: Proposal) -> bool:
-    """Whether memory does not restrict the cuts of a proposal."""
-    costs, versions = priced.costs(bare), max(priced.versions(bare))
-    return is_roomy(costs, bare.devices, max(bare.in_flight), versions)
+    """Whether each device has memory for any stage, beside the devices that share its memory."""
+    costs, deepest = priced.costs(bare), max(bare.in_flight)
+    largest = max(layer.cut_nbytes for layer in costs.table.layers)
+    most = costs.memory_nbytes(0, costs.count, deepest, max(priced.versions(bare)))
+    most += (4 + deepest) * largest  # buffers of two cuts, and inputs that recompute keeps
+    members = [costs.table.devices[device] for device in bare.devices]
+    sharing = Counter(member.memory_domain for member in members)
+    return all(sharing[each.memory_domain] * most <= each.memory_nbytes for each in members)
 
 
 def best_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[tuple[int, ...]]:

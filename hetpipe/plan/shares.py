@@ -25,8 +25,8 @@ class ReplicaTimes:
     def __init__(self, costs: Mapping[int, StageCosts], device: str, lo: int, hi: int) -> None:
         self.sizes = sorted(costs)
         passes_s = [costs[size].stage_passes_s(device, lo, hi) for size in self.sizes]
-        self._forward_s = list(accumulate((forward_s for forward_s, _, _ in passes_s), max))
-        self._backward_s = list(accumulate((backward_s for _, backward_s, _ in passes_s), max))
+        self._forward_s = list(accumulate([forward_s for forward_s, _, _ in passes_s], max))
+        self._backward_s = list(accumulate([backward_s for _, backward_s, _ in passes_s], max))
 
     def knows(self, rows: int) -> bool:
         """Whether this number of rows is within or near the measured ones."""
@@ -53,7 +53,7 @@ def times_of(
     kinds: dict[tuple[int, ...], ReplicaTimes] = {}
     times = {}
     for device in devices:
-        kind = tuple(id(each.table.devices[device].layers) for each in costs.values())
+        kind = tuple([id(each.table.devices[device].layers) for each in costs.values()])
         if kind not in kinds:
             kinds[kind] = ReplicaTimes(costs, device, lo, hi)
         times[device] = kinds[kind]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise, permutations
 from typing import Any
@@ -71,7 +71,11 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
     members = [source] if target is None else [source, target]
     stages = [probe_stage(index, len(members), count) for index in range(len(members))]
     crew.load(stages, members, {})
-    request = _request(count, transfers=target is not None)
+    schedule = [[Action(0, Op.FORWARD, 0)]]
+    if target is not None:
+        schedule[0].append(Action(0, Op.SEND_FORWARD, 0))
+        schedule.append([Action(1, Op.RECV_FORWARD, 0), Action(1, Op.FORWARD, 0)])
+    request = _request(schedule, count)
     transfers_s, overheads_s = [], []
     for _ in range(ROUNDS):
         start_s = time.perf_counter()
@@ -89,17 +93,15 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
     return transfer.median_s, overhead.median_s
 
 
-def _request(count: int, transfers: bool) -> StepRequest:
-    """Return a request for one micro-batch of `count` floats, through one probe stage or two."""
-    schedule = [[Action(0, Op.FORWARD, 0)]]
-    if transfers:
-        schedule[0].append(Action(0, Op.SEND_FORWARD, 0))
-        schedule.append([Action(1, Op.RECV_FORWARD, 0), Action(1, Op.FORWARD, 0)])
+def _request(
+    schedule: Sequence[Sequence[Action]], count: int, microbatches: int = 1
+) -> StepRequest:
+    """Return a request for micro-batches of `count` floats each."""
     return StepRequest(
         schedule=tuple(tuple(actions) for actions in schedule),
-        samples=(1,),
-        feeds=({"x": np.zeros((1, count), np.float32)},),
-        loss_tangents=(1.0,),
+        samples=(1,) * microbatches,
+        feeds=({"x": np.zeros((1, count), np.float32)},) * microbatches,
+        loss_tangents=(1.0,) * microbatches,
         lr=0.0,
         number=1,
         seed=0,
@@ -155,16 +157,8 @@ def _beyond_s(crew: Crew, member: str, order: int) -> float:
     if isinstance(times_s, str):
         return 0.0
     crew.load([stage], [member], {})
-    request = StepRequest(
-        schedule=(tuple(Action(0, Op.FORWARD, number) for number in range(ACTIONS)),),
-        samples=(1,) * ACTIONS,
-        feeds=({"x": np.zeros((1, order * order), np.float32)},) * ACTIONS,
-        loss_tangents=(1.0,) * ACTIONS,
-        lr=0.0,
-        number=1,
-        seed=0,
-        grad_scale=1.0,
-    )
+    forwards = [Action(0, Op.FORWARD, number) for number in range(ACTIONS)]
+    request = _request([forwards], order * order, ACTIONS)
     starts_s = [span.start_s for span in crew.step(request).timeline.spans]
     between = Samples.of(after - before for before, after in pairwise(starts_s[WARM_UP:]))
     between.check(f"{member} ({crew.infos[member].id}): a forward")

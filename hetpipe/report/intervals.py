@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from hetpipe.schedule.action import Action, Message, Op
+from hetpipe.simulate.outcome import RECEIVES
 from hetpipe.simulate.timeline import Span, Timeline
 
 
@@ -44,12 +45,6 @@ PASSES = {
     Op.UPDATE: Kind.UPDATE,
 }
 """Actions that occupy a lane. In this module an update counts as a pass."""
-
-_RECEIVES = {
-    Op.FORWARD: Op.RECV_FORWARD,
-    Op.BACKWARD: Op.RECV_BACKWARD,
-    Op.BACKWARD_INPUT: Op.RECV_BACKWARD,
-}
 
 
 class Interval(NamedTuple):
@@ -143,13 +138,13 @@ def _waits(
 ) -> Iterator[Interval]:
     needed: dict[tuple[int, Action | None], list[Interval]] = defaultdict(list)
     for interval in sorted(others, key=attrgetter("start_s")):
-        single = interval.action.op in _RECEIVES.values()
+        single = interval.action.op in RECEIVES.values()
         needed[interval.worker, interval.action if single else None].append(interval)
     for worker, lane in lanes.items():
         free_s = begin_s
         for interval in lane:
             stage, op, number = interval.action.stage, interval.action.op, interval.action.number
-            receive = Action(stage, _RECEIVES[op], number) if op in _RECEIVES else None
+            receive = Action(stage, RECEIVES[op], number) if op in RECEIVES else None
             busy = [] if op is Op.BACKWARD_WEIGHT else needed.get((worker, receive), [])
             for lo, hi in _free_parts(free_s, interval.start_s, busy):
                 yield Interval(Kind.WAIT, worker, interval.action, lo, hi)

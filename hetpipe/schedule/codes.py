@@ -44,5 +44,5 @@ for _makers, _sender in (
 def are(codes: Array, ops: Iterable[Op]) -> Array:
     """Return whether each code belongs to one of these operations."""
     chosen = np.zeros(len(OPS), bool)
-    chosen[[CODES[op] for op in ops]] = True
+    chosen[[*map(CODES.__getitem__, ops)]] = True
     return chosen[codes]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -16,9 +17,43 @@ from hetpipe.schedule.codes import CODES, OPS, Array
 from hetpipe.schedule.order import Order, order_steps
 
 Row = tuple[Action, ...]
+Item = TypeVar("Item")
 
 
-class Columns(Sequence[Row]):
+class LazySequence(Sequence[Item]):
+    """A sequence in columns, whose items become objects only at their first use."""
+
+    @property
+    @abstractmethod
+    def items(self) -> tuple[Item, ...]:
+        """All items."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        return self.items[index]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return self.items == (other.items if isinstance(other, LazySequence) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+    def __repr__(self) -> str:
+        return repr(self.items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.items,)
+
+
+class Columns(LazySequence[Row]):
     """A schedule: rows of actions, stored as three columns.
 
     `table[0]` has the codes of the operations, `table[1]` the stages and `table[2]` the numbers of
@@ -46,7 +81,7 @@ class Columns(Sequence[Row]):
         return order_steps(self.codes, self.stages, self.numbers, self.rows)
 
     @cached_property
-    def actions(self) -> tuple[Row, ...]:
+    def items(self) -> tuple[Row, ...]:
         """The rows of `Action` objects."""
         ops = map(OPS.__getitem__, self.codes.tolist())
         cells = [*map(Action, self.stages.tolist(), ops, self.numbers.tolist())]
@@ -55,32 +90,13 @@ class Columns(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        return self.actions[index]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.actions)
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Columns):
             mine, theirs = (self.lengths, self.table), (other.lengths, other.table)
             return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-        return self.actions == other
+        return super().__eq__(other)
 
-    def __hash__(self) -> int:
-        return hash(self.actions)
-
-    def __repr__(self) -> str:
-        return repr(self.actions)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.actions,)
+    __hash__ = LazySequence.__hash__
 
 
 def columns_of(schedule: Schedule) -> Columns:

@@ -53,11 +53,9 @@ def complete_passes(
     if replicas:
         sums = zip(own.tolist(), last.tolist(), strict=True)
         added += [(place + 1, 0, n, 0) for n, place in sums if replicas[n] > 1]
-    for here, there, ops in (
-        *((o, b, OWNER) for o, b in pairs),
-        *((b, o, OTHER) for o, b in pairs),
-    ):
-        added += [(end[here], LAST.index(op), here, there) for op in ops if here in end]
+    for owner, other in pairs:
+        for here, there, ops in ((owner, other, OWNER), (other, owner, OTHER)):
+            added += [(end[here], LAST.index(op), here, there) for op in ops if here in end]
     return with_transfers(_inserted(passes, sorted(added)), stages)
 
 

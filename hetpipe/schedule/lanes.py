@@ -7,7 +7,7 @@ such a stage are lanes of one worker.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from hetpipe.schedule.action import Op, Schedule
@@ -46,11 +46,13 @@ def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
     return [tuple(rows[worker]) for worker in sorted(rows)]
 
 
-def row_names(schedule: Schedule, workers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the name of each row: its worker (default `worker 0`), and one of several lanes."""
-    names = {}
-    for worker, rows in enumerate(worker_rows(schedule)):
-        for lane, row in enumerate(rows):
-            name = workers[worker] if workers else f"worker {worker}"
-            names[row] = name + (f" lane {lane}" if len(rows) > 1 else "")
-    return tuple(names[row] for row in sorted(names))
+def row_names(worker_of: Sequence[int], workers: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the name of each row, whose workers `row_workers` tells: its worker (default
+    `worker 0`), and one of several lanes."""
+    lanes, names = Counter(worker_of), []
+    seen: Counter[int] = Counter()
+    for worker in worker_of:
+        name = workers[worker] if workers else f"worker {worker}"
+        names.append(name + (f" lane {seen[worker]}" if lanes[worker] > 1 else ""))
+        seen[worker] += 1
+    return tuple(names)

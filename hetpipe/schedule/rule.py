@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.interleaved import interleaved
 from hetpipe.schedule.straight import (
     data_parallel,
+    fbp,
     gpipe,
     naive,
     one_f_one_b,
@@ -130,14 +130,9 @@ def is_asynchronous(name: str) -> bool:
     return name in _rules and not _rules[name].flushes
 
 
-def is_chunked(name: str) -> bool:
-    """Whether the schedule may give a worker several stages."""
-    return name in _rules and _rules[name].several_stages
-
-
 ONE_F_ONE_B = register_rule(Rule("1f1b", one_f_one_b, any_depth=True))
-GPIPE = register_rule(Rule("gpipe", gpipe))
 for _rule in (
+    Rule("gpipe", gpipe),
     Rule("naive", naive),
     Rule("1f1b-sno", one_f_one_b_sno),
     Rule("1f1b-as", one_f_one_b_sno),

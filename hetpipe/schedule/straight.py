@@ -1,11 +1,12 @@
 """Straight schedules: one stage per worker, whole backwards, different numbers of first forwards.
 
-Stage n starts with K_n forwards, then one backward, one forward, ...
+Stage n starts with K_n forwards, then one backward, one forward, ...; with FBP (BaPipe, section
+3.2.1) forwards and backwards run at once, on two lanes of each worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -136,3 +137,39 @@ def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int
     """Return `times` (N-n) per stage, or the entry of `in_flight` if that is less."""
     deep = [times * (stages - stage) for stage in range(stages)]
     return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]
+
+
+def fbp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """BaPipe's FBP-AS, for asynchronous devices (figure 5b; 2 stages, 3 micro-batches, B = F).
+
+        worker 0 lane 0  F0 F1 F2  .  .  .  .  .
+        worker 0 lane 1   .  .  .  . B0  . B1 B2
+        worker 1 lane 0   . F0 F1 F1 F2 F2  .  .
+        worker 1 lane 1   .  . B0 B0 B1 B1 B2  .
+
+    A pass takes twice as long beside another one. Row 2n has the forwards of stage n, row 2n+1 its
+    backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if `in_flight` requires: a
+    forward waits for a vacant place.
+    """
+    bounds = depths(stages, 2, in_flight)
+    return tuple(
+        tuple(lane(stage, microbatches, bounds[stage]))
+        for stage in range(stages)
+        for lane in (_forwards, _backwards)
+    )
+
+
+def _forwards(stage: int, microbatches: int, bound: int) -> Iterator[Action]:
+    for number in range(microbatches):
+        if number >= bound:
+            yield Action(stage, Op.RECV_VACANT, number - bound)
+        yield Action(stage, Op.FORWARD, number)
+        yield Action(stage, Op.SEND_KEPT, number)
+
+
+def _backwards(stage: int, microbatches: int, bound: int) -> Iterator[Action]:
+    for number in range(microbatches):
+        yield Action(stage, Op.RECV_KEPT, number)
+        yield Action(stage, Op.BACKWARD, number)
+        if number + bound < microbatches:
+            yield Action(stage, Op.SEND_VACANT, number)

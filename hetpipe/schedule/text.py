@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Schedule
-from hetpipe.schedule.lanes import row_names
+from hetpipe.schedule.lanes import row_names, row_workers
 
 WINDOW = 5  # cells shown on each side of a mark
 
@@ -26,9 +26,10 @@ def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> s
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)
+    names = row_names(row_workers(schedule))
     return "\n".join(
         f"{name}: {_row([str(action) for action in row], marks.get(index), centre)}"
-        for index, (name, row) in enumerate(zip(row_names(schedule), schedule, strict=True))
+        for index, (name, row) in enumerate(zip(names, schedule, strict=True))
     )
 
 
@@ -72,7 +73,7 @@ def parse_schedule(text: str) -> Schedule:
             "line 1: no rows; write one line of actions per worker, such as 0F0 0B0 0U"
         )
     schedule = tuple(rows)
-    names = row_names(schedule)
+    names = row_names(row_workers(schedule))
     for number, row, name in heads:
         if name != names[row]:
             raise ScheduleError(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
-from hetpipe.schedule.lanes import laned_stages, row_names
+from hetpipe.schedule.lanes import laned_stages, row_names, row_workers
 from hetpipe.schedule.requirements import (
     BACKWARDS,
     HALVES,
@@ -280,7 +280,7 @@ def _cycle(
 ) -> str:
     """Describe the cycle of a deadlock: follow the waits from a stuck worker until one repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
-    names = row_names(schedule)
+    names = row_names(row_workers(schedule))
     trail: list[int] = []
     worker = next(iter(stuck))
     while worker not in trail:

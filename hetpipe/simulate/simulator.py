@@ -56,7 +56,8 @@ def simulate(
     arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not match
     `times`.
     """
-    stages = 1 + int(columns_of(schedule).stages.max(initial=-1))
+    schedule = columns_of(schedule)
+    stages = 1 + int(schedule.stages.max(initial=-1))
     worker_of = row_workers(schedule)
     count = len(set(worker_of))
     if stages != len(times.forward_s) or len(workers) not in (0, count):
@@ -64,7 +65,7 @@ def simulate(
             f"the schedule has {stages} stages on {count} workers, but there are times for "
             f"{len(times.forward_s)} stages and names for {len(workers) or count} workers"
         )
-    names = row_names(schedule, workers)
+    names = row_names(worker_of, workers)
     plain = None if times.shares_media else walk(schedule, times)
     spans = _by_clock(schedule, times, worker_of, names) if plain is None else plain
     return Timeline(names, spans, label, times.step_overhead_s)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hetpipe.errors import ScheduleError
 from hetpipe.records import Count, Number, Parsed, Source
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.codes import COMPUTE, ROLES, Array
-from hetpipe.schedule.columns import Columns
+from hetpipe.schedule.columns import Columns, LazySequence
 
 VERSION = 1
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     end_s: float
 
 
-class SpanColumns(Sequence[Span]):
+class SpanColumns(LazySequence[Span]):
     """The spans of a schedule's actions, as columns; `Span` objects only at their first use.
 
     `starts_s` and `ends_s` are in the order of the schedule.
@@ -38,7 +38,7 @@ class SpanColumns(Sequence[Span]):
         self.schedule, self.starts_s, self.ends_s = schedule, starts_s, ends_s
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def items(self) -> tuple[Span, ...]:
         """The spans by start, end and row."""
         rows, actions = self.schedule.rows, [*chain.from_iterable(self.schedule)]
         order = np.lexsort((rows, self.ends_s, self.starts_s))
@@ -54,38 +54,14 @@ class SpanColumns(Sequence[Span]):
         """Return the seconds from the first start to the last end."""
         return float(self.ends_s.max(initial=0.0) - self.starts_s.min(initial=0.0))
 
+    def __len__(self) -> int:
+        return len(self.starts_s)
+
     def busy_s(self) -> tuple[float, ...]:
         """Return the seconds of compute, by row."""
         computes = ROLES[self.schedule.codes] == COMPUTE
         rows, lasts_s = self.schedule.rows[computes], (self.ends_s - self.starts_s)[computes]
         return tuple(np.bincount(rows, lasts_s, len(self.schedule)).tolist())
-
-    def __len__(self) -> int:
-        return len(self.starts_s)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        return self.spans[index]
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(self.spans)
-
-    def __eq__(self, other: object) -> bool:
-        return self.spans == (other.spans if isinstance(other, SpanColumns) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.spans)
-
-    def __repr__(self) -> str:
-        return repr(self.spans)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.spans,)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ with lanes or with sums over replicas need the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,7 +66,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
 
 def moments_of(order: Order, times: StageTimes) -> Moments:
     """Return the moments of all steps; nothing shares a medium."""
-    if any(chunks > 1 for chunks in times.chunks):
+    if max(times.chunks, default=1) > 1:
         return _with_chunks(order, times)
     works_s = [0.0, *map(times.compute_s, order.passes)]
     transfers = [FREE] * order.row_count + [*map(times.transfer, order.messages)]
@@ -135,15 +134,9 @@ KEPT = 256
 """The number of orders that are remembered, the latest ones."""
 
 
-@dataclass(frozen=True)
-class Pricing:
-    """Prices steps under one schedule."""
-
-    order: Order
-
-    def step_s(self, times: StageTimes) -> float:
-        """Return the seconds of a step without the controller's overhead."""
-        return max(moments_of(self.order, times).arrivals_s)
+def step_s(order: Order, times: StageTimes) -> float:
+    """Return the seconds of a step without the controller's overhead."""
+    return max(moments_of(order, times).arrivals_s)
 
 
 @lru_cache(KEPT)
@@ -154,8 +147,8 @@ def order_of(
     in_flight: tuple[int, ...],
     workers: int,
     pairs: tuple[Pair, ...] = (),
-) -> Pricing | None:
-    """Return the pricing under a rule; None if only the simulator can price it.
+) -> Order | None:
+    """Return the order of the steps under a rule; None if only the simulator can price it.
 
     `pairs` are stages that share parameters. Raises `ScheduleError` if the rule does, or if its
     schedule deadlocks.
@@ -170,4 +163,4 @@ def order_of(
         raise ScheduleError(
             f"{rule.name} deadlocks with {stages} stages and {microbatches} micro-batches"
         )
-    return Pricing(order)
+    return order

@@ -11,9 +11,8 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import finish_plan
-from hetpipe.plan.planners.registry import PLANNERS
-from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.planners.choice import PLANNERS, finish_plan
+from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.study.subject import Subject, costs_for, sizes_of

@@ -16,7 +16,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.intra import split_table
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.words import word, words

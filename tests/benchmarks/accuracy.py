@@ -31,7 +31,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.profile.clock import half_width_s

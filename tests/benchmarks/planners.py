@@ -24,9 +24,9 @@ from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.placed import scale_to_boards
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Objective
-from hetpipe.plan.dapple import plan_dapple
-from hetpipe.plan.device_types import DeviceType, free_order
-from hetpipe.plan.planners.registry import plan
+from hetpipe.plan.dapple import candidates
+from hetpipe.plan.planners.choice import plan
+from hetpipe.plan.planners.exact import DeviceType, free_order
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.report.tables import make_table
@@ -90,10 +90,9 @@ def draw(growths: Mapping[str, Growth], path: Path) -> None:
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the cases with their names."""
     yield "fixed order, 1,000 x 128", fixed(1_000, 128)
-    yield "fixed order, 1,000 x 128, memory", fixed(1_000, 128, room=2.2)
     for objective in OBJECTIVES:
-        name = f"fixed order, 1,000 x 128, memory, replicas, {objective}"
-        yield name, fixed(1_000, 128, objective, 2.2, (1, 2, 4))
+        name = f"fixed order, 1,000 x 128, memory, {objective}"
+        yield name, fixed(1_000, 128, objective, 2.2)
     for objective in OBJECTIVES:
         yield f"fixed order, 10,000 x 1,024, {objective}", fixed(10_000, 1_024, objective)
     yield "free order, 1,000 x (512 + 512)", partial(free_order, two_types(1_000, 512))
@@ -108,17 +107,16 @@ def fixed(
     devices: int,
     objective: Objective = "sum",
     room: float = np.inf,
-    replicas: Sequence[int] = (1,),
 ) -> Callable[[], object]:
     """Return a call that partitions a random chain in fixed order."""
-    return partial(fixed_order, chain(layers, devices, room, replicas), objective)
+    return partial(fixed_order, chain(layers, devices, room), objective)
 
 
 def dapple(layers: int, servers: int, each: int) -> Callable[[], object]:
     """Return a call of DAPPLE's search on `servers` servers of `each` devices."""
     machines = Machines((each,) * servers, Wire(25e9, 25e9), Wire(1e9, 3e9))
     return partial(
-        plan_dapple, drawn_layers(layers), machines, samples=2, global_batch=64,
+        candidates, drawn_layers(layers), machines, samples=2, global_batch=64,
         capacity_nbytes=16e9,
     )  # fmt: skip
 
@@ -169,13 +167,10 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def chain(
-    layers: int, devices: int, room: float = np.inf, replicas: Sequence[int] = (1,)
-) -> list[Stage]:
+def chain(layers: int, devices: int, room: float = np.inf) -> list[Stage]:
     """Return the stages of a random chain on devices of eight speeds in random order.
 
-    Each device has `room` times an even share of all bytes as memory. A stage may have as many
-    devices of one speed as `replicas` allows.
+    Each device has `room` times an even share of all bytes as memory.
     """
     draw = np.random.default_rng(0)
     base_s, speeds = draw.uniform(0.5, 2, layers), (0.5, 0.7, 1, 1.5, 2, 3, 4, 5)
@@ -189,13 +184,10 @@ def chain(
     able = np.full(layers + 1, layers)
     return [
         Stage(
-            first, first + count, own_s[kinds[first]] / count + (count - 1) * 1e-3 * nbytes, 0.01,
-            cut_s * (first > 0), cut_s * (first + count < devices), able, nbytes, 0.1 * cut_s,
-            room * nbytes[-1] / devices,
+            own_s[kind], 0.01, cut_s * (n > 0), cut_s * (n + 1 < devices), able, nbytes,
+            0.1 * cut_s, room * nbytes[-1] / devices,
         )
-        for first in range(devices)
-        for count in replicas
-        if first + count <= devices and len(set(kinds[first : first + count])) == 1
+        for n, kind in enumerate(kinds)
     ]  # fmt: skip
 
 

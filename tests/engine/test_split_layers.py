@@ -21,7 +21,7 @@ from hetpipe import checkpoint
 from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.plan.layer_split import Split
+from hetpipe.plan.plan import Split
 
 DEVICES = ("pytorch:cpu:0",) * 2
 POCL = "opencl:pocl:0"

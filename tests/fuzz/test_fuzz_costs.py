@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from invented import values
 
 from hetpipe.cost import CostTable, read_costs
-from hetpipe.cost.pipedream_profile import graph_of, read_profile, write_profile
 from hetpipe.cost.table import VERSION, _Table
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.planner import make_plan
@@ -30,7 +29,6 @@ def attempt(path: Path, content: bytes) -> str:
         assert re.search(IN_JSON, table.removeprefix(str(path))), table
         return REFUSED
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
-    result_of(lambda: export(table, path), (CostError,))
     if table.samples < 10**6 and len(table.layers) < 20:
         plan = result_of(lambda: planned(table), USE)
         if not isinstance(plan, str):
@@ -41,13 +39,6 @@ def attempt(path: Path, content: bytes) -> str:
 def planned(table: CostTable) -> Any:
     members = list(table.devices)[:3]
     return make_plan(table, members, mini_batch=2 * table.samples, microbatches=2)
-
-
-def export(table: CostTable, path: Path) -> None:
-    for device in list(table.devices)[:3]:
-        profile = graph_of(table, device)
-        write_profile(profile, path.with_suffix(".txt"))
-        assert read_profile(path.with_suffix(".txt")) == profile
 
 
 def fitted(table: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from documents import DATA, IN_JSON
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 from invented import values
+from profile_files import write_profile
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.cost import importers, workloads
 from hetpipe.cost.importers import read_chain
-from hetpipe.cost.pipedream_profile import ChainCosts, read_profile, write_profile
+from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.errors import CostError
 from hetpipe.study.subject import of_chain
 

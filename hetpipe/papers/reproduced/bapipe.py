@@ -16,7 +16,7 @@ from hetpipe.papers.fpga import table6
 from hetpipe.papers.reproduced.gnmt import Gnmt
 from hetpipe.papers.reproduced.table import Figure, expected
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.study.subject import Subject, of_profile, sizes_of

@@ -10,7 +10,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.table import CostTable, LayerBytes
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.exact import exact
+from hetpipe.plan.partition import exact
 from hetpipe.study.largest import Method, fits, most, repeated
 from hetpipe.study.subject import of_chain
 

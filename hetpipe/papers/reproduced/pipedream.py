@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced.table import Figure, expected
-from hetpipe.plan.pipedream import Level, data_parallel_s, plan_pipedream
+from hetpipe.plan.planners.pipedream import Level, data_parallel_s, plan_pipedream
 
 
 def plans(data: Path) -> tuple[str, list[Figure]]:

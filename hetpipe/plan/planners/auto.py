@@ -28,7 +28,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest predicted plan of all planners. Raises `PlanError`.
 
     All groups of few devices are compared by lower bounds, first a device for each stage. Groups
-    are left out that cannot be faster than the proposals before them.
+    that cannot be faster than earlier proposals are omitted.
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)

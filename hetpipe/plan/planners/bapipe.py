@@ -20,9 +20,8 @@ import numpy as np
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.plan.costs import Array, StageCosts
-from hetpipe.plan.exact import bottleneck, exact, stage_times
 from hetpipe.plan.intra import with_splits
-from hetpipe.plan.partition import balance_cuts, ideal_stage_s
+from hetpipe.plan.partition import balance_cuts, bottleneck, exact, ideal_stage_s, stage_times
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, fastest_plan, finish_plan
 from hetpipe.plan.priced import Priced

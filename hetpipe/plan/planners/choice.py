@@ -1,9 +1,10 @@
-"""Choice: the choice among proposals, the same for all planners."""
+"""Choice: the planners by name, and the choice among proposals, the same for all planners."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import PlanError
@@ -21,7 +22,18 @@ from hetpipe.words import words
 WORTH_A_NOTE = 0.01
 """A smaller relative cost of shared links is not mentioned."""
 
+PLANNERS = ("auto", "bapipe", "dapple", "exact", "pipedream")
+"""Modules of this folder. `auto` considers the proposals of all others."""
+
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
+
+
+def plan(costs: Tables, cluster: Cluster, options: PlannerOptions, planner: str = "auto") -> Plan:
+    """Return the plan of the planner with this name, see `chosen`. Raises `PlanError`."""
+    if planner not in PLANNERS:
+        raise PlanError(f"no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+    made: Plan = import_module(f"hetpipe.plan.planners.{planner}").plan(costs, cluster, options)
+    return made
 
 
 def chosen(
@@ -34,9 +46,8 @@ def chosen(
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    return finish_plan(
-        fastest_plan(priced, proposals(priced, cluster), cluster, planner), priced, cluster
-    )
+    best = fastest_plan(priced, proposals(priced, cluster), cluster, planner)
+    return finish_plan(best, priced, cluster)
 
 
 def fastest_plan(

@@ -21,8 +21,7 @@ from hetpipe.capture.passes.split_layers import SplitParameters
 from hetpipe.capture.passes.update_programs import check_elementwise
 from hetpipe.capture.precision import Precision
 from hetpipe.errors import HetpipeError, PlanError
-from hetpipe.plan.layer_split import Split, splits_of
-from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.plan import Plan, Split, StagePlan, splits_of
 
 PLAN = Plan(
     model="toy",

@@ -1,18 +1,16 @@
-"""Importers: other planners' JSON read as chains, refusals with their place, and the exporter."""
+"""Importers: other planners' JSON read as chains, and refusals with their place."""
 
 import json
 import os
 import random
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from hetpipe.cluster import Cluster
 from hetpipe.cost.importers import read_chain
-from hetpipe.cost.pipedream_profile import graph_of, read_profile, write_profile
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
+from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.errors import CostError
 from hetpipe.study import of_file
 
@@ -304,38 +302,3 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text, says):
     assert says in str(error.value)
     with pytest.raises(CostError, match="absent"):
         read_chain(tmp_path / "absent.json")
-
-
-def table(*names):
-    rng = random.Random(11)
-    layers = tuple(
-        LayerBytes(name, rng.randint(0, 9999), 1, rng.randint(0, 9999), 7) for name in names
-    )
-    costs = tuple(LayerCost(rng.random() / 7, rng.random() / 3, 1.0) for _ in names)
-    return CostTable("model", 8, layers, {"gpu": DeviceCost(costs, 0.001, 10**9, "gpu")})
-
-
-def test_an_exported_device_is_read_again(tmp_path):
-    costs = table("Input block -- 1", "relu", "relu", "a\nb")
-    write_profile(graph_of(costs, "gpu"), tmp_path / "graph.txt")
-    profile = read_profile(tmp_path / "graph.txt").without_inputs()  # removes no node
-    assert [node.description for node in profile.nodes] == [
-        "Layer(Input block -- 1)", "Layer(relu)", "Layer(relu)", "Layer(a b)",
-    ]  # fmt: skip
-    assert profile.edges == tuple(pairwise(("node1", "node2", "node3", "node4")))
-    chain, layers = profile.chain(), costs.devices["gpu"].layers
-    assert chain.forward_s == tuple(layer.forward_s for layer in layers)
-    assert chain.backward_s == tuple(layer.backward_s for layer in layers)
-    assert chain.params_nbytes == tuple(layer.params_nbytes for layer in costs.layers)
-    assert chain.activation_nbytes == tuple(layer.saved_nbytes for layer in costs.layers)
-
-
-def test_costs_that_cannot_be_exported_are_refused():
-    costs = table("conv", "norm")
-    with pytest.raises(CostError, match="no costs for cpu; the table has gpu"):
-        graph_of(costs, "cpu")
-    device = costs.devices["gpu"]
-    lacking = LayerCost(float("inf"), 1.0, 1.0, "it lacks the operator")
-    without = replace(costs, devices={"gpu": replace(device, layers=(lacking, device.layers[1]))})
-    with pytest.raises(CostError, match="gpu cannot run conv: it lacks the operator"):
-        graph_of(without, "gpu")

@@ -7,7 +7,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from hetpipe.capture import Captured
 from hetpipe.cost import fpga, gpu
-from hetpipe.cost.board import board
+from hetpipe.cost.board import Board, board
 from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
@@ -39,6 +39,33 @@ def data() -> Path:
     return Path(folder)
 
 
+STEPS = 40
+
+
+def calibrate(
+    v100: Board,
+    measured: Sequence[tuple[Kernel, float]],
+    others: Sequence[tuple[Kernel, float]] = (),
+) -> gpu.Shares:
+    """Return the shares with the least median error on measured kernels, given their seconds.
+
+    The error is measured on `others`, or without any on the same kernels.
+    """
+
+    def errors(shares: gpu.Shares, kernels: Sequence[tuple[Kernel, float]]) -> list[float]:
+        pairs = [(gpu.kernels_s(v100, [kernel], shares), s) for kernel, s in kernels]
+        return [abs(predicted_s / seconds - 1) for predicted_s, seconds in pairs]
+
+    def rank(shares: gpu.Shares) -> tuple[float, float]:
+        trial = errors(shares, measured)
+        return statistics.median(trial), statistics.fmean(trial)
+
+    grid = [(n + 1) / STEPS for n in range(STEPS)]
+    trials = [gpu.Shares(a, b, 0.0) for a, b in itertools.product(grid, grid)]
+    best = min(trials, key=rank)
+    return replace(best, error=statistics.median(errors(best, others or measured)))
+
+
 class TestRoofline:
     def test_the_slower_of_operations_and_bytes_and_the_launch(self) -> None:
         v100, shares = board("v100-pcie-16"), gpu.Shares(0.5, 0.25, 0.0)
@@ -58,7 +85,7 @@ class TestRoofline:
         v100, true = board("v100-pcie-16"), gpu.Shares(0.6, 0.4, 0.0)
         kernels = [Kernel(10.0**n, 10 ** (20 - n)) for n in range(8, 13)]
         measured = [(kernel, gpu.kernels_s(v100, [kernel], true)) for kernel in kernels]
-        found = gpu.calibrate(v100, measured)
+        found = calibrate(v100, measured)
         assert (found.matrix, found.memory) == (0.6, 0.4)
         assert found.error < 1e-9
 
@@ -68,7 +95,7 @@ class TestRoofline:
             for name, samples in (("vgg16", 128), ("alexnet", 256), ("resnet50", 128))
             for pair in published_kernels(data / "profiles" / "pipedream" / f"{name}.txt", samples)
         ]
-        found = gpu.calibrate(board("v100-pcie-16"), measured[::2], measured[1::2])
+        found = calibrate(board("v100-pcie-16"), measured[::2], measured[1::2])
         print(f"V100: {found}, {len(measured) // 2} layers each")
         assert (found.matrix, found.memory) == (gpu.V100.matrix, gpu.V100.memory)
         assert found.error == pytest.approx(gpu.V100.error, abs=0.001)
@@ -82,7 +109,7 @@ class TestRoofline:
             for pair in published_kernels(folder / f"{name}.txt", samples)
         ]
         others = list(published_kernels(folder / "resnet50.txt", 128))
-        shares = gpu.calibrate(board("v100-pcie-16"), measured, others)
+        shares = calibrate(board("v100-pcie-16"), measured, others)
         print(f"V100 without ResNet-50: {shares}, {len(measured)} and {len(others)} layers")
         assert shares.error == pytest.approx(0.50, abs=0.01)
         assert shares.error > gpu.V100.error
@@ -135,7 +162,9 @@ class TestFpga:
 
     def error(self, designs, pair) -> float:
         """Return the median error on the other boards after a calibration on two."""
-        working = fpga.calibrate([designs[name] for name in pair])
+        rates = [rate / fpga.throughput(fabric, working=1.0)
+                 for fabric, rate in map(designs.__getitem__, pair)]  # fmt: skip
+        working = statistics.median(rates)
         return statistics.median(
             abs(fpga.throughput(fabric, working=working) / rate - 1)
             for name, (fabric, rate) in designs.items()

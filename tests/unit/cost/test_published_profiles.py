@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+from profile_files import write_profile
 
-from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, read_profile, write_profile
+from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, read_profile
 from hetpipe.errors import CostError
 
 LINE = (

@@ -12,7 +12,7 @@ from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.papers.reproduced import bapipe, dapple, pipeoptim
 from hetpipe.papers.reproduced.gnmt import Gnmt, by_weights, even_cuts
 from hetpipe.papers.reproduced.table import PAPERS, expected, reproduce
-from hetpipe.plan.planners.registry import plan
+from hetpipe.plan.planners.choice import plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.study.largest import Method, fits
 

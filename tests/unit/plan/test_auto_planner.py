@@ -11,7 +11,7 @@ from tables import MIB, make_table
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.errors import PlanError
-from hetpipe.plan.planners.registry import PLANNERS, plan
+from hetpipe.plan.planners.choice import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.words import words
 

@@ -13,9 +13,9 @@ from hetpipe.cluster.member import Member
 from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.table import LayerCost, LinkCost
 from hetpipe.errors import HetpipeError, PlanError
-from hetpipe.plan.dapple import plan_dapple
-from hetpipe.plan.pipedream import Level, plan_pipedream
-from hetpipe.plan.planners.registry import PLANNERS, plan
+from hetpipe.plan.dapple import candidates
+from hetpipe.plan.planners.choice import PLANNERS, plan
+from hetpipe.plan.planners.pipedream import Level, plan_pipedream
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire
 from hetpipe.plan.shares import divide_samples
@@ -88,7 +88,7 @@ def test_the_papers_planners_name_the_layer():
     with pytest.raises(PlanError, match="layer last takes inf s forward"):
         plan_pipedream(chain, [Level(2, 1.0)])
     with pytest.raises(PlanError, match="layer last takes inf s forward"):
-        plan_dapple(chain, Machines((2,), wire, wire), samples=1, global_batch=2)
+        candidates(chain, Machines((2,), wire, wire), samples=1, global_batch=2)
 
 
 def test_devices_without_any_time_are_infinitely_fast():

@@ -23,7 +23,7 @@ from hetpipe.cost.table import (
 from hetpipe.errors import CostError
 from hetpipe.optim import lamb
 from hetpipe.plan.intra import with_splits
-from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.study import compare, of_model

@@ -9,8 +9,7 @@ import pytest
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.exact import bottleneck, exact
-from hetpipe.plan.partition import balance_cuts, moves
+from hetpipe.plan.partition import balance_cuts, bottleneck, exact, moves
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
-from hetpipe.plan.planners.registry import PLANNERS
+from hetpipe.plan.planners.choice import PLANNERS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tables import MIB, make_table
 
-from hetpipe.plan.planner import make_pipeline
+from hetpipe.plan.planner import make_pipeline, with_notes
 from hetpipe.plan.proposal import PlannerOptions
-from hetpipe.plan.unused import with_notes
 
 TABLES = {4: make_table({"a": 1.0, "b": 0.05}, samples=4)}
 OPTIONS = PlannerOptions(16)

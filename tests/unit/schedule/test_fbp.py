@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.straight import fbp
 from hetpipe.schedule.text import format_grid, parse_schedule
 from hetpipe.schedule.validate import validate
 from hetpipe.simulate.simulator import simulate

@@ -5,7 +5,7 @@ import pytest
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate, max_in_flight
-from hetpipe.schedule.rule import is_asynchronous, is_chunked, register_schedule, schedule_names
+from hetpipe.schedule.rule import is_asynchronous, register_schedule, rule_of, schedule_names
 from hetpipe.schedule.straight import gpipe, naive, one_f_one_b, one_f_one_b_sno, one_f_one_b_so
 from hetpipe.schedule.text import format_grid
 
@@ -159,7 +159,7 @@ def test_the_registered_schedules():
         "interleaved", "naive", "pipedream", "zb-h1", "zb-v",
     ]  # fmt: skip
     assert [name for name in schedule_names() if is_asynchronous(name)] == ["asp", "pipedream"]
-    assert [name for name in schedule_names() if is_chunked(name)] == [
+    assert [name for name in schedule_names() if rule_of(name).several_stages] == [
         "data-parallel", "interleaved", "zb-v",
     ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.generators import generate
-from hetpipe.simulate.occupation import Occupation, occupation
+from hetpipe.simulate.outcome import Occupation, occupation
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes, Transfer

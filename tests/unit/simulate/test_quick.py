@@ -12,7 +12,7 @@ from hetpipe.schedule.rule import rule_of
 from hetpipe.simulate import simulator
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
-from hetpipe.simulate.walk import order_of, walk
+from hetpipe.simulate.walk import order_of, step_s, walk
 
 STRAIGHT = ["naive", "gpipe", "1f1b", "1f1b-sno", "1f1b-so", "zb-h1"]
 SEVERAL = ["interleaved", "zb-v"]
@@ -55,7 +55,7 @@ def test_one_pass_equals_the_simulator(name: str) -> None:
         times = random_times(rng, stages, pairs)
         order = order_of(rule_of(name), stages, microbatches, depths, workers, pairs)
         assert order is not None
-        assert order.step_s(times) == simulate(schedule, times).step_s
+        assert step_s(order, times) == simulate(schedule, times).step_s
 
 
 @pytest.mark.parametrize("name", ["fbp", "pipedream"])

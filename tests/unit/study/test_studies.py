@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profile_files import write_profile
 from tables import make_table, plan_by
 from typer.testing import CliRunner
 
@@ -16,10 +17,10 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost import CostTable
-from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode, write_profile
+from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.registry import plan as choose
+from hetpipe.plan.planners.choice import plan as choose
 from hetpipe.plan.pricing import crossing, stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.plan.sharing import share_media
