@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any
@@ -53,20 +53,16 @@ class LayerCost:
 
     def scaled(self, factor: float) -> LayerCost:
         """Return the cost with all times multiplied."""
-        return replace(
-            self,
-            forward_s=factor * self.forward_s,
-            backward_s=factor * self.backward_s,
-            update_s=factor * self.update_s,
-        )
+        return self._changed(lambda time_s: factor * time_s)
 
     def delayed(self, seconds: float) -> LayerCost:
         """Return the cost with `seconds` added to each pass and update that takes time."""
+        return self._changed(lambda time_s: time_s + seconds * (time_s > 0))
+
+    def _changed(self, change: Callable[[float], float]) -> LayerCost:
+        forward_s, backward_s = change(self.forward_s), change(self.backward_s)
         return replace(
-            self,
-            forward_s=self.forward_s + seconds * (self.forward_s > 0),
-            backward_s=self.backward_s + seconds * (self.backward_s > 0),
-            update_s=self.update_s + seconds * (self.update_s > 0),
+            self, forward_s=forward_s, backward_s=backward_s, update_s=change(self.update_s)
         )
 
     @property

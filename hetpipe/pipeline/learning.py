@@ -200,15 +200,7 @@ def scale_costs(
 
     def device_of(name: str, cost: DeviceCost) -> DeviceCost:
         factor = factors.get(name, 1.0)
-        layers = tuple(
-            replace(
-                layer,
-                forward_s=layer.forward_s * factor,
-                backward_s=layer.backward_s * factor,
-                update_s=layer.update_s * factor,
-            )
-            for layer in cost.layers
-        )
+        layers = tuple(layer.scaled(factor) for layer in cost.layers)
         label = "emulated" if name in emulated else cost.label
         return replace(cost, layers=layers, overhead_s=cost.overhead_s * factor, label=label)
 
