@@ -140,7 +140,7 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
     except RuntimeError:  # functionalisation can yield strides that an operator rejects
         graph = make_fx(flat, decomposition_table=dict(table))(*own)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
-        raise NotAsked("traced, it reads a constant")
+        raise NotAsked("the traced graph reads a constant")
     _drop_unread_writes(graph.graph)
     graph.graph.eliminate_dead_code()
     return canonical(graph)
