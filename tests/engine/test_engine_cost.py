@@ -13,7 +13,6 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.plan.costs import passes_s
 from hetpipe.profile import measure
 from hetpipe.profile.links import engine_s
 from hetpipe.profile.measure import profile
@@ -44,4 +43,4 @@ def test_the_engines_time_counts_once_per_stage(
         assert all(1.0 < layer.forward_s < 1.5 for layer in device.layers)
         assert all(layer.update_s > 1.0 for layer in device.layers if layer.update_s)
     assert len(table.layers) > 1
-    assert all(1.0 < time_s < 1.5 for time_s in passes_s(table, ("a", 0, len(table.layers))))
+    assert all(1.0 < time_s < 1.5 for time_s in table.passes_s("a", 0, len(table.layers)))
