@@ -1,8 +1,8 @@
 """Capture: a model and an example batch become layers, and layers become stage graphs.
 
-The package can be called: `hp.capture(model, loss_fn, (x, y))`. `import hetpipe.capture` anywhere
-binds that name to the package, so a function of the name would come and go with imports. Type
-checkers see the function.
+The package itself can be called: `hp.capture(model, loss_fn, (x, y))`. Any `import hetpipe.capture`
+binds the name `hp.capture` to the package, and would replace a function of that name. Type checkers
+see the function.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ _T = TypeVar("_T")
 class Captured:
     """A model and its loss as graphs. Capture neither changes nor runs the model itself.
 
-    Each module trains in its mode at capture, train or eval; later changes of mode have no effect.
-    Warns with `EvalModeWarning` if the whole model is in eval mode.
+    Each module trains in the mode, train or eval, that it has at capture; later changes of mode
+    have no effect. Warns with `EvalModeWarning` if the whole model is in eval mode.
 
     `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
     loss's tensors begin with `loss.`. A tied tensor appears once; `aliases` maps its other names to
@@ -100,7 +100,7 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
-        self._outputs: dict[bool, Outputs] = {}  # of the model, in training mode and in eval mode
+        self._outputs: dict[bool, Outputs] = {}  # the model's, by "in training mode"
         self._identity = Identity(
             self._model, self._loss_fn, self._example, self._modes, options, self._note_output
         )
@@ -210,7 +210,8 @@ class Captured:
         bounds = [0, *cuts, count]
         if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise CaptureError(
-                f"cuts {list(cuts)} must increase strictly between 0 and the {count} layers"
+                f"cuts {list(cuts)} must increase strictly, and lie between 1 and the number of "
+                f"layers minus 1; there are {count} layers"
             )
         if len(decompositions) != len(cuts) + 1:
             raise CaptureError(
@@ -241,7 +242,7 @@ class Captured:
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # the code has no signature
+            if training not in self._outputs:  # code without a signature has not run yet
                 self._flat(self._summary.samples, training)
             with self._modes.apply(evaluation=not training):
                 check = LossCheck(
@@ -308,7 +309,7 @@ def _check_layers(flat: FlatGraph, first: ModelSummary, mode: str) -> None:
     raise CaptureError(
         f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
         f"in {mode} but {len(first.layer_names)} for {first.samples} in training: "
-        f"layer {number} is {name}, not {expected}; make its structure independent"
+        f"layer {number} is {name}, not {expected}; make the model's structure independent"
         " of the batch size and the mode"
     )
 

@@ -1,4 +1,4 @@
-"""Keeps captures on disk, so that a second start of the same model need not export it.
+"""Keeps captures on disk, so that a second start of the same model needs no export.
 
 Entries are data: records of capture, graphs as lists of operator names, and arrays of numbers.
 Reading an entry never runs code, whoever has written it.
@@ -36,7 +36,7 @@ class ModelSummary:
     has_count: bool  # loss_fn returns (sum, count)
     fingerprint: str
     indices: tuple[IndexBound, ...]
-    rows: dict[str, int]  # number of rows in the first part, by split parameter
+    rows: dict[str, int]  # by split parameter: number of rows in its first part
 
 
 def summarize(flat: FlatGraph) -> ModelSummary:
@@ -121,7 +121,7 @@ def _to_record(parts: data_pickle.Parts) -> Any:
         text, shape, data, scalar = value
         dtype = np.dtype(text)
         if dtype.kind not in NUMBERS:
-            raise ValueError(f"it has an array of {dtype}, which are no numbers")
+            raise ValueError(f"it has an array of {dtype}, whose elements are not numbers")
         array = np.frombuffer(bytearray(data), dtype).reshape(shape)
         return array[()] if scalar else array
     if kind == "Program":

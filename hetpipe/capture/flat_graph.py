@@ -20,9 +20,9 @@ PARAMETRIZATIONS = "parametrizations"
 class FlatGraph:
     """A functional graph of `samples` samples.
 
-    `free` nodes depend on no sample, parameter or changing buffer: each stage that uses one
-    computes it itself. `layer` numbers every other call. `rows` has, for every parameter that is
-    split in two, the number of rows in its first part.
+    `free` nodes depend on no sample, parameter or changing buffer: each stage computes the free
+    nodes that it uses. `layer` has the layer's number of every other call. `rows` has, for every
+    parameter that is split in two, the number of rows in its first part.
     """
 
     samples: int

@@ -37,7 +37,7 @@ class Precision:
         if self.compute not in (None, *COMPUTE_DTYPES):
             raise CaptureError(
                 f"precision={self.compute!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}, "
-                "or None for the model's own"
+                "or None for the model's own dtypes"
             )
         if self.cut == "bfloat16":
             raise CaptureError(
@@ -71,10 +71,10 @@ class Precision:
 def cast_at_cuts(
     graph: fx.Graph, inputs: list[Key], outputs: list[Key], precision: Precision
 ) -> None:
-    """Cast a piece's CUT inputs from the dtype of the cut, and its CUT outputs to it.
+    """Cast the CUT inputs of a piece from the dtype of the cut, and its CUT outputs to that dtype.
 
     Autograd then casts their gradients back. A tensor that the piece passes on gets a gradient from
-    later pieces and one from this piece; they are added in the tensor's own dtype.
+    later pieces and a gradient from this piece; both are added in the tensor's own dtype.
     """
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     for key, node in zip(inputs, nodes, strict=True):

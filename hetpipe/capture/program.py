@@ -176,7 +176,7 @@ class StageGraphs:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that this stage reads, in first use order."""
+        """Names of the parameters that this stage reads, in the order of their first use."""
         return self._names(PARAM)
 
     @property

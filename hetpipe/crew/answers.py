@@ -22,8 +22,8 @@ from hetpipe.wire.messages import Losses, News, Scale, StepReport
 
 
 class Answers:
-    """Computes the answers for the latest request. `reporters` counts workers that report LOSS and
-    COUNT."""
+    """Computes the answers for the latest request. `reporters` has the number of workers that
+    report LOSS, and COUNT."""
 
     def __init__(self, request: Request, reporters: Mapping[str, int], workers: int) -> None:
         self._request = request
@@ -31,12 +31,12 @@ class Answers:
         self._losses: list[Losses] = []
         self._squares: list[float] = []
         self.culprit = ""
-        """A gradient that is not finite, the reason why the update is left out."""
+        """Names a gradient that is not finite; the update is therefore left out."""
         self.skipped = False
         """Whether the update is left out."""
 
     def to(self, news: News) -> Scale | None:
-        """Return the answer to all workers; None until the other workers have reported."""
+        """Return the answer to all workers; None while reports of other workers are missing."""
         if isinstance(news, Losses):
             self._losses.append(news)
             if not self._all_reported():
@@ -47,7 +47,7 @@ class Answers:
             self._squares.append(news.square)
             clip = self._request.clip
             assert clip is not None
-            if clip.undoes:  # otherwise the loss scale adapts to the skipped update
+            if clip.undoes:  # without it, a skipped update is normal: the loss scale adapts
                 self.culprit = self.culprit or news.culprit
             if len(self._squares) < self._workers:
                 return None
@@ -75,7 +75,7 @@ class Answers:
         if request.grad_scale is not None:
             return request.grad_scale
         total = sum(sum(losses.counts or ()) for losses in self._losses)
-        if total == 0:  # without a mean, a flush applies nothing, and a stream applies zeros
+        if total == 0:  # there is no mean: a flush applies nothing, a stream applies zeros
             return math.nan if request.guards else 0.0
         return 1.0 / (total * request.loss_scale)
 
@@ -91,7 +91,7 @@ class Posted:
 def result_of(
     reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
 ) -> StepResult:
-    """Return the result of all workers' reports; times count from `origin_s`."""
+    """Return the result of all workers' reports; its times are relative to `origin_s`."""
     culprits = [answers.culprit, *(report.culprit for report in reports)]
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [

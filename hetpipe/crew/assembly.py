@@ -36,7 +36,7 @@ from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import host_dtype
 
 PARTS = 16
-"""Number of parts in which a message of a streaming member travels."""
+"""Most parts in which a message of a streaming member travels."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -62,7 +62,7 @@ class Descriptors:
 
 
 class Assembly:
-    """Stages that fit together, and the values, wires and feeds that each needs.
+    """Stages that fit together, and the values, wires and feeds that each stage needs.
 
     `stages[n]` are the replicas of stage n, `sizes` the samples of whole micro-batches.
     """

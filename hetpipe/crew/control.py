@@ -19,7 +19,7 @@ logger = logging.getLogger("hetpipe")
 
 TICK_S = 1.0
 PAUSE_TICKS = 3
-"""After this many missed ticks a loop was stopped, and all workers with it."""
+"""A loop that misses more ticks was itself stopped, and so were all workers."""
 
 
 NOTICE_S = 60.0
@@ -34,9 +34,9 @@ _PASSES = {
 
 
 class Patience:
-    """How long nothing may move before workers count as stuck, from the steps so far.
+    """Limits the time in which nothing moves: then workers count as stuck. Steps so far set it.
 
-    The limit holds while every worker waits for another one: a pass may take any time.
+    The limit applies while every worker waits for another worker. A pass may take any time.
     """
 
     FIRST_STEP_S = 600.0
@@ -64,7 +64,8 @@ class Control:
     """Collects the workers' messages, from any thread; `gather` waits for them.
 
     `labels` name the workers in messages to the user. After the first failure every call raises it.
-    `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that failed.
+    `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that reports
+    the failure.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -85,7 +86,7 @@ class Control:
 
     @property
     def failed(self) -> bool:
-        """Whether the run is over."""
+        """Whether the run has failed."""
         return self._error is not None
 
     @property
@@ -123,7 +124,7 @@ class Control:
         if not self.owns:
             raise HetpipeError(
                 f"process {os.getpid()} is a fork of process {self._owner}, which started these "
-                "workers: they answer that process alone; start others here"
+                "workers: they answer only that process; start other workers here"
             )
         if self._error is not None:
             text, trace = self._error
@@ -138,9 +139,10 @@ class Control:
     ) -> list[Any]:
         """Wait for one reply from each of these workers.
 
-        News that come before go to `on_news`, or are kept. Raises `WorkerError` if a worker fails,
-        or if none moves for `patience_s`; while a worker is in a pass, for `pass_limit_s`. Time in
-        which this process itself was stopped does not count.
+        News that arrive before the last reply go to `on_news`; without it they are kept. Raises
+        `WorkerError` if a worker fails, or if no worker moves for `patience_s` or, while a worker
+        is in a pass, for `pass_limit_s`. Time in which this process itself was stopped does not
+        count.
         """
         moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
@@ -155,7 +157,7 @@ class Control:
                 replies = None
                 if all(self._replies[worker] for worker in workers):
                     replies = [self._replies[worker].pop(0) for worker in workers]
-            for item in news:  # after the last reply they belong to the next mini-batch
+            for item in news:  # news after the last reply belong to the next mini-batch
                 assert on_news is not None
                 on_news(item)
             if replies is not None:

@@ -36,7 +36,7 @@ class Scripts:
     """The schedules that workers have, by number. Both sides forget the oldest first."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[int, Schedule]] = {}  # by identity, which is kept alive
+        self._sent: dict[int, tuple[int, Schedule]] = {}  # by `id`; kept alive, so ids stay unique
 
     def send(self, schedule: Schedule, serial: int) -> tuple[int, Schedule | None]:
         """Return the schedule's number, and the schedule itself if the workers lack it."""
@@ -86,7 +86,7 @@ class Crew(Workers):
         shares: Shares | None = None,
         sizes: Collection[int] = (),
     ) -> None:
-        """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
+        """Give stage n to `members[n]`: upload parameters and buffers, and compile all programs.
 
         Gradients start at zero, optimizer state at `state_init(shape, dtype)`. A member may have
         several stages. A stage with several members and graphs has replicas, which divide a
@@ -113,9 +113,10 @@ class Crew(Workers):
     ) -> None:
         """Replace the stages by other stages of the same model, or move them, while no step runs.
 
-        Values stay on the members that have them, and others travel; gradients that would travel
-        must be zero. A stage stays compiled if its member has it already. Raises `HetpipeError` for
-        replicas and for members with several stages.
+        Values stay on members that still need them, and other values travel. Gradients do not
+        travel, so the gradients of a stage that moves must be zero. A stage stays compiled if its
+        member has it already. Raises `HetpipeError` for replicas and for members with several
+        stages.
         """
         before, placed = self._loaded(), self._placement.members
         assembly, placement = _assemble(stages, members, None, None, sizes)
@@ -194,8 +195,8 @@ class Crew(Workers):
         """Hand out a mini-batch, without waiting for it (station 2 of
         docs/life-of-a-micro-batch.md).
 
-        With a `part` of a stream, workers may begin the next part before this one is done; without
-        a part they drain it.
+        With a `part` of a stream, workers may begin the next part before this part is done; without
+        a part, they wait until all messages are sent.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False
@@ -203,7 +204,7 @@ class Crew(Workers):
         if isinstance(request, StepRequest):
             assembly.check(request.samples, request.feeds, request.loss_tangents)
             if request.grad_scale is None and not assembly.has_count:
-                raise HetpipeError("grad_scale is None, and the loss has no count to make it from")
+                raise HetpipeError("grad_scale is None, but the loss has no count: give a number")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
         # A custom schedule may leave out micro-batches, but it still has one mini-batch.
@@ -232,7 +233,7 @@ class Crew(Workers):
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the oldest mini-batch under way.
 
-        It is station 16 of docs/life-of-a-micro-batch.md.
+        This is station 16 of docs/life-of-a-micro-batch.md.
         """
         limits_s = self._patience.limit_s, self.pass_limit_s
         patience_s, pass_limit_s = limits_s if timeout_s is None else (timeout_s, timeout_s)

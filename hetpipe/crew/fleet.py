@@ -31,7 +31,7 @@ logger = logging.getLogger("hetpipe")
 LEAVE_S = 2.0
 """Seconds that a worker may take to end before it is killed."""
 LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Error numbers of a message that this process itself cannot send."""
+"""Error numbers of a send that fails because of this process itself, not because of the worker."""
 
 
 class Fleet(ABC):
@@ -116,7 +116,7 @@ class ProcessFleet(Fleet):
     their messages and ends them.
 
     A message may be sent before its worker has started: it waits in the channel. Only the watcher
-    changes lists; other threads change only `_closing`, and ring the bell, which wakes it.
+    changes lists. Other threads change only `_closing`, and ring the bell, which wakes the watcher.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ProcessFleet(Fleet):
             return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if threading.current_thread() is not self._thread:  # it may collect and close the crew
+        if threading.current_thread() is not self._thread:  # it, too, may free and close the crew
             self._thread.join()
         self.keep = None
 
@@ -223,7 +223,7 @@ class ProcessFleet(Fleet):
     def _died(self, worker: int) -> None:
         code = self._children[worker].wait(LEAVE_S)
         if code is None:
-            self.control.fail(f"{self._describe(worker)} has closed its connection and still runs")
+            self.control.fail(f"{self._describe(worker)} has closed its connection but still runs")
             return
         if code >= 0:
             end = f"ended with status {code}; its own messages are above"

@@ -7,8 +7,9 @@
     <======================= the worker's channel: Open, ... ====>
     <----------- STATUS: its end   <---------------------- exit
 
-A library reads its variables when it is loaded, so workers with different settings of such
-libraries come from different servers. A server serves all crews of the process, and ends with it.
+A library reads its environment variables when it is loaded, so workers with different values of
+these variables come from different servers. A server serves all crews of the controller, and ends
+with the controller.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ READ_WHEN_LOADED = (
     "TORCH", "PYTORCH", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
 )  # fmt: skip
 """Prefixes of the variables that Python, glibc, torch and its libraries read when they are loaded.
-All others are set in the worker."""
+All other variables are set in the worker."""
 
 
 class WorkerProcess:
@@ -55,8 +56,8 @@ class WorkerProcess:
         return self._pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return the exit status, or minus the signal; None if the worker still runs at the
-        timeout."""
+        """Return the exit status, or minus the number of the signal that killed the worker; None if
+        it still runs at the timeout."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._code is None:
             left_s = end_s - time.monotonic()
@@ -138,8 +139,7 @@ class ForkServer:
 
 
 _servers: dict[tuple[int, tuple[tuple[str, str], ...]], ForkServer] = {}
-"""The servers by owner, a process id, and variables. A fork of the controller has its own servers.
-"""
+"""The servers, by (process id of the owner, variables). A fork of the controller starts others."""
 # Held while a server is looked up or started, so that two crews do not start the same one; never
 # while anyone waits for a worker.
 _starting = threading.Lock()

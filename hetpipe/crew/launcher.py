@@ -36,7 +36,7 @@ NAMED = 8  # most boards that a message names
 
 @dataclass(frozen=True)
 class _Worker:
-    """A member and its device. A process also needs its backend's reference, and variables."""
+    """A member and its device; for a worker process, also the backend's reference and variables."""
 
     member: Member
     info: DeviceInfo
@@ -45,11 +45,11 @@ class _Worker:
 
 
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
-    """Start one worker per member; they open their devices and then reply.
+    """Start one worker per member. The workers open their devices and then reply.
 
-    Raises `ClusterError` if there are no members, if two have one id, or if one is a board without
-    numerics; `BackendError` for a missing device, `HetpipeError` for a backend that no process can
-    import.
+    Raises `ClusterError` if there are no members, if two members have the same id, or if a member
+    is a board without numerics; `BackendError` for a missing device, `HetpipeError` for a backend
+    that no process can import.
     """
     check_not_loading()
     transport, members = transport_of(cluster.transport), cluster.members
@@ -97,7 +97,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 def configure_backends(cluster: Cluster) -> None:
     """Give backends their options and cancel the options of earlier clusters.
 
-    Errors begin with the place of the table.
+    Errors begin with the place of the options in the cluster's file.
     """
     for name in {_backend(member) for member in cluster.members} - cluster.options.keys():
         forget_options(name)
@@ -117,7 +117,7 @@ def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
             return _Worker(member, _info(member))
         backend, info = _reference(member), _info(member)
         settings = settings_of(member, info)
-        server_for(settings)  # it imports torch during the search for the next device
+        server_for(settings)  # the server imports torch during the search for the next device
         return _Worker(member, info, backend, settings)
     except HetpipeError as error:
         if place is None:
@@ -163,12 +163,13 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""For glibc: freed activations stay with the process. By default they return to the system, and
-every micro-batch faults its pages in again, which costs a tenth of a step."""
+"""For glibc: freed memory stays with the process. By default glibc returns the memory of
+activations to the system, and every micro-batch faults the pages in again, which costs a tenth of a
+step."""
 
 
 def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
-    """Return the variables for a member's worker; its backend's override a companion's."""
+    """Return the variables for a member's worker; its backend may override a companion's values."""
     cores = len(member.cores) or len(os.sched_getaffinity(0))
     settings = usual_settings(cores)
     if companion := companion_of(info.backend):

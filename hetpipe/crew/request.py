@@ -32,8 +32,7 @@ class StepRequest:
     clip: Clip | None = None
     evaluates: bool = False
     guards: bool = False
-    """Whether updates wait until all losses are known to be finite; otherwise nothing is applied.
-    """
+    """Whether updates wait for all losses; then nothing is applied if a loss is not finite."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -57,10 +56,10 @@ Request = StepRequest | UpdateRequest
 
 @dataclass(frozen=True)
 class StreamPart:
-    """A part of a stream, which begins mini-batch `begins`.
+    """A part of a stream; it begins with mini-batch `begins`.
 
-    Numbers in the schedule count from mini-batch `first`. `closing` has each stage's last
-    operations with a micro-batch, in the whole stream.
+    The schedule's numbers are relative to mini-batch `first` of the stream. `closing` has each
+    stage's last operations with a micro-batch, in the whole stream.
     """
 
     first: int
@@ -81,12 +80,12 @@ class StepResult:
     live_versions: tuple[int, ...] = ()
     """The most versions that existed at once."""
     most_in_flight: tuple[int, ...] = ()
-    """The most micro-batches at once that a backward had yet to read."""
+    """The most micro-batches that were in flight at once."""
     peak_nbytes: tuple[int, ...] = ()
-    """The most bytes at once on a replica's device, see `hetpipe.worker.memory`."""
+    """The most bytes that a replica had on its device at once, see `hetpipe.worker.memory`."""
     skipped: bool = False
     """Whether the update was left out."""
     device_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes in use at the end, by member, if its device counts them; programs count too."""
+    """Bytes in use at the end, programs included, by member, for devices that count bytes."""
     culprit: str = ""
-    """A gradient that is not finite; empty if there is none."""
+    """Names a gradient that is not finite; empty if there is none."""

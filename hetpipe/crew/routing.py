@@ -21,8 +21,8 @@ def wires(
 ) -> list[Wire]:
     """Return the wires for whole micro-batches of these sizes.
 
-    `stages[n]` are the replicas of stage n. A kind of message without tensors has no layout. Raises
-    `HetpipeError` for stages that do not fit.
+    `stages[n]` are the replicas of stage n. A kind of message that would carry no tensor has no
+    layout. Raises `HetpipeError` for stages that do not fit together.
     """
     layouts: dict[Edge, dict[Kind, Layout]] = {}
     axes: dict[Edge, Axes] = {}
@@ -163,8 +163,8 @@ def _common(sent: Sequence[Slot], read: Sequence[Slot], role: str, ends: tuple[i
         if by_name[slot.name] != slot:
             raise HetpipeError(
                 f"stage {ends[0]} sends {slot.name} as {_text(by_name[slot.name])}, but stage "
-                f"{ends[1]} reads it as {_text(slot)}: they come from different captures; take "
-                "all stages from one"
+                f"{ends[1]} reads it as {_text(slot)}: these stages come from different captures; "
+                "take all stages from one capture"
             )
         host_dtype(slot.dtype)
         layout[slot.name] = slot

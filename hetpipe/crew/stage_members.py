@@ -30,7 +30,7 @@ class StageMembers:
         everyone = [member for replicas in self._groups for member in replicas]
         if len(set(everyone)) != len(everyone):
             raise HetpipeError(
-                f"members {[list(replicas) for replicas in self._groups]}: one that has several "
+                f"members {[list(replicas) for replicas in self._groups]}: a member of several "
                 "stages must have the same fellow replicas in all of them, and be there once"
             )
         self.row_of = {
@@ -64,7 +64,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class StageMove:
-    """How a stage gets its values: its member has `held` already, the others arrive."""
+    """How a stage gets its values: its member has `held` already, and `comes` arrive."""
 
     stays: bool
     """Whether the member keeps the stage, compiled."""
@@ -78,7 +78,7 @@ def stage_moves(
     after: Assembly,
     members: Sequence[Sequence[str]],
 ) -> list[StageMove]:
-    """Return the move of each stage, from the members `placed` so far to others.
+    """Return the move of each stage, from the members `placed` so far to `members`.
 
     Raises `HetpipeError` for replicas, and for a member of several stages.
     """
@@ -99,7 +99,7 @@ def stage_moves(
             StageMove(
                 stays,
                 tuple(key for key in keys if key in has),
-                # Gradients are zero at rest.
+                # Gradients need not travel: while no step runs, they are zero.
                 tuple(key for key in keys if key not in has and key[0] != GRAD),
             )
         )
@@ -116,6 +116,6 @@ def travelling_names(moves: Iterable[StageMove]) -> dict[str, list[str]]:
 
 
 def _outline(stage: StageGraphs) -> tuple[Any, ...]:
-    """Return the names that a stage computes from others; equal outlines make equal stages."""
+    """Return the slots of a stage's programs, and its constants: equal for equal stages."""
     slots = {name: (program.inputs, program.outputs) for name, program in stage.programs.items()}
     return stage.stage, slots, sorted(stage.constants)

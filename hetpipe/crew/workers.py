@@ -114,9 +114,9 @@ class Workers:
     ) -> Callable[[], dict[str, Any]]:
         """Begin `call_each`, and return a function that waits for its results.
 
-        The workers may still start. Later requests to the workers wait for these calls. If workers
-        are threads of this process, they finish before this returns: torch has state that a trace
-        and another thread's work would share.
+        The workers may still be starting. Later requests to the workers wait for these calls. If
+        the workers are threads of this process, this returns only when the calls are done: a trace
+        on this thread would share state of torch with them.
         """
         workers = [self._worker(member) for member in arguments]
         try:
@@ -190,7 +190,7 @@ class Workers:
     def __reduce__(self) -> NoReturn:
         raise HetpipeError(
             "a crew cannot be pickled or copied, since its workers are processes or threads: start "
-            "another one"
+            "another crew"
         )
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""Sends messages between two processes of one host: small ones inline, big arrays in shared memory
-(stations 3 and 15 of docs/life-of-a-micro-batch.md).
+"""Sends messages between two processes of one host: small messages inline, large ones in shared
+memory (stations 3 and 15 of docs/life-of-a-micro-batch.md).
 
 The memory is an anonymous file whose descriptor travels with the message. It has no name, so the
 system frees it even if both processes die.
@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 INLINE_NBYTES = 32 * 1024
-MAX_FDS = 250  # the kernel takes 253 descriptors a message
+MAX_FDS = 250  # the kernel allows 253 descriptors per message
 ALIGN = 64
 
-_HEAD = struct.Struct("<QIB")  # bytes of the body, buffers beside the pickle, body in a file?
+# Bytes of the body, number of buffers beside the pickle, whether the body is in a file.
+_HEAD = struct.Struct("<QIB")
 
 
 def anonymous_file(nbytes: int) -> int:
@@ -36,7 +37,7 @@ def anonymous_file(nbytes: int) -> int:
 
 
 def aligned(offset: int) -> int:
-    """Return the next multiple of a cache line."""
+    """Round an offset up to a multiple of a cache line."""
     return -(-offset // ALIGN) * ALIGN
 
 
@@ -80,7 +81,7 @@ class Channel:
                 os.close(all_fds[-1])
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Return the next message and its descriptors. Raises `EOFError` at the other end's end."""
+        """Return the next message and its descriptors. Raises `EOFError` at the stream's end."""
         try:
             frame, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_FDS)
             frame += self._exactly(_HEAD.size - len(frame)) if frame else b""

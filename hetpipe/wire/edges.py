@@ -1,5 +1,5 @@
-"""The edges of a worker: they send and receive messages, on extra threads if that helps (stations 6
-and 8 of docs/life-of-a-micro-batch.md)."""
+"""The edges of a worker, which send and receive messages, on extra threads where that is faster
+(stations 6 and 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AHEAD = 2
 """Number of received messages that may wait on the device for the compute thread."""
 
 GRACE_S = 2.0
-"""Seconds for which a broken edge stays silent, so that the controller can report the cause: a dead
-neighbour."""
+"""Seconds before a broken edge is reported, so that the controller can first report the cause, a
+dead neighbour."""
 
 LOOK_S = 0.5
-"""Seconds between two checks that a sender lives, while `drain` waits for it."""
+"""Seconds between two checks whether the sender's thread lives, while `drain` waits for it."""
 
 Span = tuple[Action, float, float]
 OnError = Callable[[BaseException], None]
 
 
 class _Edge:
-    """The end of a wire at this worker, with the spans of its messages."""
+    """A worker's end of a wire; it collects the spans of the messages."""
 
     def __init__(self, end: Inlet | Outlet) -> None:
         self._wire = end.wire
@@ -39,12 +39,12 @@ class _Edge:
         self.closing = False
 
     def layout(self, kind: Kind) -> Layout | None:
-        """Return the tensors of a message of this kind; None if there are none, and no message."""
+        """Return the layout of messages of this kind; None if no such message travels here."""
         return self._wire.layouts.get(kind)
 
     @property
     def axes(self) -> Axes:
-        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
+        """By name of a tensor that travels by rows: the dimension of its rows."""
         return self._wire.axes
 
     def take_spans(self) -> list[Span]:
@@ -56,19 +56,19 @@ class _Edge:
 class Sender(_Edge):
     """Sends messages in the order in which it gets them.
 
-    If a message can leave without a wait, the calling thread copies it. On a processor that is
-    cheaper than waking another thread, which would compete for the same core.
+    If a message can leave without a wait, the calling thread copies it. The copy is cheaper than
+    waking another thread, which would compete for the same core.
     """
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
         super().__init__(outlet)
         self._outlet = outlet
         self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._queued = self._sent = 0  # numbers of messages for the thread, and sent by it
+        self._queued = self._sent = 0  # messages given to the thread; messages that it has sent
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
-        """Send a message for an action; its buffers must not change until it has left."""
+        """Send the message of an action. The tensors must not change until it has left."""
         if self._queued == self._sent and self._outlet.immediate():
             self._spans.append((action, *self._outlet.send(kind, tensors)))
         else:
@@ -80,7 +80,7 @@ class Sender(_Edge):
         return self._outlet.streams
 
     def stream(self, action: Action, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Send a message for an action in pieces, as they become ready."""
+        """Send the message of an action in pieces, each when it is ready."""
         self._put(action, partial(self._outlet.stream, kind, pieces))
 
     def drain(self) -> None:
@@ -112,7 +112,7 @@ class Sender(_Edge):
 
 
 class Receiver(_Edge, ABC):
-    """Receives messages, each for an action, in the order in which they are expected."""
+    """Receives messages in the order in which `expect` announces them; each is for one action."""
 
     def __init__(self, inlet: Inlet) -> None:
         super().__init__(inlet)
@@ -121,11 +121,11 @@ class Receiver(_Edge, ABC):
 
     @abstractmethod
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
-        """Add the messages that the other end will send next, as (receiving action, kind)."""
+        """Announce the next messages from the other end: each one's receiving action and kind."""
 
     @abstractmethod
     def take(self, action: Action) -> list[Any]:
-        """Return the message for a receiving action; blocks. Raises `EdgeClosedError` if closed."""
+        """Return the tensors for a receiving action; blocks. Raises `EdgeClosedError` if closed."""
 
     def close(self) -> None:
         """Wake the thread that waits for a message."""
@@ -139,7 +139,7 @@ class Receiver(_Edge, ABC):
 
 
 class DirectReceiver(Receiver):
-    """Receives a message on the thread that takes it: no other thread wakes on the same core."""
+    """Receives a message on the thread that takes it, so no other thread competes for its core."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -161,7 +161,7 @@ class DirectReceiver(Receiver):
 
 
 class PrefetchingReceiver(Receiver):
-    """Receives messages on an extra thread as they arrive, and keeps some until they are taken."""
+    """Receives messages on an extra thread as they arrive, and keeps them until they are taken."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -205,20 +205,20 @@ class PrefetchingReceiver(Receiver):
 
     def _wait_for_room(self) -> None:
         with self._changed:
-            # A thread may wait for a message after the ones in the box; without it, nothing moves.
+            # With a full box, `take` may wait for a later message; if so, receive it as well.
             while len(self._box) >= AHEAD and not self._awaits and not self.closing:
                 self._changed.wait()
 
 
 def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
-    """Return the receiver of an edge: direct if a message only needs a copy in host memory."""
+    """Return the receiver of an edge; it is direct if messages only need a copy in host memory."""
     if inlet.buffered and inlet.in_host_memory:
         return DirectReceiver(inlet, on_error)
     return PrefetchingReceiver(inlet, on_error)
 
 
 def _report_late(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
-    """Report a broken edge after a while, unless it was closed."""
+    """Report a broken edge after `GRACE_S` seconds, unless this worker closed it."""
     if not edge.closing:
         time.sleep(GRACE_S)
         on_error(error)

@@ -1,7 +1,7 @@
-"""Connects any processes by torch.distributed's gloo; a message is one flat tensor, or several
-parts.
+"""Connects any processes by torch.distributed's gloo. A message travels as one flat tensor, or in
+several parts.
 
-Both ends know every message's kind beforehand, so no description travels with it.
+Both ends know the kind of every message beforehand, so no description travels with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 
 LOOPBACK = "127.0.0.1"
-# A receive may wait for hours of idle time; failures arrive on the control channel.
+# A receive may wait while the training idles for hours. Failures are reported on another channel.
 PATIENCE = timedelta(days=7)
 
 LEAST_PART_NBYTES = 16 * 1024
-"""Bytes that gloo moves in about the fixed time of a message."""
+"""Least bytes of a part. Moving this many takes gloo about as long as the fixed cost of a message.
+"""
 
 
 def plugs(
@@ -40,7 +41,7 @@ def plugs(
 
 
 def host() -> tuple[Any, tuple[str, int]]:
-    """Start the store where processes meet; return it and its address on the loopback.
+    """Start the store where processes meet; return the store and its address on the loopback.
 
     The store must outlive the processes.
     """
@@ -81,7 +82,7 @@ def _calm_gloo() -> None:
 
 
 def _group() -> Any:
-    """Return the process group: a call through `dist.isend` costs as much as a small message."""
+    """Return the process group, for direct calls: `dist.isend` costs as much as a small message."""
     import torch.distributed as dist
 
     return dist.group.WORLD
@@ -91,7 +92,8 @@ def _group() -> Any:
 class GlooPort(Port):
     """One end of a wire; `peer` is the rank at the other end, `tag` names the wire.
 
-    A message travels in up to `parts` parts, which both ends know; its head is in the last part.
+    If `parts` is more than 1, a message's body travels in up to `parts` parts, and its head, the
+    time of delivery, follows in a last part. Both ends compute the same parts.
     """
 
     peer: int
@@ -106,7 +108,7 @@ class GlooPort(Port):
 
 
 class _Staging:
-    """Host memory for one message, as flat parts and as arrays, per kind."""
+    """Host memory for one message; per kind, the same memory as flat parts and as arrays."""
 
     def __init__(self, wire: Wire, parts: int) -> None:
         import torch
@@ -117,7 +119,7 @@ class _Staging:
         self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
         sizes = {kind: packed_nbytes(layout) for kind, layout in wire.layouts.items()}
         self.ends = {kind: _ends(nbytes, parts) for kind, nbytes in sizes.items()}
-        """The end in bytes of each part but the last, which has the head."""
+        """The end in bytes of each part, except for the last part, which has the head."""
         self.parts = {
             kind: [whole[lo:hi] for lo, hi in pairwise([ALIGN, *ends])]
             + [whole[: ALIGN if ends else sizes[kind]]]
@@ -151,7 +153,7 @@ class _GlooOutlet(Outlet):
         self._send(kind, sum(end <= nbytes for end in self._staging.ends[kind]))
 
     def _send(self, kind: Kind, count: int) -> None:
-        """Send the parts before number `count` that have not left yet."""
+        """Send the first `count` parts, without the parts that have left already."""
         try:
             for part in self._staging.parts[kind][self._sent : count]:
                 self._group.send([part], self._port.peer, self._port.tag).wait()

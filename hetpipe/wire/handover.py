@@ -1,4 +1,4 @@
-"""Connects threads of one process: arrays, or the buffers themselves, change hands."""
+"""Connects threads of one process, which hand over host arrays, or a device's buffers uncopied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOTS = 4
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
-    """Return the sending and the receiving end of a wire, which are the same port."""
+    """Return the sending and the receiving end of a wire: twice the same port."""
     port = HandoverPort()
     return (port, []), (port, [])
 

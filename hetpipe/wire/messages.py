@@ -33,14 +33,15 @@ SCRIPTS = 16
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where processes meet before they can talk: a transport's module, host and port."""
+    """Where processes meet before they can talk: a transport's module, and (host, port)."""
 
     module: str
     address: tuple[str, int]
 
 
 STATUS = struct.Struct("<i")
-"""A worker's process id; after its end, its exit status, or minus the signal that killed it."""
+"""At a worker's start, its process id; at its end, its exit status, or minus the number of the
+signal that killed it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Fork:
     """To a fork server: a request for a worker.
 
     The message carries descriptors: the worker's channel, the controller's standard output and
-    error, and a pipe for two `STATUS`, at the worker's start and its end.
+    error, and a pipe for one `STATUS` at the worker's start and one at its end.
     """
 
     cores: tuple[int, ...]
@@ -61,8 +62,8 @@ class Fork:
 class Open:
     """The first message: the worker's member, rank and meeting place.
 
-    `backend` is `module:Class`; None if the registry has the backend, which gets the `options`.
-    `shares_core` says whether other workers may run on the worker's cores.
+    `backend` is `module:Class`; None if the registry has the backend. The backend gets the
+    `options`. `shares_core` says whether other workers may run on the worker's cores.
     """
 
     member: Member
@@ -83,7 +84,7 @@ class EdgeEnd:
     wire: Wire
     port: Port | None
     link: Link
-    fds: tuple[int, int]  # range of its descriptors in the message: from, to (excluded)
+    fds: tuple[int, int]  # the port's descriptors in the message: from, to (excluded)
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class Keep:
     """How versions of weights are kept (`hetpipe.worker.weights`), and the updates so far."""
 
     policy: WeightPolicy = FLUSH
-    updates: tuple[int, ...] = ()  # by stage; empty if there are none
-    lr: float = 0.0  # rate of the last update
+    updates: tuple[int, ...] = ()  # of each stage; empty before the first update
+    lr: float = 0.0  # learning rate of the last update
     check_finite: bool = False  # check the outputs of every pass
     late_gradients: bool = (
-        False  # gradients exist from backward to update; needs one backward per update
+        False  # gradients exist only from backward to update; needs one backward per update
     )
 
 
@@ -106,12 +107,12 @@ class StageLoad:
     graphs: StageGraphs
     replica: int
     values: Mapping[str, Array]
-    held: tuple[tuple[str, str], ...] = ()  # role and name of values that the worker has
+    held: tuple[tuple[str, str], ...] = ()  # role and name of values that the worker has already
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prepare to load these stages. They replace all others, except the stages that `stay`.
+    """Prepare to load these stages. The worker's other stages go, except the stages in `stay`.
 
     The reply says which stages the device cannot run; nothing changes before `Begin`.
     """
@@ -137,8 +138,8 @@ class Clip:
 
     With `skips`, an update is left out if its gradients are not all finite; with `undoes`, the
     buffers are restored as well. With neither, such gradients are applied and reported. With an
-    infinite `norm` stages sum their gradients instead of the squares: that sum is not finite
-    either.
+    infinite `norm` nothing is clipped, so stages sum the gradients, not their squares. This sum,
+    too, is not finite if a gradient is not.
     """
 
     norm: float
@@ -162,7 +163,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Apply:
-    """An update. If `grad_scale` is None, the controller sends it once it knows all losses."""
+    """An update. If `grad_scale` is None, a `Scale` follows once the controller has all losses."""
 
     serial: int  # identifies the update for the controller and its workers
     number: int  # number of the trained mini-batch, from 1
@@ -175,8 +176,8 @@ class Apply:
 class Batch(Apply):
     """A mini-batch and its update, for one worker.
 
-    Sequences have an entry per micro-batch, mappings one per stage. Feeds contain only the rows
-    that the worker's replica computes.
+    Sequences have an entry for each micro-batch, mappings an entry for each stage. `feeds` contain
+    only the rows that the worker's replica computes.
     """
 
     samples: tuple[int, ...]
@@ -186,15 +187,15 @@ class Batch(Apply):
     guards: bool  # updates wait until losses are known to be finite
     counted: bool  # losses are sums, with counts
     lag: Mapping[int, Sequence[int]]  # age of a forward's version, in updates
-    ahead: Mapping[int, Sequence[int]]  # number of updates before the backward
+    ahead: Mapping[int, Sequence[int]]  # updates by which a forward predicts ahead
 
 
 @dataclass(frozen=True)
 class Step:
     """Run a part of a schedule. The schedule itself comes only the first time that `script` runs.
 
-    Numbers in the schedule count from mini-batch `first`. The part begins mini-batch number
-    `begins`, which is `batch`.
+    The schedule's numbers are relative to mini-batch `first` of the stream. The part begins with
+    `batch`, mini-batch number `begins` of the stream.
     """
 
     serial: int
@@ -207,7 +208,7 @@ class Step:
     begins: int  # the number of `batch` in the stream
     batch: Apply  # a mini-batch, or only an update
     drain: bool  # wait until all messages are sent
-    evaluates: bool  # forwards are in evaluation
+    evaluates: bool  # run the forwards of evaluation
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Scale:
-    """The factor of a mini-batch's gradients: for their mean, or (`clips`) to clip them."""
+    """A factor for a mini-batch's gradients: it makes them a mean or, if `clips`, clips them."""
 
     serial: int
     clips: bool
@@ -271,8 +272,9 @@ class Reply:
 class Losses:
     """A stage has done all its forwards of a mini-batch.
 
-    The stage with the loss says whether the losses are finite, if updates wait for that. The stage
-    with the count, perhaps another one, has the numbers of terms in losses that are sums.
+    If updates wait for the losses, the stage that computes the loss says whether all are finite.
+    If losses are sums, the stage that computes the count (perhaps another stage) reports the count
+    of each.
     """
 
     serial: int
@@ -282,7 +284,8 @@ class Losses:
 
 @dataclass(frozen=True)
 class Norm:
-    """The sum of squares of a worker's gradients of a mini-batch, or their sum, see `Clip`.
+    """The sum of the squares of a worker's gradients of a mini-batch or, without a clip, the sum of
+    the gradients; see `Clip`.
 
     `culprit` names a gradient that is not finite.
     """
@@ -316,15 +319,15 @@ class Failure:
 class StepReport:
     """The results of a worker for a part of a schedule.
 
-    A span is the lane, stage, operation and number of an action, and its start and end by
-    `time.monotonic`. A transfer has a span once it has ended. Mappings are by stage.
+    A span has an action's lane, stage, operation and number, then its start and end by
+    `time.monotonic`. A transfer is reported once it has ended. The keys of mappings are stages.
     """
 
     losses: tuple[float, ...] | None
     counts: tuple[float, ...] | None
     spans: Sequence[tuple[int, int, str, int, float, float]]
     versions: Mapping[int, int]  # of the last forward, counted in updates
-    live_versions: Mapping[int, int]  # largest number at once
+    live_versions: Mapping[int, int]  # most versions at once
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, and most bytes
     device_nbytes: int | None  # in use now, by the device's own count
     culprit: str = ""  # a gradient that was applied and is not finite

@@ -2,8 +2,8 @@
 docs/life-of-a-micro-batch.md).
 
 If two replicas of neighbouring stages compute the same rows, tensors travel whole, from device to
-device. Otherwise the host cuts out the rows that both compute, and joins them with other replicas'
-rows.
+device. Otherwise the sender's host cuts out the rows that both replicas compute, and the receiver's
+host joins the rows from several replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Route(NamedTuple):
 
 
 def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: int) -> list[Route]:
-    """Return the routes between a replica and the replicas of another stage, in their order."""
+    """Return a replica's routes to or from another stage, in the order of that stage's replicas."""
     mine = shares.rows(own, samples)
     overlapping = []
     for peer in shares.replicas(stage):
@@ -46,8 +46,8 @@ def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the dimension of each tensor's rows, from (name, rows, shape) at several numbers of
-    rows.
+    """Return the dimension of each tensor's rows. `shapes` has (name, rows, shape) for several
+    numbers of rows.
 
     Raises `HetpipeError` for a tensor that cannot be divided by rows.
     """
@@ -98,7 +98,7 @@ def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -
 def join(
     parts: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
 ) -> list[Array]:
-    """Join parts of the micro-batch, which cover the rows `own`."""
+    """Join parts of a micro-batch that together cover the rows `own`."""
     whole = rows_of(layout, axes, own[1] - own[0])
     joined = [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in whole]
     for (lo, hi), arrays in parts:

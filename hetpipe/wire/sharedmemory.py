@@ -1,7 +1,7 @@
 """Connects processes of one host by a ring of slots in shared memory.
 
-A byte through a socket pair says that a slot is filled, a byte back that it is free; the end of the
-file says that the other end is gone.
+Signals travel through a socket pair: a byte from the sender says that a slot is filled, and a byte
+from the receiver says that a slot is free. The end of the stream says that the other end is gone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plugs(
 
 
 class _Ring:
-    """The state that both ends share: slots in turn, and signals to and from the other end."""
+    """One end of a ring: its slots in turn, and signals to and from the other end."""
 
     def __init__(self, port: RingPort, wire: Wire, fds: Sequence[int]) -> None:
         memory = mmap.mmap(fds[0], port.slots * port.slot_nbytes)
@@ -67,7 +67,7 @@ class _Ring:
         self._turn = 0
 
     def wait(self) -> None:
-        """Consume one signal of the other end; blocks until there is one."""
+        """Consume one signal from the other end; blocks until there is one."""
         self.signalled(flags=0)
         self.signals -= 1
 

@@ -20,14 +20,14 @@ class Replica(NamedTuple):
 
 
 Rows = tuple[int, int]
-"""From, to (excluded)."""
+"""The first row, and the row after the last one."""
 
 
 @cache
 def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return each replica's number of rows of a micro-batch, by the largest remainders.
+    """Return how many rows of a micro-batch each replica gets, by the largest remainders.
 
-    Raises `HetpipeError` if a replica would get none.
+    Raises `HetpipeError` if a replica would get no row.
     """
     total = sum(weights)
     exact = [samples * weight / total for weight in weights]
@@ -38,7 +38,7 @@ def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     if min(rows) == 0:
         raise HetpipeError(
             f"{len(weights)} replicas with shares {', '.join(f'{w:g}' for w in weights)} cannot "
-            f"split a micro-batch of {samples} samples: one would get none; use fewer "
+            f"split a micro-batch of {samples} samples: one of them would get no sample; use fewer "
             "micro-batches or fewer replicas"
         )
     return tuple(rows)
@@ -54,8 +54,8 @@ class Shares:
     """The share of each replica of each stage in the work.
 
     The replicas of stage n divide every micro-batch by `weights[n]`, or (`in_turn`) take whole
-    mini-batches in turn. In turn they apply the mean gradient of a round if it `averages`, and
-    otherwise the gradient of each mini-batch.
+    mini-batches in turn. In turn, an update applies the mean gradient of a round if `averages`, and
+    otherwise the gradient of one mini-batch.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -67,7 +67,7 @@ class Shares:
         return [Replica(stage, number) for number in range(len(self.weights[stage]))]
 
     def rows(self, replica: Replica, samples: int) -> Rows:
-        """Return the rows of a micro-batch that a replica computes, if it takes the mini-batch."""
+        """Return the rows that a replica computes of each micro-batch that it takes part in."""
         weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
             return 0, samples

@@ -1,7 +1,8 @@
-"""Transport: the two ends of a wire, made from a port that can travel (station 9 of
-docs/life-of-a-micro-batch.md).
+"""Outlet and inlet: the two ends of a wire, opened from ports that are sent to workers (station 9
+of docs/life-of-a-micro-batch.md).
 
-A message is a list of tensors whose shapes both ends know. Each end is used by one thread.
+A message is a list of tensors whose shapes both ends know. Each end is used by one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class EdgeClosedError(Exception):
 
 
 class EmulatedLink:
-    """Holds a sender as long as a slower link would, and computes when the message arrives."""
+    """Delays a sender as long as a slower link would, and computes when the message arrives."""
 
     def __init__(self, link: Link) -> None:
         self.latency_s = link.latency_s or 0.0
@@ -66,7 +67,7 @@ class Outlet(ABC):
         self._nbytes = {kind: sum(s.nbytes for s in lay) for kind, lay in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
-        """Send one message of this kind; blocks while there is no room. Return start and end.
+        """Send one message of this kind; blocks while there is no room. Return its begin and end.
 
         Raises `EdgeClosedError` if nobody can receive it.
         """
@@ -84,8 +85,8 @@ class Outlet(ABC):
     def stream(self, kind: Kind, pieces: Sequence[Piece]) -> tuple[float, float]:
         """Send one message of this kind in pieces, each when it becomes ready.
 
-        The pieces are the whole message in order. Return two times: when the first piece was ready,
-        and the end. Raises `EdgeClosedError` if nobody can receive it.
+        The pieces are the whole message in order. Return the time when the first piece was ready,
+        and the time of the end. Raises `EdgeClosedError` if nobody can receive the message.
         """
         arrays = self._acquire(kind)
         begins = offsets(self.wire.layouts[kind])
@@ -124,7 +125,7 @@ class Outlet(ABC):
         to_host(self.device, tensors, arrays)
 
     def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no call
-        """Send the first `nbytes` of the message, which are filled, if that is possible already."""
+        """Send the first `nbytes` of the message, which are filled, if the transport has parts."""
 
     @abstractmethod
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
@@ -149,8 +150,8 @@ class Inlet(ABC):
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
         """Return the next message, which is of this kind, and the time when it arrived.
 
-        Activations and their gradients are on the device, other tensors on the host. Raises
-        `EdgeClosedError` if no message can come.
+        Whole activations and their gradients are returned on the device, other tensors on the host.
+        Raises `EdgeClosedError` if no message can come.
         """
         arrays, deliver_s = self._take(kind)
         sleep_until(deliver_s)
@@ -200,7 +201,7 @@ def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) 
 
 
 def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
-    """Copy host arrays to the device; buffers of the device stay the same."""
+    """Copy host arrays to the device; return the device's buffers unchanged."""
     buffers, events = [], []
     for array in arrays:
         if isinstance(array, np.ndarray):

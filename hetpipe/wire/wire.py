@@ -44,28 +44,29 @@ class Content(str, Enum):
 
     def __init__(self, letters: str) -> None:
         self.has_some_rows = letters.islower()
-        """Whether it carries only some rows of a whole message."""
+        """Whether such a message carries only some rows of a whole message."""
         self.is_tied = letters in "GP"
-        """Whether it carries tied gradients or parameters."""
+        """Whether such a message carries tied gradients or parameters."""
         self.stays_on_host = letters not in "FBE"
-        """Whether the host sums, joins or replaces its tensors."""
+        """Whether the host sums, joins or replaces the message's tensors."""
 
     @property
     def some_rows(self) -> Content:
-        """The content of a message with only some rows of this one."""
+        """The content of a message with only some rows of a message of this content."""
         return Content(self.value.lower())
 
     @staticmethod
     def sum_in(letter: str) -> Content:
-        """Return the exchange within the pass of this letter."""
+        """Return the content of an exchange within a pass; `letter` is the pass's operation."""
         return Content(f"s{letter}")
 
 
 class Kind(NamedTuple):
     """The kind of a message; messages of one kind have one layout.
 
-    `number` counts the micro-batch's samples, or the rows. It is 0 for tied weights and gradients.
-    For an exchange within a pass it is the number of the exchange.
+    `number` is the count of the micro-batch's samples, or of the message's rows. For an exchange
+    within a pass it is the number of the exchange. For a stage's gradients and for tied tensors it
+    is 0.
     """
 
     content: Content
@@ -76,7 +77,7 @@ GRADIENTS = Kind(Content.ALL_REDUCE, 0)
 """All gradients of a stage."""
 
 Axes = Mapping[str, int]
-"""The dimension of a tensor's rows, by name."""
+"""By name of a tensor: the dimension of its rows."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def host_dtype(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """Return the offset of each tensor in a message, and its end, after the time of delivery."""
+    """Return the byte offsets of a message's tensors, and its end. It begins with the time of
+    delivery."""
     begins, offset = [], ALIGN
     for slot in layout:
         begins.append(offset)
@@ -141,7 +143,8 @@ class Piece(NamedTuple):
 
 
 Leaving = Callable[[Sequence[Slot], Sequence[Buffer], Event, Sequence[Chunk]], None]
-"""(slots of the outputs, outputs, end of the pass, chunks); called when a pass has begun."""
+"""Called when a pass has begun, with the slots of its outputs, the outputs, the event of its end
+and its chunks."""
 
 
 def streams(info: DeviceInfo) -> bool:
@@ -158,8 +161,8 @@ def pieces_of(
 ) -> list[Piece] | None:
     """Return the pieces of a message in order, made from a pass that has begun.
 
-    Elements in no chunk are ready when the pass has `ended`. `slots` belong to the outputs. The
-    result is None if one of the message's tensors is no output.
+    Elements in no chunk are ready when the pass has `ended`. `slots` belong to the outputs. Return
+    None if one of the message's tensors is not an output of the pass.
     """
     pieces = []
     at = {slot.key: index for index, slot in enumerate(slots)}

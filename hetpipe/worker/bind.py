@@ -1,4 +1,4 @@
-"""Binding: every slot of a stage's programs gets a place, once, at load; no device is needed.
+"""Gives every slot of a stage's programs a place, once, at load. This needs no device.
 
 A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
 store (lasting values), and the frame (values of one micro-batch). Station 6 of
@@ -78,20 +78,20 @@ class Binding:
 
     @property
     def feeds(self) -> tuple[tuple[str, int], ...]:
-        """Name of each leaf of the batch that it reads, and its index in the frame."""
+        """Name of each leaf of the batch that the program reads, and its index in the frame."""
         pairs = zip(self.program.inputs, self.sources, strict=True)
         return tuple((slot.name, place.entry) for slot, place in pairs if slot.role == INPUT)
 
 
 @dataclass(frozen=True)
 class PassBindings:
-    """The passes for one number of samples; all numbers are indices in the frame."""
+    """The passes for one number of samples. Entries are indices in the frame."""
 
     forward: Binding
     backwards: tuple[Binding, ...]
     """The whole backward, or its two halves; empty if there is no gradient."""
     firsts: tuple[Binding, ...]
-    """The same for late gradients that do not exist yet; empty if gradients are not late."""
+    """The same backwards, but they create late gradients; empty if gradients are not late."""
     feeds: tuple[tuple[str, int], ...]
     """Name of each leaf of the batch that a pass reads, and its index."""
     kept: frozenset[int]
@@ -102,7 +102,7 @@ class PassBindings:
     """After each pass, the entries that no later pass reads."""
 
     def backward(self, part: int, first: bool) -> Binding:
-        """Return the backward, or half `part` of it. With `first`, gradients do not exist yet."""
+        """Return the backward, or half `part` of it. With `first`, it creates late gradients."""
         return (self.firsts if first else self.backwards)[part]
 
 
@@ -124,7 +124,7 @@ class StageBinding:
             self.places[key] = Place(table, self.sizes[table])
             self.sizes[table] += 1
         self._firsts: dict[int, list[Program]] = {}
-        """With `late`, by samples: the backwards, or their halves, that find no gradients."""
+        """With `late`, by samples: the backwards, or their halves, that create gradients."""
         for samples, passes in graphs.passes.items() if late else ():
             self._firsts[samples] = list(map(first_gradients, passes.backwards))
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
@@ -141,7 +141,7 @@ class StageBinding:
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)
 
     def index_of(self, role: str) -> int | None:
-        """Return the index of a role's only slot; None if it has none."""
+        """Return the index of a role's only slot; None if there is no such slot."""
         return next((self.places[key].entry for key in self.places if key[0] == role), None)
 
     def names(self, role: str) -> list[str]:
@@ -160,7 +160,8 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """Return the bindings that any training uses: without sums of late gradients."""
+        """Return the bindings that every training uses. Few trainings use the backwards that add to
+        late gradients."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]
@@ -185,7 +186,7 @@ class StageBinding:
         read, written = _in_frame(forward.sources), _in_frame(forward.targets)
         sent_back = _in_frame(place for part in backwards for place in part.targets)
         tangents = _in_frame(place for key, place in self.places.items() if key[0] == TANGENT)
-        unsent = sent_back & tangents  # they may not have left yet
+        unsent = sent_back & tangents  # gradients that may not have left yet
         after_backward = (read | written | kept | sent_back) - unsent
         feeds = dict(chain(*(part.feeds for part in (forward, *backwards))))
         return PassBindings(
@@ -200,7 +201,7 @@ class StageBinding:
 
 
 def _saved_once(binding: Binding) -> set[int]:
-    """Return the entries of saved tensors that are no other result of the program."""
+    """Return the entries of saved tensors that the program returns only once."""
     nodes = graph_outputs(binding.program.graph)
     counts = Counter(nodes)
     pairs = zip(binding.program.outputs, binding.targets, nodes, strict=True)

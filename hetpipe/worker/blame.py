@@ -1,4 +1,4 @@
-"""Errors of a device with the operator and the layer, whatever text the device raises.
+"""Adds the operator and the layer to a device's error, whatever text the device gives it.
 
 If the text names no operator, the graph is compiled or run again, operator by operator.
 """
@@ -26,7 +26,7 @@ from hetpipe.sdk.inputs import form_of
 from hetpipe.wire.wire import host_dtype
 
 SEARCH_S = 20.0
-"""The time limit of the search for an operator; other workers wait meanwhile."""
+"""Seconds after which the search for an operator ends; other workers wait meanwhile."""
 LISTED = 8
 """The most operators that a message names."""
 
@@ -52,7 +52,7 @@ def run_error(
     donated: Collection[int],
     error: Exception,
 ) -> Exception:
-    """Return the error of a run with the failing operator, or with all operators of the graph."""
+    """Return a run's error; it names the failing operator, or else the operators of the graph."""
     if _names_operator(error, [graph]):
         return error
     try:
@@ -63,7 +63,7 @@ def run_error(
 
 
 def summary(error: BaseException) -> str:
-    """Return one line: the text of a `HetpipeError`; of others also the type and the place."""
+    """Return an error in one line: its text and, unless it is a `HetpipeError`, type and place."""
     if isinstance(error, HetpipeError):
         return str(error)
     if refusal := start_refusal(error):
@@ -97,23 +97,23 @@ def _names_operator(error: Exception, graphs: Sequence[fx.GraphModule]) -> bool:
 def _compile_error(
     device: Device, graphs: Sequence[fx.GraphModule], error: Exception
 ) -> BackendError:
-    """Return the error of the first graph, and of its first operator, that does not compile."""
+    """Return the error that names the first operator, of the first graph, that does not compile."""
     end_s = time.monotonic() + SEARCH_S
     for graph in graphs:
         try:
             device.compile(graph)
         except Exception as graph_error:
             found = first_fault(_parts(graph, end_s), partial(_compile_fault, device))
-            default = f"{_describe(graph)}, though each operator by itself: {summary(graph_error)}"
+            default = f"{_describe(graph)}, but each operator alone: {summary(graph_error)}"
             return BackendError(f"{device.info.id} cannot compile {found or default}")
     return BackendError(
-        f"{device.info.id} cannot compile {len(graphs)} graphs together, though each by itself: "
+        f"{device.info.id} cannot compile {len(graphs)} graphs together, but each graph alone: "
         f"{summary(error)}"
     )
 
 
 def _compile_fault(device: Device, part: Part) -> str | None:
-    """Describe why one operator does not compile; None if it does, or is unsupported."""
+    """Describe why one operator does not compile; None if it compiles or is unsupported."""
     try:
         device.compile(part.graph)
     except UnsupportedOperatorError:
@@ -138,17 +138,17 @@ def _failing_operator(
         try:
             outputs = _run(device, part, [values[source] for source in part.sources])
         except UnsupportedOperatorError:
-            break  # the device runs it only together with others
+            break  # the device runs this operator only together with others
         except Exception:
             place = f"{operator_and_layer(part.nodes[0])} failed"
-            lost = ", and others fail now: the device may be lost"
+            lost = ", and other operators fail now: the device may be lost"
             return place + lost if _is_lost(device, graph, part) else place
         values.update(zip(part.results, outputs, strict=True))
         for node in part.nodes:
             readers.subtract(node.all_input_nodes)
         for source in [source for source in values if readers[source] <= 0]:
             del values[source]
-    return f"{_describe(graph)} failed, though no operator of it fails by itself"
+    return f"{_describe(graph)} failed, though none of its operators fails alone"
 
 
 def _run(device: Device, part: Part, inputs: Sequence[Buffer]) -> list[Buffer]:
@@ -166,7 +166,7 @@ def _zeros(device: Device, node: fx.Node) -> Buffer:
 
 
 def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
-    """Return whether operators of other kinds fail too, on zeros."""
+    """Return whether other kinds of operators also fail; their inputs are zeros."""
 
     def fails(unit: Unit) -> bool:
         if (part := part_of(graph, [unit])) is None:
@@ -181,7 +181,7 @@ def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
 
 
 def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
-    """Yield each unit of a graph as a graph, until `end_s`."""
+    """Yield each unit of a graph as a separate graph, until the time `end_s`."""
     for unit in units_of(graph):
         if time.monotonic() > end_s:
             return
@@ -190,7 +190,7 @@ def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
 
 
 def _describe(graph: fx.GraphModule) -> str:
-    """Return a graph's layers and operators."""
+    """Return a text with a graph's layers and operators."""
     calls = list(graph_calls(graph))
     layers = list(dict.fromkeys(str(node.meta["layer"]) for node in calls if "layer" in node.meta))
     names = list(dict.fromkeys(map(operator_name, calls)))

@@ -1,5 +1,5 @@
-"""Compiles and exports the programs of stages, and runs passes that exchange values with other
-replicas: an executable per segment, and exchanges between them.
+"""Compiles and exports the programs of stages. If a pass exchanges values with other replicas, its
+program is divided into segments: an executable for each segment, and exchanges between them.
 
 `hetpipe.capture.passes.division` says where a program is divided.
 """
@@ -25,7 +25,7 @@ from hetpipe.wire.wire import Array, Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
 
 Meet = Callable[[list[Array]], list[Array]]
-"""Returns the sums of its terms over the replicas. Every replica calls it at the same positions."""
+"""Sums the given terms over the replicas. All replicas call it at the same places in a pass."""
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +36,7 @@ class Within(Action):
 
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
-    """Return the messages of replicas inside passes. Raises `HetpipeError` if replicas differ."""
+    """Return the messages between replicas in passes. Raises `HetpipeError` if passes differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
         sums = layouts(program)
@@ -56,7 +56,7 @@ def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
 def compile_programs(
     device: Device, programs: Sequence[Program], meet: Meet | None
 ) -> list[Executable]:
-    """Compile each program to one executable. Without `meet` the only replica has all rows."""
+    """Compile each program to one executable. Without `meet`, there is only one replica."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
     executables = iter(compile_graphs(device, list(map(mark_results, whole))))
@@ -67,7 +67,7 @@ def compile_programs(
 
 
 def mark_results(program: Program) -> fx.GraphModule:
-    """Return the graph for one replica, marked with the results that are read together later."""
+    """Return the graph for one replica; it marks the results that are read together later."""
     graph = of_one_replica(program.graph)
     together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
     graph.graph.output_node().meta["together"] = frozenset(together)
@@ -75,7 +75,7 @@ def mark_results(program: Program) -> fx.GraphModule:
 
 
 class _CompiledSegment:
-    """A segment on a device."""
+    """A segment of a program, compiled for a device."""
 
     def __init__(self, device: Device, part: Segment) -> None:
         self.part = part
@@ -87,7 +87,8 @@ class _CompiledSegment:
     def run(
         self, env: dict[str, Buffer], lent: frozenset[str], after: Sequence[Event], queue: int
     ) -> Event | None:
-        """Compute from `env` into it. The last reader of a `lent` value may overwrite it."""
+        """Take inputs from `env` and put results there. A `lent` value's last reader may overwrite
+        it."""
         if self.executable is None:
             return None
         part = self.part
@@ -173,7 +174,7 @@ def _text(layouts: Sequence[Layout]) -> str:
 
 
 def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
-    """Let the device begin with the supported programs; loading refuses the others later."""
+    """Let the device begin to compile supported programs; loading refuses the others later."""
     graphs = []
     for stage in stages:
         for program in stage.programs.values():
@@ -189,7 +190,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
 
 
 def find_refusals(device: Device, stages: Sequence[StageGraphs]) -> dict[int, str]:
-    """Return, by number, the reasons why the device cannot run the programs of a stage."""
+    """Return, by index in `stages`, the reasons why the device cannot run a stage's programs."""
     reasons: dict[int, str] = {}
     for number, stage in enumerate(stages):
         try:

@@ -1,10 +1,10 @@
-"""Emulates a slower device: it stretches a compute action to the slower device's time (station 7 of
+"""Emulates a slower device: stretches compute actions to the time that it would take (station 7 of
 docs/life-of-a-micro-batch.md).
 
 A worker keeps its core awake while it waits, since the first action after an idle pause is slower.
-Workers that share a core sleep instead, and count the time that each was on the core. If their
-speeds sum to less than 1, none slows down another (both at 0.4; = computes, . waits for the core, -
-sleeps):
+Workers that share a core sleep instead, and each counts its time on the core. If their speeds sum
+to less than 1, no worker slows down another (here both have speed 0.4; = computes, . waits for the
+core, - sleeps):
 
     a  ====------====------
     b    ..====----   ..====----
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 AWAKE_S = 1e-4
-"""The last part of a wait, for which no sleep is exact enough."""
+"""Seconds at the end of a wait in which a worker stays awake, because no sleep is so exact."""
 
 
 class Moment(NamedTuple):
-    """The begin of an action: by the clock, and by the process's time on cores."""
+    """The begin of an action, by the clock and by the time that the process has spent on cores."""
 
     clock_s: float
     cores_s: float
@@ -45,7 +45,7 @@ class Emulation:
     """Whether other workers compute on the worker's core."""
 
     def stretch(self, begin: Moment) -> float:
-        """Wait until an action that began at this moment has taken its time; return the end."""
+        """Wait until an action that began then has its emulated duration; return the end."""
         return self.wait_until(begin.clock_s + self.lasts_s(begin))
 
     def lasts_s(self, begin: Moment) -> float:
@@ -56,7 +56,7 @@ class Emulation:
         return own_s / self.speed
 
     def wait_until(self, deadline_s: float) -> float:
-        """Wait, as a slower device would compute; return the end."""
+        """Wait for the rest of an emulated action; return the end."""
         rest_s = deadline_s - time.monotonic()
         if self.shares_core and rest_s > AWAKE_S:
             time.sleep(rest_s - AWAKE_S)

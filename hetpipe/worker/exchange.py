@@ -29,7 +29,7 @@ Edge = tuple[Replica, Replica]
 
 
 class Routes:
-    """The routes over a worker's edges. `numbers[n]` is its replica of stage n."""
+    """The routes over a worker's edges. `numbers[n]` is the worker's replica of stage n."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Routes:
         return [replica for replica in self._shares.replicas(stage) if replica != this]
 
     def among(self, stage: int, kind: Kind) -> Layout:
-        """Return the tensors that a stage's replicas send each other in messages of a kind."""
+        """Return the layout of the messages of a kind between a stage's replicas; () if none."""
         fellows = self.fellows(stage)
         sender = self._senders.get((self.own[stage], fellows[0])) if fellows else None
         return (sender.layout(kind) or ()) if sender is not None else ()
 
     def of(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> list[Route]:
-        """Return the routes of a whole micro-batch's message."""
+        """Return the routes of an action's message; `kind` is for the whole micro-batch."""
         sends = action.op.is_send
         key = self.own[action.stage], message.target if sends else message.source, kind, sends
         between = self._routes.get(key)
@@ -65,20 +65,20 @@ class Routes:
         return [route for route in between if self._shares.takes(route.peer, mini_batch)]
 
     def meet(self, source: Replica, target: Replica, mini_batch: int) -> bool:
-        """Return whether both replicas take a mini-batch, or one takes it and its fellow applies
-        it."""
+        """Return whether the source takes the mini-batch, and the target takes it too or is a
+        replica of the same stage."""
         applies = source.stage == target.stage or self._shares.takes(target, mini_batch)
         return self._shares.takes(source, mini_batch) and applies
 
     def kind_between(self, kind: Kind, source: Replica, target: Replica) -> Kind:
-        """Return the kind of a whole micro-batch's message between two replicas."""
+        """Return the kind of a message between two replicas; `kind` is for whole micro-batches."""
         if kind.content.stays_on_host:
             return kind
         rows = (self._shares.rows(end, kind.number) for end in (source, target))
         return kind_of(kind.content, *rows)
 
     def layout(self, own: Replica, route: Route, sends: bool) -> Layout | None:
-        """Return the tensors that travel over a route; None if no message does."""
+        """Return the layout of a route's messages; None if no message travels there."""
         edge: Sender | Receiver | None
         if sends:
             edge = self._senders.get((own, route.peer))
@@ -99,11 +99,12 @@ class Routes:
 
 
 Expected = tuple[Action, int | None, Kind, int]
-"""A receiving action, the sending stage (None: the same stage), kind and mini-batch."""
+"""A receiving action, and the message's sending stage (None: the same stage), kind and mini-batch.
+"""
 
 
 class Exchange:
-    """A worker's edges, and their use by its stages. `numbers[n]` is its replica of stage n."""
+    """A worker's edges, for its stages. `numbers[n]` is the worker's replica of stage n."""
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class Exchange:
         self._shares = shares
         self._senders, self._receivers = senders, receivers
         self._routes = Routes(numbers, shares, senders, receivers)
-        self._left: set[Action] = set()  # sends that began during their passes
-        # Gradients by (stage, mini-batch).
+        self._left: set[Action] = set()  # send actions that began during a pass
+        # Gradients kept aside, by (stage, mini-batch).
         self._aside: dict[tuple[int, int], dict[Key, Array]] = {}
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
@@ -146,7 +147,7 @@ class Exchange:
             receiver.expect(order)
 
     def transfer(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> None:
-        """Send a whole micro-batch's message to all its peers, or receive it from them."""
+        """Send an action's message to its peers, or receive it. `kind`: of a whole micro-batch."""
         routes = self._routes.of(action, message, kind, mini_batch)
         if action.op.is_send:
             self._send(action, message, kind, routes)
@@ -156,8 +157,8 @@ class Exchange:
     def leaving(
         self, send: Action, message: Message, kind: Kind, mini_batch: int
     ) -> Leaving | None:
-        """Return a function that sends a pass's outputs while it runs; None if they must leave
-        whole."""
+        """Return a function that sends a pass's outputs while the pass runs; None if the outputs
+        must leave whole."""
         routes = self._routes.of(send, message, kind, mini_batch)
         if len(routes) != 1 or routes[0].kind != kind:
             return None
@@ -177,8 +178,8 @@ class Exchange:
         return leave
 
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
-        """Sum `scale` times the gradients over the replicas, in one order, so that all sums are
-        equal."""
+        """Multiply the gradients by `scale`, and sum them over the replicas. All replicas add in
+        the same order, so all sums are equal."""
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         if not layout:
@@ -193,8 +194,8 @@ class Exchange:
     def pass_gradients(self, action: Action) -> None:
         """Send a mini-batch's gradients to the other replicas, or receive another replica's.
 
-        Sent gradients are kept aside for their update. Received ones go into the accumulators,
-        whose previous gradients are aside or applied.
+        Sent gradients are kept aside for their update. Received gradients overwrite the
+        accumulators; the previous ones are kept aside or have been applied.
         """
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
@@ -217,7 +218,8 @@ class Exchange:
             self._stages[update.stage].put(key, array)
 
     def within(self, action: Action, letter: str) -> list[Expected]:
-        """Return the exchanges within the pass of this letter, as messages that will come."""
+        """Return the sums over replicas inside a pass (`letter`: its operation), as `expect` takes
+        them."""
         n, op, number = action.stage, action.op, action.number
         kinds = self._kinds_within.get((n, letter))
         if kinds is None:
@@ -227,7 +229,7 @@ class Exchange:
         return [(Within(n, op, number, kind.number), None, kind, number) for kind in kinds]
 
     def sum(self, n: int, terms: list[Array]) -> list[Array]:
-        """Do the next exchange within a pass of a stage: sum over the replicas, in their order."""
+        """Do the next exchange within a pass of stage `n`: sum the terms over the replicas."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
         sums = self._sum_replicas(n, action, kind, terms)
@@ -296,7 +298,7 @@ class Exchange:
     ) -> Sequence[Tensor]:
         stage = self._stages[own.stage]
         if kind.content.is_tied:
-            # The next update overwrites them, so download them before the next action.
+            # The next update overwrites tied tensors, so download them before the next action.
             return [stage.get(slot.key) for slot in layout]
         lo, hi = self._shares.rows(own, kind.number)
         return stage.frames.depart(message.number, hi - lo, layout)

@@ -1,9 +1,9 @@
 """The fork server, which forks a worker per request, and the process of a worker: its main thread
 and its sending thread.
 
-The server imports torch once, before any thread exists.
-`hetpipe.crew.forkserver` runs it as a process. Each worker starts with torch, its cores, folder and
-variables, and shares all memory that it never writes to.
+`hetpipe.crew.forkserver` runs the server as a process. The server imports torch once, before any
+thread exists. Each worker starts with torch imported, on its cores, in its folder and with its
+environment variables. Workers share all memory that they never write to.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for the compute thre
 
 
 def main(fd: int, controller: int) -> None:
-    """Fork workers until the controller, process `controller`, has ended or closes its end."""
+    """Fork workers until the controller (its process id) has ended or closes its channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # a collection would write to memory that all workers share
@@ -76,7 +76,7 @@ def main(fd: int, controller: int) -> None:
 
 
 def _fork(request: Fork, descriptors: list[int]) -> int | None:
-    """Return the worker's process id. None if there is none; then the controller knows why."""
+    """Return the worker's process id; None if no process can start, which the controller learns."""
     server, channel = os.getpid(), descriptors[0]
     try:
         pid = os.fork()
@@ -104,7 +104,7 @@ def _report(channel: int, error: BaseException) -> None:
 
 
 def _keep_descriptors(descriptors: list[int], server: int) -> None:
-    """Die with the server, and keep only the controller's descriptors."""
+    """Let this worker die with the server, and keep only the descriptors of the request."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
@@ -180,7 +180,7 @@ def serve(fd: int) -> None:
         os._exit(1)
     except Exception as error:  # the message refers to unknown modules
         service.fail(error)
-        sender.join()  # it ends the process after sending the failure
+        sender.join()  # the sender ends the process after the failure
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

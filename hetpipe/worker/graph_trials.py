@@ -1,4 +1,4 @@
-"""Runs graphs of the controller on a worker's device, separately from its stages.
+"""Runs the controller's graphs on a worker's device, separately from the worker's stages.
 
 The controller calls these functions by `Workers.call`. They neither read nor write values of a
 stage. An exception of the device is a result, so a trial never ends a worker.
@@ -32,7 +32,7 @@ class Held:
 
 
 class DeviceFailedError(HetpipeError):
-    """The device raised an error in a trial; `refused` if it lacks an operator."""
+    """The device raised an error in a trial; `refused` says whether it lacks an operator."""
 
     def __init__(self, text: str, refused: bool = False) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class DeviceFailedError(HetpipeError):
 
 
 _kept: WeakKeyDictionary[Device, dict[str, Any]] = WeakKeyDictionary()
-"""By device and name: executables, each with the number of its results, and values."""
+"""By device and name: an executable with the number of its results, or a value."""
 
 
 def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,9 +73,9 @@ def run_graph(
     kept: Mapping[int, str],
     unread: frozenset[int] = frozenset(),
 ) -> list[Array | None]:
-    """Run a graph; return its outputs on the host, None for those in `unread`; or the error.
+    """Run a graph. Return its outputs on the host, with None for outputs in `unread`; or the error.
 
-    Outputs in `kept` stay on the device as well, by these names. bfloat16 comes as int16.
+    Outputs in `kept` stay on the device as well, under these names. bfloat16 is returned as int16.
     """
     there = _kept[device]
     buffers: list[Buffer] = []

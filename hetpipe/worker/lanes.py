@@ -1,5 +1,5 @@
-"""Lanes and sums: rows of a schedule that a worker walks at once, and sums over replicas beside
-them (station 12 of docs/life-of-a-micro-batch.md)."""
+"""Walks the lanes of a worker at the same time, and runs sums over replicas beside them (station 12
+of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:
-    """Hands micro-batches from one lane of a worker to another: messages K and V, without a tensor.
+    """Hands micro-batches from one lane of a worker to another: messages K and V.
 
-    Both lanes share the stage, which has the tensors.
+    They carry no tensor, because both lanes share the stage, which has the tensors.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnE
 
 
 class Sums:
-    """Runs sums one after the other, in the order in which they begin."""
+    """Runs sums on a separate thread, one after the other, in the order of the calls of `begin`."""
 
     def __init__(self, on_error: OnError) -> None:
         self._on_error = on_error
@@ -99,5 +99,5 @@ class Sums:
         except EdgeClosedError:
             raise
         except Exception as error:
-            self._on_error(error)  # report at once: only the controller can end the waits of others
+            self._on_error(error)  # report at once: only the controller can end other lanes' waits
             raise

@@ -32,10 +32,10 @@ class Memory:
     """Counts memory after every pass and update, and knows the maximum since the last query.
 
     Right after a pass nothing is dropped yet, so its inputs count as well as its outputs. The
-    memory of running programs and of transfers does not count. Shapes are static, so the bytes of a
-    frame are added up only once for every number of samples and pass: right after the pass, and
-    again while the frame waits for the next pass. Each lane has its own thread, which settles its
-    frames.
+    memory of running programs and of transfers does not count. Shapes are static, so two sizes of a
+    frame are computed once for every number of samples and pass: the size right after the pass, and
+    the size while the frame waits for the next pass. Each lane's thread settles its own frames:
+    it replaces the first size by the second.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Memory:
         self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass
         self._lock = threading.Lock()
         self._latest: dict[int, _Latest] = {}  # by thread
-        self._frames: dict[int, Held] = {}  # by micro-batch, without the latest
-        self._nbytes = self._in_flight = 0  # of these frames
+        self._frames: dict[int, Held] = {}  # by micro-batch, without frames in `_latest`
+        self._nbytes = self._in_flight = 0  # sums over `_frames`
         self._most_in_flight = self._peak_nbytes = 0
 
     def stay(self, buffer: Buffer) -> None:
@@ -113,7 +113,8 @@ class Memory:
                 self._in_flight += held.in_flight
 
     def _reach(self, held: Held) -> None:
-        """Record the total with `held` on top of all frames, which other lanes may change."""
+        """Record the total of all frames and `held`. Count frames of other lanes' passes now, since
+        they change."""
         running = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in running)

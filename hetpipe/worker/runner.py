@@ -40,11 +40,11 @@ ScriptStep = tuple[Action, Message | None]
 
 @dataclass(frozen=True)
 class Script:
-    """The steps of a part. Numbers count from the mini-batch that begins it."""
+    """The steps of a part. Their numbers are relative to the part's first mini-batch."""
 
     steps: tuple[ScriptStep, ...]
     arrivals: tuple[Message, ...]
-    """The messages that others send to the worker meanwhile, each sender's in its order."""
+    """The messages to the worker in the meantime; messages of one sender are in its order."""
     closing: Closing
 
     @classmethod
@@ -108,7 +108,7 @@ class Runner:
         self._emulation = emulation
         self._on_error = on_error
         self._doing: dict[int, Action] = {}  # by lane
-        self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of its rows
+        self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of rows
         self._versions: dict[int, int] = {}  # version of each stage's last forward
 
     @property
@@ -186,14 +186,14 @@ class Runner:
         leaving = self._leaving(action, following)
         begin, waited_s = Moment.now(), self._exchange.waited_s
         stage.run(work, leaving)
-        waited_s = self._exchange.waited_s - waited_s  # waiting for other replicas is no work
+        waited_s = self._exchange.waited_s - waited_s  # waits for replicas are not stretched
         self._spans.append((action, begin.clock_s, self._emulation.stretch(begin.later(waited_s))))
         ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
         if ends and self._mini_batches.forwarded(n, position):
             self._report_losses(stage, batch)
 
     def _report_losses(self, stage: Stage, batch: Batch) -> None:
-        """Report a mini-batch's losses after its last forward, if any update waits for them."""
+        """After a mini-batch's last forward, report its losses if updates wait, and its counts."""
         finite = counts = None
         if stage.has_loss and batch.guards:
             finite = all(map(math.isfinite, stage.results.peek(LOSS).values()))
@@ -203,7 +203,7 @@ class Runner:
             self._tell(Losses(batch.serial, finite, counts))
 
     def _sum(self, action: Action, beside: bool) -> None:
-        """Sum a stage's gradients over its replicas, `beside` the next actions or at once."""
+        """Sum a stage's gradients over its replicas: `beside` the next actions, or before them."""
         share = self._updates.share_of_sum(action)
 
         def add() -> None:
@@ -217,10 +217,10 @@ class Runner:
             add()
 
     def _leaving(self, action: Action, following: ScriptStep | None) -> Leaving | None:
-        """Return a function that sends a pass's outputs while it runs, if the next action sends
-        them.
+        """Return a function that sends a pass's outputs while the pass runs, if the next action
+        sends them.
 
-        None at an emulated speed: there outputs are ready later than the device says.
+        Return None at an emulated speed: outputs are then ready later than the device says.
         """
         if following is None or not self._exchange.streams or self._emulation.speed != 1.0:
             return None
@@ -281,7 +281,7 @@ class Runner:
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:
-        """Return a stage's losses since the last call; a mean counts by the share of rows."""
+        """Return a stage's losses since the last call, means times the replica's share of rows."""
         losses = self._stages[n].results.take(LOSS)
         parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:

@@ -47,7 +47,7 @@ class Service:
         self._emulation = Emulation(order.member.speed)
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
-        self._asked: Any = None  # the latest `Load` and its descriptors, until it begins
+        self._asked: Any = None  # the latest `Load` and its descriptors, until `Begin`
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # by stage
         self._exchange: Exchange | None = None
@@ -226,7 +226,7 @@ class Service:
         return self._scale(batch.serial, clips=True)
 
     def _scale(self, serial: int, clips: bool) -> float:
-        """Wait for a number that the controller sends for a mini-batch (station 13)."""
+        """Wait for a factor that the controller sends for a mini-batch (station 13)."""
         with self._scaled:
             while (serial, clips) not in self._scales:
                 if self._stopped:

@@ -45,7 +45,8 @@ class SingleStage:
     def forward(
         self, samples: int, feed: Mapping[str, Array], activations: Crossing = NOTHING
     ) -> Crossing:
-        """Run the forward on the previous stage's activations; return those for the next stage."""
+        """Run the forward on the previous stage's activations; return the activations for the next
+        stage."""
         passes = self._passes[samples]
         inputs = [slot for program in passes.programs for slot in program.inputs]
         self._arrive(_slots(inputs, CUT), activations)
@@ -59,7 +60,8 @@ class SingleStage:
     def backward(
         self, samples: int, feed: Mapping[str, Array], tangents: Crossing = NOTHING
     ) -> Crossing:
-        """Run the backward on the next stage's tangents; return those for the previous stage."""
+        """Run the backward on the next stage's tangents; return the tangents for the previous
+        stage."""
         backward = self._passes[samples].backward
         if backward is None:
             return {}

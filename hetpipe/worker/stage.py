@@ -73,7 +73,7 @@ class Stage:
         meet: Meet | None = None,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """Load the stage. `held` values are on the device already and replace those in `values`."""
+        """Load the stage. `held` values are on the device already; they go before `values`."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet
@@ -87,10 +87,10 @@ class Stage:
         self._compile(binding.used(predicts=isinstance(self.weights, Predicted)))
         self.frames = Frames(binding)
         self.results = Results(binding, self.store)
-        self._between: dict[int, Version] = {}  # weights of half-done backwards
-        self._before: list[Buffer] | None = None  # the store's buffers at the last update
+        self._between: dict[int, Version] = {}  # by micro-batch, between a backward's halves
+        self._before: list[Buffer] | None = None  # the store's buffers before this mini-batch
         self._rng = binding.index_of(RNG)
-        self._tangents: dict[float, Buffer] = {}  # of the loss
+        self._tangents: dict[float, Buffer] = {}  # by value: gradients of the loss
         self.memory = self._make_memory()
         if self.weights.number:
             self._put_scalars({"lr": keep.lr, "step": float(self.weights.number)})
@@ -132,7 +132,7 @@ class Stage:
         self.frames.let_go(frame, bindings, 0)
 
     def _backward(self, part: int, which: Pass, version: Version, leaving: Leaving | None) -> None:
-        """Run a backward, or half `part` of it: add to gradients, drop tensors kept for it."""
+        """Run a backward, or half `part` of it, and drop the values that nobody reads later."""
         bindings = self._binding.passes[which.samples]
         if not bindings.backwards:
             return
@@ -176,13 +176,14 @@ class Stage:
         self._before = None
 
     def undo(self) -> None:
-        """Drop the gradients, and restore the buffers of the last update."""
+        """Drop the gradients, and restore the buffers from before this mini-batch."""
         if self._before is not None:
             self.store.restore(self._before)
         self.drop_gradients()
 
     def square(self, grad_scale: float) -> float:
-        """Return the sum of squares of the scaled gradients of this stage, or their sum."""
+        """Return the sum of the squares of this stage's scaled gradients or, without a clip, the
+        sum of the gradients."""
         binding = self._binding.norm
         if binding is None:
             return 0.0
@@ -205,7 +206,7 @@ class Stage:
         return arrays
 
     def release(self, microbatch: int) -> None:
-        """Forget `microbatch`."""
+        """Forget a micro-batch: drop its frame."""
         self.frames.release(microbatch)
         self.memory.forget(microbatch)
 
@@ -236,10 +237,11 @@ class Stage:
         queue: int = 0,
         leaving: Leaving | None = None,
     ) -> Version:
-        """Run on a version of the parameters. New ones go `into` another version, if given."""
+        """Run a program on the parameters `params`, and return the version with new parameters:
+        `into` if given, else `params`."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
-        if id(binding) not in self._executables:  # only some trainings use it
+        if id(binding) not in self._executables:  # only some trainings use this program
             self._compile([binding])
         executable = self._executables[id(binding)]
         slots, donate = binding.program.outputs, binding.donate | donate
@@ -308,6 +310,6 @@ def _find_nonfinite(stage: Stage, slots: Sequence[Slot], outputs: Sequence[Buffe
     for slot, buffer in zip(slots, outputs, strict=True):
         if slot.role in CHECKED and not np.isfinite(stage.store.download(slot, buffer)).all():
             raise HetpipeError(
-                f"{slot.role} {slot.name!r} of stage {stage.number} is not finite: the "
-                "first tensor that is not"
+                f"{slot.role} {slot.name!r} of stage {stage.number} is the first tensor that is "
+                "not finite"
             )

@@ -31,10 +31,10 @@ Entries = list[Any]
 
 
 class Store:
-    """Parameters at load, and buffers, constants, gradients, optimizer state and scalars.
+    """A stage's buffers, constants, gradients, optimizer state and scalars, and first parameters.
 
-    Gradients start at zero, state at `state_init(shape, dtype)`; `held` values stay in their
-    buffers. Late gradients that are zero have no buffer.
+    Gradients start at zero, state starts at `state_init(shape, dtype)`; `held` values stay in their
+    buffers on the device. Late gradients that are zero have no buffer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Store:
             elif slot.role in makers and not self._is_late(place):
                 tables[place.table][place.entry] = self.upload(makers[slot.role](slot))
         self.parameters: Version = tables[Table.PARAMS]
-        """The first version."""
+        """The first version of the parameters."""
         self.entries: Entries = tables[Table.STORE]
         buffers = [place for key, place in self._places.items() if key[0] == BUFFER]
         self._buffer_indices = [place.entry for place in buffers if place.table is Table.STORE]
@@ -90,7 +90,7 @@ class Store:
         }
 
     def put(self, key: Key, value: Array) -> Buffer | None:
-        """Replace a value. Return its buffer if it had none before and will stay."""
+        """Replace a value. Return the buffer of a lasting value that had no buffer before."""
         table, index = self._table(key)
         if self._is_late(self._places[key]):
             table[index] = self.upload(value) if np.any(value) else None
@@ -100,7 +100,7 @@ class Store:
         return table[index] if is_new else None
 
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
-        """Set the changed scalars that programs read. Return new buffers."""
+        """Set the scalars that programs read, if they change. Return those set the first time."""
         new = []
         for name, value in scalars.items():
             slot = self._slots.get((SCALAR, name))
@@ -121,7 +121,8 @@ class Store:
         return next((key[1] for key in gradients if not np.isfinite(self.get(key)).all()), "")
 
     def begins_gradients(self) -> bool:
-        """Return whether the next backward creates the late gradients, not adds to them."""
+        """Return whether the next backward creates the late gradients. If it adds to them, give
+        missing ones a buffer."""
         if self._late and all(self.entries[index] is None for index in self._late):
             return True
         self.make_gradients()

@@ -20,8 +20,8 @@ from hetpipe.worker.stage import Stage
 
 
 class Position(NamedTuple):
-    """The position of a micro-batch: the number of its mini-batch, that mini-batch, and the index
-    in the mini-batch. `samples` counts the whole micro-batch, over all replicas."""
+    """The position of a micro-batch: the number of its mini-batch, the mini-batch itself, and the
+    index in it. `samples` counts the whole micro-batch, over all replicas."""
 
     mini_batch: int
     batch: Batch
@@ -41,7 +41,7 @@ class MiniBatches:
         self._updates: dict[int, Apply] = {}
         self._firsts: dict[int, list[int]] = {}  # the index of each micro-batch's first sample
         self._forwarded: Counter[tuple[int, int]] = Counter()  # by stage and mini-batch
-        self._applied: Counter[int] = Counter()  # stages
+        self._applied: Counter[int] = Counter()  # by mini-batch: stages that have applied it
 
     def begin(self, step: Step) -> None:
         """Add the mini-batch, or the bare update, that comes with a part of a schedule."""
@@ -90,12 +90,12 @@ class MiniBatches:
 
 @dataclass
 class Updates:
-    """The updates of a worker's stages; `replicas[n]` is its replica of stage n.
+    """The updates of a worker's stages; `replicas[n]` is the worker's replica of stage n.
 
     `scale` returns the factor of a mini-batch's gradients, NaN if a loss is not finite. `clip`
     returns the factor that clips them, given the sum of their squares on this worker and the name
-    of a gradient that is not finite. Both may wait for the controller. `culprit` is a gradient that
-    was applied although it is not finite.
+    of a gradient that is not finite. Both may wait for the controller. `culprit` names a gradient
+    that was applied although it is not finite.
     """
 
     stages: Mapping[int, Stage]
@@ -109,10 +109,10 @@ class Updates:
     _clipped: dict[int, float] = field(default_factory=dict)  # factor of the present mini-batch
 
     def apply(self, action: Action) -> Moment:
-        """Apply a stage's gradients, or drop them. Return its begin, after all waits."""
+        """Apply a stage's gradients, or drop them. Return the begin of this, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
-        # Replicas in turn scaled their gradients before the sum.
+        # Replicas that take turns have scaled their gradients before the sum.
         scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
         factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
         begin = Moment.now()
@@ -129,8 +129,8 @@ class Updates:
     def share_of_sum(self, action: Action) -> float:
         """Return the factor of this replica's gradients in a sum over replicas.
 
-        Replicas in turn sum to the scaled mean of their mini-batches. Replicas that divide a
-        mini-batch sum over its rows (factor 1), and the update scales the sum.
+        If replicas take turns, the sum is the scaled mean of their mini-batches' gradients. If they
+        divide a mini-batch by rows, the factor is 1, and the update scales the sum.
         """
         if not self.shares.in_turn:
             return 1.0
@@ -169,7 +169,7 @@ class Updates:
 
 
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
-    """Return the sum over the stages' scaled gradients, and the name of one that is not finite."""
+    """Return the sum of the stages' `square`, and the name of a gradient that is not finite."""
     squares = [stage.square(scale) for stage in stages]
     for stage, square in zip(stages, squares, strict=True):
         if not math.isfinite(square):

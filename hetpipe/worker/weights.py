@@ -29,7 +29,7 @@ class Weights(ABC):
 
     @abstractmethod
     def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
-        """Return the version for a forward: `lag` updates old, or predicted `ahead` updates."""
+        """Return the version for a forward: `lag` updates old, or predicted for `ahead` updates."""
 
     @abstractmethod
     def backward(self, microbatch: int) -> Version:
@@ -115,9 +115,9 @@ class Stashed(Weights):
 
 
 class Predicted(Weights):
-    """The forward uses the weights expected when its backward comes (PipeOptim; SpecTrain).
+    """A forward uses the weights that are predicted for its backward (PipeOptim; SpecTrain).
 
-    For the backward, `backward_ahead` updates are predicted (SpecTrain).
+    A backward uses weights that are predicted for `backward_ahead` updates later (SpecTrain).
     """
 
     disposable = True
@@ -143,7 +143,8 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """Return the versions of a stage under a policy. Raises `HetpipeError` without a prediction."""
+    """Return the versions of a stage under a policy. Raises `HetpipeError` if the policy needs
+    `predict` and it is None."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:

@@ -29,11 +29,11 @@ ERRORS = {
     ),
     "pairs": (
         r"failed at 1F0: wrong:pairs:0: a graph of layers layers\.2 to layers\.6 \(aten\.permute.*"
-        r"\) failed, though no operator of it fails by itself: ValueError: not these two"
+        r"\) failed, though none of its operators fails alone: ValueError: not these two"
     ),
     "dies": (
-        r"aten\.permute\.default of layer layers\.2 failed, and others fail now: the device may be "
-        r"lost: RuntimeError: the context is gone"
+        r"aten\.permute\.default of layer layers\.2 failed, and other operators fail now: the "
+        r"device may be lost: RuntimeError: the context is gone"
     ),
     "uploads": r"m1.* wrong:uploads:0 fails in upload: KeyError: 'no room' \(.*wrong_backends",
     "downloads": r"'m1' .*wrong:downloads:0 fails in download: OSError: bus",

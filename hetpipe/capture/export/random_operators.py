@@ -20,7 +20,7 @@ own = torch.ops.hetpipe
 
 
 class _Site:
-    """One random call of the graph; it appends the replacement."""
+    """A random call of the graph; methods insert the nodes that replace it."""
 
     def __init__(self, node: fx.Node, rng: fx.Node, site: int, samples: int) -> None:
         self.node, self._rng, self._site, self._samples = node, rng, site, samples
@@ -29,7 +29,7 @@ class _Site:
         self._graph = node.graph
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append a call that has the metadata of the replaced node, except for its value."""
+        """Insert a call that has the metadata of the replaced node, except for the value."""
         node = self._graph.call_function(target, args, kwargs)
         fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with _fake_mode(self._graph):
@@ -74,7 +74,8 @@ class _Site:
 
 
 def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
-    """Replace every random operator. Return the counter's new placeholder, or None without any.
+    """Replace every random operator. Return the new placeholder of the counter; None if there is no
+    random operator.
 
     Raises `CaptureError` for a random operator that has no replacement.
     """
@@ -105,7 +106,7 @@ def _is_random(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    if node.target in _DROPOUT_ARGUMENT:  # tagged because of an argument that may be zero
+    if node.target in _DROPOUT_ARGUMENT:  # tagged only because of its dropout, which may be 0
         return bool(node.args[5])
     return True
 
@@ -144,7 +145,7 @@ def _bernoulli(site: _Site) -> fx.Node:
 
 
 def _scaled(site: _Site, drawn: fx.Node, last_is_end: bool) -> fx.Node:
-    """Apply the two settings after the tensor, by default 0 and 1: a shift, and a factor or end."""
+    """Apply arguments 1 and 2: a shift (by default 0), and a factor or an end (by default 1)."""
     arguments = dict(enumerate(site.args))
     shift, last = arguments.get(1, 0.0), arguments.get(2, 1.0)
     scaled = site.emit(aten.mul.Tensor, drawn, last - shift if last_is_end else last)
@@ -162,4 +163,5 @@ _REPLACEMENTS: dict[Any, Callable[[_Site], fx.Node | None]] = {
     aten.uniform.default: lambda site: _scaled(site, site.uniform(), last_is_end=True),
     aten.normal_functional.default: lambda site: _scaled(site, site.normal(), last_is_end=False),
 }
-"""For each operator, a function that returns its replacement, or replaces its users itself."""
+"""For each operator, a function that returns the node that replaces it; None if the function has
+replaced the operator's results itself."""

@@ -2,10 +2,10 @@
 
 Export runs the code on fake tensors and records operators. Here the same code runs on tensors of
 the meta device, and every call of torch's interface is hashed: its function, its arguments, its
-module, and the state of autograd and autocast. A tensor is known by its number, the name of its
-parameter, or the values of a constant. So the code may change in any way between two starts of a
-program, in globals or in files that it reads: if the signature is the same, export records the same
-calls.
+module, and the state of autograd and autocast. A tensor is identified by its number, by the name of
+a parameter, or by the values of a constant. So the code, its globals and the files that it reads
+may change in any way between two starts of a program: if the signature is the same, export records
+the same calls.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class UnsignedError(Exception):
 class Rehearsal:
     """Calls a copy of `run` with the same leaves, again and again.
 
-    A call sees the attributes and lists that earlier calls have changed. Tensors are on the meta
-    device; with `computes` the calls compute with copies of all tensors.
+    A call sees the changes that earlier calls have made to attributes and lists. Tensors are on the
+    meta device; with `computes`, calls instead compute with copies of all tensors.
     """
 
     def __init__(self, run: nn.Module, leaves: list[torch.Tensor], computes: bool = False) -> None:
@@ -153,15 +153,15 @@ class Call(TorchFunctionMode):
         super().__init__()
         self.events: list[str] = []
         self.live_events: list[str] = []
-        """The events that compute with a live tensor; they say nothing about constants. A query,
+        """The events that compute with a live tensor, without the values of constants. A query,
         such as `x.dtype`, computes nothing."""
         self.lines: list[str] = []
         """" at file:line" for every event, if requested."""
         self.carried: dict[int, CarriedTensor] = {}
         """The tensors of earlier calls that this call uses, by id."""
         self.outside: list[tuple[torch.Tensor, str]] = []
-        """The tensors that require a gradient and are neither parameters nor computed, each with "
-        at file:line" of its first use if requested."""
+        """The tensors that require a gradient and are neither parameters nor computed; each with
+        the " at file:line" of its first use, if requested."""
         self.changed: list[torch.Tensor] = []
         """The constants that the call changed in place."""
         self.changed_lines: list[str] = []

@@ -1,6 +1,6 @@
 """Exports a module and a loss to one functional graph of ATen operators.
 
-Operators with their own derivative stay whole, so the graph keeps the module's gradients.
+Operators with a special derivative are not decomposed, so the module's gradients stay the same.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def _assign_in_place(run: nn.Module) -> Iterator[None]:
         if value is None or value.shape != buffer.shape or value.dtype != buffer.dtype:
             got = "None" if value is None else f"{value.dtype}{list(value.shape)}"
             raise CaptureError(
-                f"forward assigns {got} to the buffer {key} of {name.partition('.')[2] or 'it'} "
-                f"({type(module).__name__}), which is {buffer.dtype}{list(buffer.shape)}; keep its "
-                "shape and dtype"
+                f"forward assigns {got} to the buffer {key} of "
+                f"{name.partition('.')[2] or 'itself'} ({type(module).__name__}), which is "
+                f"{buffer.dtype}{list(buffer.shape)}; keep its shape and dtype"
             )
         with torch.no_grad():
             buffer.copy_(value)
@@ -108,12 +108,12 @@ def _assign_in_place(run: nn.Module) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
-    """Return `model(x)`. A traceback with this function's name blames the model."""
+    """Return `model(x)`. An error whose traceback has this function's name is the model's."""
     return call(model, x)
 
 
 def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
-    """Return `loss_fn(out, y)`. A traceback with this function's name blames the loss."""
+    """Return `loss_fn(out, y)`. An error whose traceback has this function's name is the loss's."""
     return loss_fn(out, y)
 
 
