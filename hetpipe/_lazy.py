@@ -1,4 +1,4 @@
-"""Lazy module attributes (PEP 562): `import hetpipe` costs nothing until a name is used.
+"""Lazy module attributes (PEP 562): `import hetpipe` imports a module only when its name is used.
 
 A package lists its public names once, as imports that type checkers read:
 
@@ -21,10 +21,11 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package; they import the names of its index.
+    """Return the functions `__getattr__` and `__dir__` of a package.
 
-    `__getattr__` answers `__all__` too. A submodule wins over a function of the same name, since
-    Python binds a submodule to its package whenever it is imported.
+    `__getattr__` imports the public names on first use, and returns their list for `__all__`. A
+    submodule wins over a function of the same name, because Python binds a submodule to its package
+    whenever the submodule is imported.
     """
 
     @cache
@@ -49,7 +50,10 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 
 def index_of(tree: ast.Module, package: str) -> dict[str, str]:
-    """Return the module of each name that a package exports: `from module import name as name`."""
+    """Return the module of each name that a package exports by `from module import name as name`.
+
+    `tree` is the source of the package's `__init__.py`.
+    """
     return {
         alias.name: resolve_name("." * node.level + (node.module or ""), package)
         for block in tree.body

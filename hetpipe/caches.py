@@ -1,6 +1,6 @@
-"""Folders for caches: the user's own, or a private temporary folder if that is unusable.
+"""Folders for caches: the user's cache folder, or a private temporary one if that is unusable.
 
-The content of a cache can be computed again, so a cache, unlike other files, may move to another
+The content of a cache can be computed again. So, unlike other files, a cache may move to another
 folder than requested, with a warning. The content becomes code: captured programs, compiled
 kernels, the list of OpenCL's runtimes. So only this user and root may have write access.
 """
@@ -23,11 +23,14 @@ from hetpipe.errors import HetpipeError
 LEAST_NBYTES = 16 << 20
 """Free bytes that a cache's folder must have: a worker's kernels take a few MiB."""
 WARNED = "HETPIPE_WARNED_CACHE"
-"""Environment variable with the folder of the last warning: workers do not repeat it."""
+"""Environment variable with the folder of the last warning: workers do not repeat the warning."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _usable: set[Path] = set()
-"""Folders that this process found usable. If a disk fills up later, the next write fails."""
+"""Folders that this process found usable, and does not check again.
+
+If their disk fills up later, the next write fails.
+"""
 
 
 class CacheWarning(UserWarning):
@@ -37,9 +40,9 @@ class CacheWarning(UserWarning):
 def cache_folder(kind: str, variable: str = "") -> Path:
     """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
-    It is in the user's cache folder, or in the folder that the environment's `variable` names. If
-    that cannot be written, or others can write to it, the folder is a private temporary one, with
-    a `CacheWarning`. Raises `HetpipeError` if the temporary folder is unusable as well.
+    It lies in the user's cache folder, or in the folder that the environment `variable` names. If
+    that folder is unusable (see `problem_of`), `kind` lies in a private temporary folder, and a
+    `CacheWarning` says so. Raises `HetpipeError` if the temporary folder is unusable as well.
     """
     named = environment.path(variable)
     base = _users_folder() if named is None else Path(os.path.abspath(named))
@@ -59,16 +62,16 @@ def cache_folder(kind: str, variable: str = "") -> Path:
 def _users_folder() -> Path:
     try:
         return user_cache_path("hetpipe")
-    except RuntimeError:  # there is no home folder; older versions return the same
+    except RuntimeError:  # no home folder; older versions of platformdirs return the path below
         return Path("~/.cache/hetpipe")
 
 
 def optional_folder(kind: str, variable: str = "") -> Path | None:
-    """Return `cache_folder`; None, with a `CacheWarning`, if no folder can hold the cache."""
+    """Return `cache_folder`, or None with a `CacheWarning` if no folder can hold the cache."""
     try:
         return cache_folder(kind, variable)
     except HetpipeError as error:
-        text = f"{error}; until then nothing is kept, and each start computes it again"
+        text = f"{error}; until then nothing is kept, and each start computes everything again"
         if os.environ.get(WARNED) != "everywhere":
             os.environ[WARNED] = "everywhere"
             warnings.warn(text, CacheWarning, stacklevel=3)
@@ -76,7 +79,10 @@ def optional_folder(kind: str, variable: str = "") -> Path | None:
 
 
 def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
-    """Return `problem_of(base / kind)`. The folders below `base`, which are hetpipe's, get 0700."""
+    """Return `problem_of(base / kind)`. The folders below `base` are hetpipe's: they get mode 0700.
+
+    With `tighten_base`, `base` gets it as well.
+    """
     folder = base / kind
     if folder in _usable:
         return ""
@@ -97,7 +103,7 @@ def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
 
 
 def _tighten(folder: Path) -> None:
-    """Deny others access to a folder of this user. Older versions allowed it."""
+    """Deny others access to a folder of this user; older versions of hetpipe allowed it."""
     if os.name != "posix":
         return
     status = folder.lstat()
@@ -108,7 +114,11 @@ def _tighten(folder: Path) -> None:
 
 
 def problem_of(folder: Path) -> str:
-    """Return why this folder cannot hold a cache, or "". Makes the folder if it is missing."""
+    """Return why this folder cannot hold a cache, or "" if it can. Make a missing folder.
+
+    A folder is unusable if it cannot be written, if others can write to it, or if its disk is
+    nearly full (`LEAST_NBYTES`).
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if reason := _open_to_others(folder):
@@ -128,10 +138,10 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _open_to_others(folder: Path) -> str:
-    """Return why others could change the content of `folder`, or "".
+    """Return why others could change the content of `folder`, or "" if they cannot.
 
     `folder` must belong to this user, and every folder above it to this user or root. Others may
-    write to none of them, except where the sticky bit protects names, as in /tmp.
+    write to none of these folders, except where the sticky bit protects names, as in /tmp.
     """
     if os.name != "posix":
         return ""
@@ -151,7 +161,7 @@ def _open_to_others(folder: Path) -> str:
 
 
 def why_not_own(status: os.stat_result) -> str:
-    """Return why another user may have written a file or folder, or ""."""
+    """Return why another user may have written a file or folder, or "" if none can have."""
     if os.name != "posix":
         return ""
     if status.st_uid != os.getuid():
@@ -162,14 +172,17 @@ def why_not_own(status: os.stat_result) -> str:
 
 
 def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
-    """Warn that a cache is in another folder, unless this process or its parent has warned."""
+    """Warn that a cache is in the folder `instead`, unless this process or its parent has warned.
+
+    `variable` is the environment variable that names another folder.
+    """
     if os.environ.get(WARNED) == str(folder):
         return
     os.environ[WARNED] = str(folder)
     warnings.warn(
-        f"no cache can be kept in {folder} ({problem}): {instead} is used, and may be gone after a "
-        f"restart of the machine; make the folder writable, for you alone, with at least "
-        f"{LEAST_NBYTES >> 20} MiB free, or set {variable} to another one",
+        f"no cache can be kept in {folder} ({problem}): hetpipe uses {instead}, which may be gone "
+        f"after a restart of the machine; let only yourself write to {folder}, with at least "
+        f"{LEAST_NBYTES >> 20} MiB free, or set {variable} to another folder",
         CacheWarning,
         stacklevel=3,
     )
@@ -177,7 +190,7 @@ def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
 
 @cache
 def temporary() -> Path:
-    """Return a folder for temporary files of all processes, which only this user can access."""
+    """Return the folder for temporary files of this user's processes; others have no access."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
     try:
         folder = Path(tempfile.gettempdir()) / f"hetpipe-{user}"
@@ -189,6 +202,7 @@ def temporary() -> Path:
             return Path(tempfile.mkdtemp(prefix="hetpipe-"))  # someone else made that folder
     except OSError as error:
         raise HetpipeError(
-            f"no folder for temporary files can be written ({error}); set TMPDIR to one"
+            f"no folder for temporary files can be written ({error}); set TMPDIR to a folder that "
+            "can be written"
         ) from error
     return folder

@@ -5,11 +5,13 @@
     receive(limit_s) <-- standard output ---   send(message)
     ChildEnded.log   <-- standard error ----   all prints and warnings
 
-A child leads a process group: Ctrl-C reaches only this process, and `close` kills the group. The
-system ends a child together with the thread that started it, so that no child outlives its parent.
+A child leads a process group of its own: Ctrl-C reaches only this process, and `close` kills the
+group. The system ends a child together with the thread that started it, so that no child outlives
+its parent.
 
-A child that takes seconds to load can serve many tasks, each in a fork of itself: `Child.fork` here
-and `Parent.run_forks` there. It may start no thread and open no driver before a fork.
+A child that takes seconds to load can run many tasks, each in a fork of the child: `Child.fork`
+here and `Parent.run_forks` in the child. Before a fork, the child may start no thread and open no
+driver.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ LOG_NBYTES = 1 << 18
 
 
 class ChildError(HetpipeError):
-    """A child could not start, has ended, or is late."""
+    """A child could not start, has ended, or sent no message in time."""
 
 
 class ChildLate(ChildError):
@@ -65,7 +67,7 @@ class ChildEnded(ChildError):
 class Child:
     """A process that runs `python -m MODULE ARGUMENTS...` until `close`; a context manager.
 
-    `environment` is added to this process's variables. With `cores`, the child runs only on these.
+    `environment` is added to this process's variables. With `cores`, the child runs only on them.
     Raises `ChildError` if the system cannot start a process.
     """
 
@@ -123,7 +125,7 @@ class Child:
         return self._process.returncode is None and not _readable([self._end], 0.0)
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Send a request. Raises `ChildEnded`."""
+        """Send a request. Raises `ChildEnded` if the child has ended."""
         if self._process.returncode is not None:
             raise self._ended()
         try:
@@ -133,9 +135,9 @@ class Child:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> dict[str, Any]:
-        """Return the next message; skip other lines.
+        """Return the next message; skip lines that are no messages.
 
-        Raises `ChildEnded`, and `ChildLate` after `limit_s`.
+        Raises `ChildEnded` if the child or its fork ends first, and `ChildLate` after `limit_s`.
         """
         if self._process.returncode is not None:
             raise self._ended()
@@ -162,9 +164,9 @@ class Child:
     def fork(self, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
         """Run the function of `Parent.run_forks` with `arguments` in a fork of the child.
 
-        The fork gets this process's current folder, path and variables, with `environment` added.
-        `receive` returns the fork's messages, then raises `ChildEnded`. After a late fork the child
-        must be closed.
+        The fork gets this process's current folder, import path and variables, and `environment`.
+        `receive` returns the fork's messages, then raises `ChildEnded`. After a `ChildLate`, close
+        the child.
         """
         self._forks += 1
         self._log_start = os.fstat(self._log.fileno()).st_size
@@ -205,7 +207,7 @@ class Child:
 def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Send the same request to all children and return their answers.
 
-    Raises `ChildEnded` as soon as one has ended, since the others may wait for it.
+    Raises `ChildEnded` as soon as one child has ended, since the others may wait for it.
     """
     for child in children:
         child.send(request)
@@ -219,7 +221,8 @@ def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str,
 class Parent:
     """The process that started this one as a `Child`.
 
-    Afterwards this process has no standard input, and its prints go to standard error.
+    Once this object exists, this process has no standard input, and its prints go to standard
+    error.
     """
 
     def __init__(self) -> None:
@@ -238,10 +241,10 @@ class Parent:
         print(json.dumps(message), file=self._output, flush=True)
 
     def run_forks(self, function: Callable[..., None]) -> None:
-        """For each `Child.fork`, run `function` in a fork with the arguments as strings.
+        """For each `Child.fork`, run `function` in a fork; its arguments are strings.
 
-        One fork runs at a time. This process serves all threads of the parent, so it ends when its
-        input ends, not with the thread that started it.
+        One fork runs at a time. This process serves all threads of the parent. So it ends when its
+        standard input ends, not with the thread that started it.
         """
         process.end_with(None)
         for request in self.requests():
@@ -278,7 +281,7 @@ def _run_fork(function: Callable[..., None], request: Mapping[str, Any], server:
 
 @contextmanager
 def _pinned(cores: Collection[int]) -> Iterator[None]:
-    """Pin this thread inside the `with` block; a process started there inherits the cores."""
+    """Pin this thread to `cores` in the `with` block; a process started there inherits them."""
     if not cores:
         yield
         return
@@ -291,7 +294,7 @@ def _pinned(cores: Collection[int]) -> Iterator[None]:
 
 
 def _readable(descriptors: Sequence[int], limit_s: float) -> list[int]:
-    """Wait up to `limit_s` for readable descriptors, and return them."""
+    """Wait up to `limit_s` until descriptors can be read, and return these descriptors."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -1,9 +1,10 @@
-"""Reads and writes pickles of plain data: a reader cannot run code.
+"""Reads and writes pickles of plain data, whose reader cannot run code.
 
-A pickle names functions and classes, and an ordinary reader imports and calls them. This one knows
-lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name. It also refuses numpy
-arrays, because numpy trusts sizes and pointers when it restores them. For other objects, the writer
-stores their `parts`, from which the reader's `make` makes the objects again.
+A pickle can name functions and classes, and Python's own reader imports and calls them. The reader
+here makes lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name. So it also
+refuses numpy arrays; numpy trusts the sizes and pointers in a pickle when it restores an array. For
+other objects, the writer stores their `parts`, from which the reader's `make` makes the objects
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Parts = tuple[str, Any]
 
 
 def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
-    """Return a pickle of plain data, and of objects for which `parts` returns something.
+    """Return a pickle of plain data, and of objects for which `parts` does not return None.
 
     Raises `pickle.PicklingError` for other objects.
     """
@@ -30,7 +31,7 @@ def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
 def loads(data: bytes, make: Callable[[Parts], Any] | None = None) -> Any:
     """Return the content of a pickle; `make` makes an object from its parts.
 
-    Raises `pickle.UnpicklingError` for a name; damaged bytes raise as `pickle.loads` does.
+    Raises `pickle.UnpicklingError` for a name, and what `pickle.loads` raises for damaged bytes.
     """
     return _Reader(data, make).load()
 
@@ -60,12 +61,12 @@ class _Reader(pickle.Unpickler):
         self._make = make
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "complex"):  # as an ordinary pickle has it
+        if (module, name) == ("builtins", "complex"):  # how Python's own writer stores a complex
             return complex
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain data")
 
     def persistent_load(self, pid: Any) -> Any:
         if self._make is None:
-            raise pickle.UnpicklingError("it refers to something outside")
+            raise pickle.UnpicklingError("it refers to an object that is not in the file")
         kind, value = pid
         return complex(*value) if kind == "complex" else self._make((kind, value))

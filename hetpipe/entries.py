@@ -1,7 +1,7 @@
 """Entries of a cache: bytes under a key, which are valid until something in the key changes.
 
-Each entry is a file, with a checksum before the content. A reader sees all of it or nothing.
-Damaged entries are made again. An entry may become code, so it is read only if nobody else can
+Each entry is a file with a checksum before the content. A reader sees the whole entry or nothing.
+Damaged entries are made again. An entry may become code, so it is read only if no other user can
 have written it: file and folder are checked after they are opened, and links of other users are
 not followed.
 """
@@ -22,7 +22,7 @@ from hetpipe.files import write_beside
 
 CHECKSUM_NBYTES = hashlib.sha256().digest_size
 FORM = 2
-"""Version of an entry's form: older entries have other names."""
+"""Version of the format. It is part of every key, so entries of other versions are not found."""
 
 
 def key_of(*parts: object) -> str:
@@ -34,8 +34,8 @@ def key_of(*parts: object) -> str:
 class Entries:
     """The entries of one kind, in a folder of the user's caches.
 
-    There are at most `most` entries; beyond that, the oldest tenth is deleted. The environment's
-    `variable` may name another folder for the caches.
+    With more than `most` entries, the oldest are deleted until nine tenths of `most` are left. The
+    environment `variable` may name another folder for the caches. `suffix` ends the file names.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Entries:
     variable: str = ""
 
     def load(self, key: str) -> bytes | None:
-        """Return the content of an entry; None if there is none.
+        """Return the content of an entry; None if it is missing or unusable.
 
         Warns with `CacheWarning` if the entry is damaged, or another user may have written it.
         """
@@ -70,7 +70,7 @@ class Entries:
         warnings.warn(text, CacheWarning, stacklevel=3)
 
     def store(self, key: str, content: bytes) -> None:
-        """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk."""
+        """Store an entry. Warns with `CacheWarning` if it cannot be written, as on a full disk."""
         folder = self._folder()
         if folder is None:
             return
@@ -94,7 +94,7 @@ class Entries:
         if len(names) > self.most:
             entries = sorted((folder / name for name in names), key=_age_s)
             for path in entries[: len(entries) - (self.most - self.most // 10)]:
-                with suppress(OSError):  # another process deletes it, or it is another user's
+                with suppress(OSError):  # another process deletes the file, or another user owns it
                     path.unlink()
 
 
@@ -120,7 +120,7 @@ def read_own(folder: Path, name: str) -> bytes:
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Return the checksum. It includes the key, so that no entry passes for another one."""
+    """Return the checksum of key and content, so that an entry is valid only under its own key."""
     return hashlib.sha256(key.encode() + content).digest()
 
 

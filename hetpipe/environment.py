@@ -16,7 +16,7 @@ from hetpipe.words import short
 def seconds(name: str, usual_s: float, error: type[HetpipeError] = HetpipeError) -> float:
     """Return the seconds in an environment variable; `usual_s` if it is unset or empty.
 
-    Raises `error` for anything else than a finite number above 0.
+    Raises `error` for anything but a finite number above 0.
     """
     text = os.environ.get(name, "").strip()
     if not text:
@@ -43,7 +43,10 @@ def paths(name: str, error: type[HetpipeError] = HetpipeError) -> list[Path]:
 
 
 def path(name: str, error: type[HetpipeError] = HetpipeError) -> Path | None:
-    """Return the path in an environment variable; None if it is unset or empty. Raises `error`."""
+    """Return the path in an environment variable; None if it is unset or empty.
+
+    Raises `error` for a path that no file can have.
+    """
     text = os.environ.get(name, "")
     return _path(name, text, error) if text else None
 
@@ -56,9 +59,9 @@ def _path(name: str, text: str, error: type[HetpipeError]) -> Path:
 
 
 def clock() -> Callable[[], float]:
-    """Return the clock of benchmarks: wall time, or CPU time of this process.
+    """Return the clock of benchmarks: wall time, or this process's CPU time on a busy machine.
 
-    It is CPU time if HETPIPE_CLOCK is `process`. Raises `HetpipeError` for another value of it.
+    CPU time needs HETPIPE_CLOCK=process. Raises `HetpipeError` for another value of HETPIPE_CLOCK.
     """
     word = os.environ.get("HETPIPE_CLOCK", "").strip()
     if word not in ("", "process"):
@@ -70,7 +73,7 @@ def clock() -> Callable[[], float]:
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `HetpipeError` in one of several processes of a launcher such as torchrun.
+    """Raise `HetpipeError` if a launcher such as torchrun started several processes like this one.
 
     Each process would train the whole model.
     """

@@ -1,4 +1,4 @@
-"""The errors that hetpipe raises: one root, few children; each names the fault and its cure."""
+"""The errors that hetpipe raises, all children of `HetpipeError`; messages name fault and cure."""
 
 
 class HetpipeError(Exception):
@@ -18,11 +18,11 @@ class ClusterError(HetpipeError):
 
 
 class CostError(HetpipeError):
-    """A profile is missing, damaged beyond repair, or does not fit the request."""
+    """A profile, a board or a table of costs is missing or damaged, or does not fit the request."""
 
 
 class PlanError(HetpipeError):
-    """No plan exists under the given limits; the message gives both numbers."""
+    """No plan exists for the given options and limits; the message gives both numbers."""
 
 
 class ScheduleError(HetpipeError):
@@ -34,17 +34,17 @@ class BackendError(HetpipeError):
 
 
 class BundleError(HetpipeError):
-    """A bundle of kernels is damaged, stale, incomplete or of another device."""
+    """A bundle of kernels is damaged, out of date, incomplete or for another device."""
 
 
 class WorkerError(HetpipeError):
-    """A worker raised, died or stopped answering; the run is over and no process is left."""
+    """A worker raised, died or stopped answering; the run has ended and no process is left."""
 
 
 class NotFiniteError(HetpipeError):
     """A loss is infinite or not a number; `Pipeline.diagnose` names the place where it begins.
 
-    `fact` is the message without that advice, `index` the number of the mini-batch.
+    `fact` is the message without `advice`, and `index` the number of the mini-batch.
     """
 
     def __init__(self, fact: str, index: int, advice: str = "") -> None:
@@ -53,9 +53,9 @@ class NotFiniteError(HetpipeError):
 
 
 class NoMeanError(NotFiniteError):
-    """A loss of the form (sum, count) has a count of zero: no sample or label counts.
+    """A loss of the form (sum, count) has a count of zero, so it has no mean.
 
-    The gradients of its sum, if it has any, were multiplied by zero.
+    The gradients of its sum, if there are any, were multiplied by zero.
     """
 
 
@@ -64,4 +64,4 @@ class CheckpointError(HetpipeError):
 
 
 class UserCodeError(HetpipeError):
-    """The user's code has raised; the message ends with its traceback, without hetpipe's frames."""
+    """The user's code raised an error; the message ends with the traceback of the user's frames."""

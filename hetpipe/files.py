@@ -1,4 +1,4 @@
-"""Reads files that people name, and writes files so that a reader never sees half of one."""
+"""Reads files that people name, and writes files so that readers see a whole file or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from hetpipe.errors import HetpipeError
 
 MOST_NBYTES = 64 << 20
-"""The largest text file that is read."""
+"""Bytes of the largest text file that is read."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _OLD = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a FIFO without a writer does not block
@@ -31,7 +31,7 @@ def user_path(
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise kind_of_error(f"the path {text!r} can name no file; give another one")
+        raise kind_of_error(f"no file can have the path {text!r}; give another path")
     expanded = os.path.expanduser(text)
     first = text.replace(os.sep, "/").partition("/")[0]
     if first.startswith("~") and expanded == text and not os.path.lexists(first):
@@ -43,9 +43,10 @@ def user_path(
 
 
 def path_in(folder: Path, text: str, kind_of_error: type[HetpipeError] = HetpipeError) -> Path:
-    """Return the path that a file in `folder` names: from there, unless it is absolute or `~`.
+    """Return a path that is written in a file of `folder`: relative to `folder`.
 
-    Raises `kind_of_error` like `user_path`.
+    Absolute paths, and paths that begin with `~`, do not depend on `folder`. Raises `kind_of_error`
+    like `user_path`.
     """
     return folder / user_path(text, kind_of_error)
 
@@ -82,12 +83,12 @@ def read_bytes(path: Path, most_nbytes: int | None = MOST_NBYTES) -> bytes:
 def write_beside(
     path: Path, write: bytes | str | Callable[[BinaryIO], object], mode: int = 0o666
 ) -> None:
-    """Fill a new file in the same folder, then rename it to `path`. Makes the folder.
+    """Fill a new file in the same folder, then rename it to `path`. Make a missing folder.
 
-    `write` is the content, or a function that writes it to an open file. The umask applies to
-    `mode`. The new file's name is unique, so threads and processes may write to one path at once. A
-    failure leaves no file behind.
-    Raises `HetpipeError` if the place cannot be written to.
+    `write` is the content, or a function that writes the content to an open file. The umask applies
+    to `mode`. The new file's name is unique, so threads and processes may write to one path at the
+    same time. A failure leaves no new file behind. Raises `HetpipeError` if the file cannot be
+    written.
     """
     path = user_path(path)
     beside = path.with_name(f".{secrets.token_hex(8)}.partial")
@@ -112,7 +113,7 @@ def write_beside(
 
 
 def dump_json(data: Any) -> str:
-    """Return JSON with a final newline. Infinite numbers and NaN become null."""
+    """Return `data` as JSON with a final newline. Infinite numbers and NaN become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
 
 

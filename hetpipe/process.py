@@ -20,9 +20,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Return a command like `python -m MODULE ARGUMENTS...`, safe in any folder.
+    """Return a command like `python -m MODULE ARGUMENTS...`.
 
-    It needs the variables of `environment`.
+    Files of the current folder cannot replace Python's modules. Start the command with the
+    variables that `environment` returns.
     """
     return [sys.executable, str(START), module, *map(str, arguments)]
 
@@ -30,7 +31,8 @@ def command(module: str, *arguments: object) -> list[str]:
 def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
     """Return this process's variables, `settings`, and the import path for `command`.
 
-    PYTHONPATH, which adds folders, is renamed until `start.py` has set the path.
+    PYTHONPATH would put its folders first, so it has another name until `start.py` has set the
+    path.
     """
     variables = {**os.environ, **settings, "HETPIPE_PATH": "\n".join(ordered(sys.path))}
     if "PYTHONPATH" in variables:
@@ -41,9 +43,9 @@ def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
 def end_with(parent: int | None) -> None:
     """Let the system end this process together with the thread of `parent` that started it.
 
-    None undoes this.
+    None cancels an earlier call.
     """
-    import ctypes  # takes 10 ms, which most processes save
+    import ctypes  # here, because the import takes 10 ms and most processes do not need it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGTERM)
     if parent not in (None, os.getppid()):
@@ -51,16 +53,16 @@ def end_with(parent: int | None) -> None:
 
 
 def ordered(path: Sequence[str]) -> list[str]:
-    """Return the path with folders of Python and of installed packages before the user's.
+    """Return the import path with the folders of Python and of installed packages first.
 
-    A process that a script starts then does not take a `queue.py` beside the script for Python's.
+    So a new process does not import a `queue.py` beside the user's script instead of Python's.
     """
     entries = [entry for entry in path if isinstance(entry, str)]
     return sorted(entries, key=lambda entry: not _is_library(entry))
 
 
 def start_refusal(error: BaseException) -> str:
-    """Return why the system starts no process or thread, and the cure; "" for another error."""
+    """Return why the system refused a process or thread, and the cure; "" for another error."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return f"the system has too little memory for another process ({error}): free some"
     refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
@@ -78,19 +80,22 @@ def start_refusal(error: BaseException) -> str:
 
 
 def shadow(module: str) -> str | None:
-    """Return the file that `command` would import for `module`, if this process has another one."""
+    """Return the file that `command` would import as `module`, if this process imported another.
+
+    Otherwise return None.
+    """
     top = module.partition(".")[0]
     if top == "hetpipe":
         return None  # `start.py` loads its own `hetpipe`
     spec = PathFinder.find_spec(top, ordered(sys.path))
-    loaded = sys.modules.get(top) or sys.modules["__main__"]  # of python -m MODULE
+    loaded = sys.modules.get(top) or sys.modules["__main__"]  # with python -m MODULE
     if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):
         return None
     return spec.origin
 
 
 def _is_library(entry: str) -> bool:
-    """Whether a folder of the path, or a zip file, belongs to Python or its packages."""
+    """Whether an entry of the import path, a folder or zip file, belongs to Python or a package."""
     if not entry:
         return False  # the current folder
     folder = Path(entry).absolute()

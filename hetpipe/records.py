@@ -1,8 +1,8 @@
 """Records: files that people and programs write, checked by pydantic; an error names the place.
 
-A record is a frozen dataclass whose fields name the allowed values, `Annotated[int, Whole(1)]`.
-`Source.record` makes a record from JSON or TOML and checks it; a record made in Python is not
-checked. pydantic is imported only with the first file.
+A record is a frozen dataclass. The types of its fields say which values are allowed, for instance
+`Annotated[int, Whole(1)]`. `Source.record` checks the data of JSON or TOML and makes a record from
+them; a record made in Python is not checked. pydantic is imported only for the first file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Place = tuple[int | str, ...]
 """Keys and indices from the top of a file down to a value."""
 
-MOST_DIGITS = 40  # of a whole number in JSON
+MOST_DIGITS = 40  # in a whole number of a JSON file
 LEAST, MOST = 1e-15, 1e30
 """Bounds of measured and published numbers, in any unit."""
 
@@ -59,7 +59,7 @@ class Whole:
 class Number:
     """Allows finite numbers from `least` to `most`; with `above`, only numbers above `least`.
 
-    Products and quotients of two positive numbers neither overflow nor become 0.
+    With `above` and default limits, products and quotients of two numbers stay finite and above 0.
     """
 
     least: float = 0.0
@@ -77,7 +77,7 @@ class Number:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Allows these texts."""
+    """Allows the texts in `choices`."""
 
     choices: tuple[str, ...]
 
@@ -89,7 +89,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Entries:
-    """Allows lists and texts of `least` or more entries."""
+    """Allows lists of `least` to `most` entries, and texts of as many characters."""
 
     least: int = 1
     most: int | None = None
@@ -114,7 +114,7 @@ class NullIsInfinite:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Takes a text, from which `parse` makes the value."""
+    """Allows a text from which `parse` can make the value."""
 
     parse: Callable[[str], Any]
 
@@ -129,7 +129,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Placed:
-    """Adds the place to the `HetpipeError` of a record's own checks."""
+    """Adds the place to a `HetpipeError` that a record's `__post_init__` raises."""
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core.core_schema import no_info_wrap_validator_function
@@ -147,15 +147,18 @@ Name = Annotated[str, Entries(1)]
 
 @dataclass(frozen=True)
 class Source:
-    """A document, such as the plan, in a file or not. Every fault in it raises `error`."""
+    """A document, from a file or from memory. Every fault in it raises `error`."""
 
     title: str  # such as "the plan"
     error: type[HetpipeError]
-    where: str | Callable[[Place], str] = ""  # the file; or, by place, file and line
-    cures: Mapping[str, str] = field(default_factory=dict)  # by place, without indices
+    where: str | Callable[[Place], str] = ""  # the file, or a function from place to file and line
+    cures: Mapping[str, str] = field(default_factory=dict)  # by place without indices, "stages.hi"
 
     def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
-        """Return the error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
+        """Return the error for a value at a place, such as `plan.json: stages.1.hi is 3, ...`.
+
+        With `key`, the message has the line of this key at the place.
+        """
         subject = ".".join(map(word, place)) if place else self.title
         return self._error((*place, key) if key else place, f"{subject} {why}")
 
@@ -165,7 +168,7 @@ class Source:
         return self.error(f"{prefix}: {sentence}" if prefix else sentence)
 
     def record(self, kind: type[T], data: object) -> T:
-        """Return a record of plain data. Raises `error` for the first fault."""
+        """Check plain data and return a record. Raises `error` for the first fault."""
         from pydantic import ValidationError
 
         try:
@@ -176,7 +179,10 @@ class Source:
             raise self._error((), str(refused)) from refused
 
     def versioned(self, kind: type[T], data: object, version: int) -> T:
-        """Return a record of data that hetpipe has written, with all keys and `version`."""
+        """Check data that hetpipe has written, and return a record.
+
+        Raises `error` for another version, and for a missing key, even if the key has a default.
+        """
         if not isinstance(data, Mapping):
             raise self.fault((), f"is {short(data)}, it should be an object")
         there = data.get("version")
@@ -209,7 +215,8 @@ class Source:
 def read_text(path: Path, error: type[HetpipeError]) -> str:
     """Return a file's text, without a byte order mark.
 
-    Raises `error` if it cannot be read or is not UTF-8, with the line. `~` is the home folder.
+    Raises `error` if the file cannot be read, or, with the line, if it is not UTF-8. `~` is the
+    home folder.
     """
     raw = read_file(path, error)
     try:
@@ -224,7 +231,7 @@ def read_text(path: Path, error: type[HetpipeError]) -> str:
 def read_file(
     path: Path, error: type[HetpipeError], most_nbytes: int | None = MOST_NBYTES
 ) -> bytes:
-    """Return a regular file's bytes. Raises `error` if it cannot be read or is larger."""
+    """Return a regular file's bytes. Raises `error` if it is unreadable or above `most_nbytes`."""
     try:
         return read_bytes(user_path(path, error), most_nbytes)
     except OSError as failure:
@@ -232,7 +239,7 @@ def read_file(
 
 
 def read_json(path: Path, error: type[HetpipeError]) -> Any:
-    """Return a file's JSON. Raises `error`, with the line if it is known."""
+    """Return the data of a JSON file. Raises `error`, with the line if it is known."""
     text = read_text(path, error)
     try:
         return json.loads(
@@ -297,7 +304,7 @@ def _keys(kind: Any, place: Place) -> list[str]:
 
 
 def _left_out(kind: Any, data: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    """Yield the places and keys that valid `data` omits, because they have defaults."""
+    """Yield (place, key) for each key that valid `data` omits, because the key has a default."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         for name in hints:

@@ -1,20 +1,21 @@
 """The first file of a process that hetpipe starts: `python start.py MODULE ARGUMENTS...`.
 
-The interpreter puts the folder of this file, or the current folder, first on its path; a file there
-may have the name of one of Python's modules. So this file imports nothing until it has set the path
-from `hetpipe.process`. Then it runs MODULE, like `python -m MODULE`.
+The interpreter puts the folder of this file, or the current folder, first on its import path; a
+file there may have the name of one of Python's modules. So this file first sets the path from
+`hetpipe.process`, and imports other modules only afterwards. Then it runs MODULE, like
+`python -m MODULE`.
 """
 
 import os  # Python itself loads `os` and `sys` before this file
 import sys
 
 sys.path[:] = os.environ.pop("HETPIPE_PATH").split("\n")
-if "HETPIPE_PYTHONPATH" in os.environ:  # for the programs that the module itself starts
+if "HETPIPE_PYTHONPATH" in os.environ:  # for programs that MODULE starts
     os.environ["PYTHONPATH"] = os.environ.pop("HETPIPE_PYTHONPATH")
 
 
 def main() -> None:
-    """Load the `hetpipe` of this file, even if the path has another one, and run MODULE."""
+    """Load the `hetpipe` beside this file, even if the path has another one, and run MODULE."""
     import runpy
     from importlib.util import module_from_spec, spec_from_file_location
 

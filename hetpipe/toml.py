@@ -1,4 +1,4 @@
-"""TOML files that people write: their data, and the line of every value for error messages."""
+"""Reads TOML files that people write, and finds the line of a value for error messages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ else:
     import tomli as tomllib
 
 MOST_LENGTH = 8 << 20
-"""Characters of a file. A hundred thousand tables fit, and take some seconds."""
+"""Most characters of a file. That is room for 100,000 tables, which take some seconds to read."""
 _NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
 _HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
 _SETTING = re.compile(rf"{_NAMES}=")
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){100}""")
-"""A key that no real file has: the time to parse it grows with the square of its length."""
+"""A key of more than 100 parts, which is refused: parsing takes time quadratic in the parts."""
 
 
 def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, Any]:
-    """Return the data of a file's text. Raises `error` as `path:line: fault`."""
+    """Return the data in a file's text. Raises `error` with a message `path:line: fault`."""
     if len(text) > MOST_LENGTH:
-        raise error(f"{path}: has {len(text)} characters; at most {MOST_LENGTH} are read")
+        raise error(f"{path} has {len(text)} characters; at most {MOST_LENGTH} are read")
     if long_key := _LONG_KEY.search(text):
         line = text.count("\n", 0, long_key.start()) + 1
         raise error(f"{path}:{line}: a key has more than 100 parts; write tables, and short keys")
@@ -41,7 +41,7 @@ def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, An
     except ValueError as fault:  # a whole number too long for Python
         raise error(f"{path}:1: {fault}") from fault
     except RecursionError as fault:
-        raise error(f"{path}:1: values are nested too deeply; make it flat") from fault
+        raise error(f"{path}:1: values are nested too deeply; write flatter tables") from fault
 
 
 class Lines:
@@ -59,7 +59,10 @@ class Lines:
                 self._note((*table, *_names(setting[1])), number)
 
     def at(self, place: Place) -> int:
-        """Return the line that sets the value at a place, or opens its nearest table; else 1."""
+        """Return the line that sets the value at a place, or opens the nearest table around it.
+
+        Return 1 if there is no such line.
+        """
         for end in range(len(place), 0, -1):
             if place[:end] in self._lines:
                 return self._lines[place[:end]]
@@ -70,7 +73,7 @@ class Lines:
             self._lines.setdefault(place[:end], number)
 
     def _opened(self, names: list[str], repeated: bool) -> Place:
-        """Return the place of a header's table; a name of repeated tables means the last table."""
+        """Return the place of a header's table; `names` of `[[ ]]` tables mean the last of them."""
         place: Place = ()
         for name in names[:-1]:
             place = (*place, name)

@@ -1,4 +1,4 @@
-"""Values and names in messages, short even if a file has long ones."""
+"""Short texts of values and names for messages, even if those are long."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def short(value: object) -> str:
 
 
 def word(part: int | str) -> str:
-    """Return a name for a message, unchanged unless it is long or not printable."""
+    """Return a name for a message: unchanged, or shortened and quoted if long or not printable."""
     plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
     return str(part) if plain else short(part)
 
 
 def words(parts: Iterable[int | str]) -> str:
-    """Join names with commas for a message; of many names, the first ones and the number."""
+    """Join names with commas for a message; of more than `MOST_WORDS`, the first and the number."""
     names = [word(part) for part in parts]
     rest = [f"... {len(names)} in all"] if len(names) > MOST_WORDS else []
     return ", ".join(names[:MOST_WORDS] + rest)

@@ -15,9 +15,10 @@ INTERRUPTED = 130  # exit status
 
 
 def main() -> None:
-    """Run a command. A `HetpipeError` becomes a red message and exit 1; Ctrl-C exits 130.
+    """Run a command.
 
-    A warning becomes one line.
+    A `HetpipeError` becomes a red message and exit status 1, Ctrl-C becomes exit status 130, and a
+    warning becomes one line.
     """
     end_on_interrupt()
     try:
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def end_on_interrupt() -> None:
-    """End the command at the first Ctrl-C; it closes its workers within seconds.
+    """Make the first Ctrl-C end the command, which then closes its workers within seconds.
 
     The second Ctrl-C prints a note. The third exits at once, and the workers die with this process.
     """
@@ -47,17 +48,17 @@ def end_on_interrupt() -> None:
         if press == 1:
             raise KeyboardInterrupt
         if press == 2:
-            os.write(2, b"closing; Ctrl-C once more leaves at once\n")
+            os.write(2, b"closing the workers; Ctrl-C once more exits at once\n")
             return
         if os.isatty(2):
-            os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+            os.write(2, b"\x1b[?25h\n")  # show the cursor, which a progress bar hides
         os._exit(INTERRUPTED)
 
     def leave() -> None:
-        # At its end, the interpreter restores the default handler, which kills.
+        # The interpreter restores the default handler when it ends; a Ctrl-C would then kill it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if next(presses) > 1:
-            # After an interrupt inside an `exec` of text, Python would end itself by a signal.
+            # If the interrupt came inside `exec` of a text, Python would end itself by a signal.
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()

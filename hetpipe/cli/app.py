@@ -1,4 +1,4 @@
-"""The application with all commands; each command has a file."""
+"""The typer application with all commands; each command has a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def start(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

@@ -42,7 +42,7 @@ def command(
             "--workload",
             metavar="MODEL",
             help="Zoo name or package.module:factory; may be repeated. "
-            "\\[default: digits, gpt; with --full lstm, too]",
+            "\\[default: digits, gpt; with --full also lstm]",
         ),
     ] = None,
     full: Annotated[
@@ -51,13 +51,13 @@ def command(
     ] = False,
     matmul: Annotated[
         bool | None,
-        typer.Option(help="Matrix products of the processors first, against torch's."),
+        typer.Option(help="First compare the processors' matrix products with torch's."),
     ] = None,
     rehearse: Annotated[
         str | None,
         typer.Option(
             metavar="ID",
-            help="Two workers on this device, one at half speed; '' none. "
+            help="Add two workers on this device, one at half speed; '' for none. "
             f"\\[default with --full: {REHEARSED}]",
         ),
     ] = None,
@@ -65,14 +65,15 @@ def command(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Also two workers like this one; '' none. \\[default with --full: the first]",
+            help="Add two workers like this one; '' for none. \\[default with --full: the first]",
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="LINK",
-            help=f"Emulated between devices as well; '' none. \\[default with --full: {LINK}]",
+            help="Add rows with this emulated link between devices; '' for none. "
+            f"\\[default with --full: {LINK}]",
         ),
     ] = None,
     rounds: Annotated[
@@ -105,8 +106,9 @@ def command(
 ) -> None:
     """Measure workloads on devices alone and together.
 
-    The short form takes some minutes. The long form has more workloads and rows; without a cluster,
-    devices or speeds also two workers of one device, and one of two at half speed (emulated).
+    The short form takes some minutes. The long form has more workloads and rows. Unless you name a
+    cluster, devices or speeds, it also has two workers of one device, and two workers of which one
+    runs at half speed (emulated).
     """
     from hetpipe.cluster.units import parse_link
     from hetpipe.zoo.load import check_name
@@ -122,8 +124,8 @@ def command(
     here = where.make()
     if here.described:
         raise ClusterError(
-            f"bench measures, and the times of {', '.join(m.id for m in here.described)} are "
-            "modelled: they are boards; use `hetpipe train` or `hetpipe compare`"
+            f"bench measures, but {', '.join(m.id for m in here.described)} are boards, whose times "
+            "are modelled; use `hetpipe train` or `hetpipe compare`"
         )
     if full and not any(astuple(where)):
         rehearse = REHEARSED if rehearse is None else rehearse
@@ -167,7 +169,10 @@ def _settings(
     rehearse: str,
     common: dict[str, Any],
 ) -> list[Setting]:
-    """Return each model on the cluster; the first also on two workers, one at half speed."""
+    """Return a setting for each model on the cluster.
+
+    With `rehearse`, the first model also runs on two workers of that device, one at half speed.
+    """
     from hetpipe.bench.outcome import Setting
 
     if twice is not None:
@@ -185,7 +190,7 @@ def _settings(
 
 
 def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
-    """Load all workloads first: a measurement takes minutes, and a later name may be wrong."""
+    """Load all workloads before a measurement, which takes minutes: a name may be wrong."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.zoo.load import load_workload
 

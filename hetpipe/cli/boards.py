@@ -1,4 +1,4 @@
-"""`hetpipe boards`: described hardware that need not be attached; every number and its source."""
+"""`hetpipe boards`: lists hardware that is described by data sheets, with each number's source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """List the boards that plans can count on unseen: cards, FPGAs and processors by data sheet."""
+    """List the boards that plans can use unattached: GPUs, FPGAs and processors by data sheet."""
     from dataclasses import asdict
 
     from hetpipe.cost.board import boards, find_board

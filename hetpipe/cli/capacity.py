@@ -26,7 +26,7 @@ def command(
         typer.Option(
             "--repeat",
             metavar="FIRST:LAST",
-            help="Count repetitions of these layers. [default: samples of a micro-batch]",
+            help="Count repetitions of these layers. [default: count samples of a micro-batch]",
         ),
     ] = None,
     global_batch: GlobalBatchOption = None,
@@ -55,5 +55,5 @@ def parse_block(text: str) -> tuple[int, int]:
     """Parse a block of layers: `"2:9"` -> `(2, 9)`. Raises `PlanError`."""
     first, colon, last = text.partition(":")
     if not colon or not first.strip().isdigit() or not last.strip().isdigit():
-        raise PlanError(f"--repeat {text!r}: write first and last layer, for instance 2:9")
+        raise PlanError(f"--repeat {text!r}: write the first and last layer, for instance 2:9")
     return int(first), int(last)

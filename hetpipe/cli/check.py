@@ -19,7 +19,7 @@ def read_options(
     mini_batch: int | None,
     rebalance: str | None = None,
 ) -> PlanOptions:
-    """Return the options of a plan, checked without a model. Raises `HetpipeError`."""
+    """Return the options of a plan, after all checks that need no model. Raises `HetpipeError`."""
     from hetpipe.pipeline.fit import check_count, fixed_by
     from hetpipe.pipeline.options import PlanOptions
 
@@ -38,10 +38,12 @@ def read_options(
 
 
 def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
-    """Raise `HetpipeError` for a plan that cannot run, or for options that the plan fixes."""
+    """Raise `HetpipeError` for options that a stored plan fixes, or a plan that cannot run."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
-        raise HetpipeError(f"--plan {path} already contains {options}: remove one or the other")
+        raise HetpipeError(
+            f"--plan {path} already contains {options}: leave out --plan, or these options"
+        )
     plan.policy.check_rule(plan.rule)
 
 
@@ -66,8 +68,8 @@ def check_synchronous(schedule: str) -> None:
 
     if schedule != "auto" and not rule_of(schedule).flushes:
         raise HetpipeError(
-            f"schedule {schedule} is asynchronous, and all rows of a benchmark train the same: "
-            "choose a synchronous one, such as 1f1b"
+            f"schedule {schedule} is asynchronous, so its training differs from the benchmark's "
+            "other rows: choose a synchronous schedule, such as 1f1b"
         )
 
 

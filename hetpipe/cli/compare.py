@@ -49,7 +49,7 @@ def command(
     drawing: DrawingOptions,
     json: JsonOption = None,
 ) -> None:
-    """Compare the plans of all planners, and plans made by hand, in one simulator."""
+    """Compare the plans of all planners, and simple plans made by hand, in one simulator."""
     from hetpipe.plan.planners.choice import PLANNERS
     from hetpipe.study.comparison import BY_HAND, compare
 
@@ -76,7 +76,7 @@ def command(
 
 
 def timelines(comparison: Comparison) -> list[Timeline]:
-    """Return the simulated steps of the quickest plans, each labelled by its planner."""
+    """Return the simulated steps of the quickest plans; each label begins with the planner."""
     from hetpipe.plan.pricing import predict
 
     return [

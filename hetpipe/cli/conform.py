@@ -1,4 +1,4 @@
-"""`hetpipe conform BACKEND`: the conformance suite on the backend's devices."""
+"""`hetpipe conform BACKEND`: runs the conformance suite on the backend's devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LevelName(str, Enum):
-    """The levels; each includes the earlier levels."""
+    """The levels of the suite; each level includes the levels before it."""
 
     core = "core"
     training = "training"
@@ -34,18 +34,23 @@ def command(
     ] = None,
     level: Annotated[
         LevelName,
-        typer.Option(help="core: memory, events, errors; training: all operators and trainings."),
+        typer.Option(
+            help="core: memory, events, errors; training: also operators and trainings; "
+            "full: everything."
+        ),
     ] = LevelName.training,
     group: Annotated[
         list[str] | None,
-        typer.Option(help="Only this group of checks, as operators; repeatable. [default: all]"),
+        typer.Option(
+            help="Only this group of checks, such as operators; repeatable. [default: all]"
+        ),
     ] = None,
     junit: Annotated[
         Path | None, typer.Option(help="Write JUnit XML, one file per device.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Test a backend against the whole contract. Exit 1 if a device breaks a rule of it."""
+    """Test a backend against the contract of backends. Exit 1 if a device breaks a rule."""
     conform(_devices(backend, device), level, group or (), junit, json, several=device is None)
 
 
@@ -57,8 +62,9 @@ def conform(
     json: str | None,
     several: bool,
 ) -> None:
-    """Test these devices; with `several`, `junit` may be a folder.
+    """Test these devices, print the results and write `junit` and `json`.
 
+    With `several`, a `junit` without a suffix is a folder, which gets a file for each device.
     Raises `HetpipeError` if a device breaks a rule.
     """
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators, write_junit
@@ -140,7 +146,7 @@ def _conclude(
     refused = refused_operators(results)
     if refused:
         shown = ", ".join(f"{name} ({count})" for name, count in refused[:20])
-        output.text(f"refused, with the checks that wait for them: {shown}")
+        output.text(f"refused operators (number of checks that need them): {shown}")
     by_outcome = {
         name: sum(result.outcome == name for result in results)
         for name in ("passed", "failed", "crashed", "skipped")

@@ -1,4 +1,4 @@
-"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, by share of time."""
+"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, with their share of time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(
             table.add_row(cost.operator, str(cost.calls), nbytes, milliseconds, cost.reason)
         output.console.print(table)
     elif answer.lacking:
-        output.text("its author may let another backend run these operators: see `lends`")
+        output.text("the backend's author may let another device run these operators: see `lends`")
     output.text(
         f"{device} has {100 * answer.covered:.1f} % of the {answer.calls} calls' time "
         f"(modelled, as on {JUDGE})"

@@ -1,4 +1,4 @@
-"""`hetpipe doctor`: tests of backends and devices, repairs, and cures for other faults."""
+"""`hetpipe doctor`: tests backends and devices, repairs some faults and names cures for others."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def command(
     broken = {f["backend"] for f in findings if f["level"] == "broken" and f["backend"] in named}
     if failed or broken:
         what = [*(f"backend {name}" for name in sorted(broken)), *failed]
-        raise HetpipeError(f"this does not work here: {', '.join(what)}")
+        raise HetpipeError(f"not working on this machine: {', '.join(what)}")
 
 
 def examine(name: str) -> list[dict[str, str]]:
-    """Return a backend's findings about itself, or the reason why it has none."""
+    """Return a backend's findings about itself, or one finding that says why it is broken."""
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import findings_of
 

@@ -18,7 +18,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure matrix products on one core of each processor, against its ceiling and torch."""
+    """Measure matrix products on one core of each processor; compare its ceiling and torch."""
     from hetpipe.bench.machine import describe, machine
     from hetpipe.bench.products import products
     from hetpipe.bench.show import product_table

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 GROUP = "hetpipe.skeletons"
-"""Entry points of functions that write a skeleton, by language."""
+"""The group of entry points for functions that write a skeleton; their names are languages."""
 
 
 def command(

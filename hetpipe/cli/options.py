@@ -24,19 +24,21 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="FILE",
-        help="Cluster description, TOML; or the name of a published cluster, as pipedream-a.",
+        help="A cluster file (TOML), or the name of a published cluster, such as pipedream-a.",
     ),
 ]
 DevicesOption = Annotated[
     str | None,
-    typer.Option("--devices", metavar="LIST", help="Device ids, with commas between, in order."),
+    typer.Option("--devices", metavar="LIST", help="Device ids in order, separated by commas."),
 ]
 BackendsOption = Annotated[
     str | None, typer.Option("--backends", metavar="LIST", help="Only these backends.")
 ]
 MicrobatchesOption = Annotated[
     int | None,
-    typer.Option("--microbatches", min=1, help="Micro-batches per mini-batch; else explored."),
+    typer.Option(
+        "--microbatches", min=1, help="Micro-batches per mini-batch; without it, several are tried."
+    ),
 ]
 MiniBatchOption = Annotated[
     int | None, typer.Option("--mini-batch", min=1, help="Samples per optimizer step.")
@@ -44,7 +46,7 @@ MiniBatchOption = Annotated[
 
 
 def _known_schedule(value: str) -> str:
-    """Return a schedule's name; a text file with a schedule is registered under its name."""
+    """Return a schedule's name; register the schedule in a text file, and return its new name."""
     if not value.endswith(".txt"):
         return value
     from hetpipe.schedule.fixed import register_file
@@ -57,8 +59,8 @@ ScheduleOption = Annotated[
     typer.Option(
         "--schedule",
         callback=_known_schedule,
-        help="auto (the planner chooses one that flushes), or a name; a wrong one lists them all. "
-        "FILE.txt: one that is written out.",
+        help="auto (the planner chooses a schedule that flushes), or a name; a wrong name lists "
+        "all names. FILE.txt has a schedule that is written out.",
     ),
 ]
 RebalanceOption = Annotated[
@@ -66,7 +68,7 @@ RebalanceOption = Annotated[
     typer.Option(
         "--rebalance",
         metavar="auto",
-        help="auto: layers move between steps when the devices' speeds have changed.",
+        help="auto: layers move between devices when the devices' speeds have changed.",
     ),
 ]
 ChangedOption = Annotated[
@@ -74,12 +76,15 @@ ChangedOption = Annotated[
     typer.Option(
         "--changed",
         metavar="NAME",
-        help="With --resume: a setting that may differ from the checkpoint's, as seed. Repeatable.",
+        help="With --resume: a setting, such as seed, that may differ from the checkpoint's. "
+        "Repeatable.",
     ),
 ]
 PassLimitOption = Annotated[
     float | None,
-    typer.Option("--pass-limit", metavar="SECONDS", help="End a training whose pass takes longer."),
+    typer.Option(
+        "--pass-limit", metavar="SECONDS", help="End the training if a pass takes longer."
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]
 JsonOption = Annotated[
@@ -100,7 +105,7 @@ class ClusterOptions:
         typer.Option(
             "--emulate-speed",
             metavar="ID=SPEED",
-            help="0.5 stretches every computation of a device to twice its time. Repeatable.",
+            help="ID=0.5 makes every computation of this device take twice its time. Repeatable.",
         ),
     ] = None
 
@@ -118,24 +123,28 @@ class PipelineOptions:
         str,
         typer.Option(
             "--weights",
-            help="Versions of the weights if the schedule is asynchronous: stash, vertical-sync, "
-            "2bw, spectrain or pipeoptim.",
+            help="The policy for versions of the weights, if the schedule is asynchronous: stash, "
+            "vertical-sync, 2bw, spectrain or pipeoptim.",
         ),
     ] = "auto"
     cuts: Annotated[
         str | None,
-        typer.Option("--cuts", metavar="LIST", help="First layers of the stages after the first."),
+        typer.Option(
+            "--cuts", metavar="LIST", help="The first layer of each stage but the first: 3,7."
+        ),
     ] = None
     replicas: Annotated[
         str | None,
         typer.Option(
-            "--replicas", metavar="LIST", help="Devices of each stage, in the cluster's order: 2,1."
+            "--replicas",
+            metavar="LIST",
+            help="The number of devices of each stage, in the cluster's order: 2,1.",
         ),
     ] = None
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of the records that it takes."""
+    """Return the command with its records of options replaced by an option for each field."""
     records: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -173,7 +182,7 @@ def split_numbers(text: str | None, option: str) -> list[int] | None:
     if names is None:
         return None
     if not names or not all(name.isdigit() for name in names):
-        raise PlanError(f"{option} {text!r}: write numbers with commas between, for instance 2,1")
+        raise PlanError(f"{option} {text!r}: separate the numbers by commas, for instance 2,1")
     return [int(name) for name in names]
 
 
@@ -201,7 +210,9 @@ def make_cluster(
     if file is None:
         return Cluster.local(split_names(backends), split_names(devices), emulated)
     if devices or backends:
-        raise ClusterError("--cluster lists the devices already: leave out --devices, --backends")
+        raise ClusterError(
+            "--cluster already lists the devices: leave out --devices and --backends"
+        )
     cluster = load_or_published(str(file))
     members = {cluster.member(member).id: speed for member, speed in emulated.items()}
     return replace(

@@ -31,7 +31,7 @@ class Output:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, data: Mapping[str, Any]) -> None:
-        """Write the command's result as JSON if the user asked for it. Raises `HetpipeError`."""
+        """Write the command's result as JSON if the user asked for JSON. Raises `HetpipeError`."""
         self._write({"version": VERSION, **data})
 
     def keep(self, data: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def error_console() -> Console:
 
 
 def _console(stderr: bool, width: int | None = None) -> Console:
-    """Return a console that leaves `:factory:` alone and escapes unprintable characters."""
+    """Return a console that prints `:factory:` unchanged and escapes unprintable characters."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

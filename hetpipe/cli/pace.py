@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Pace:
     """Seconds of a step by this machine's clock, and modelled seconds if the plan has boards.
 
-    With boards, the clock times the devices that stand in for them: do not compare the times.
+    With boards, the clock times the devices that compute the boards' numbers, so the two times
+    cannot be compared.
     """
 
     plan: Plan
@@ -31,7 +32,7 @@ class Pace:
         return self.wall_s if self.modelled_s is None else self.modelled_s
 
     def lines(self) -> list[str]:
-        """Return the rate in words."""
+        """Return the lines of text that tell the rate."""
         rate = f"{self.plan.mini_batch / self.step_s:.1f} samples/s ({self.plan.label}; "
         if self.modelled_s is None:
             median = f"median step {self.wall_s * 1e3:.1f} ms"
@@ -46,7 +47,7 @@ class Pace:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return its part of the command's JSON."""
+        """Return the pace's part of the command's JSON."""
         correction = None if self.boards else self.correction
         predicted_s = self.plan.step_s if self.boards else correction and correction.raw_s
         return {

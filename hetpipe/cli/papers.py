@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Tables and figures of papers, reproduced: clockwork, learning, memory, overhead; and "
-    "rebalance, a device that slows in mid-run.",
+    help="Reproduce tables and figures of papers: clockwork, learning, memory, overhead. Also "
+    "rebalance: a device slows down during a run.",
     no_args_is_help=True,
 )
 
 
 @app.command()
 def clockwork() -> None:
-    """Schedules on devices that only sleep: measured, simulated, and by the papers' formulas."""
+    """Time schedules on devices that only sleep: measured, simulated, by the papers' formulas."""
     from hetpipe.papers import clockwork
 
     clockwork.main()
@@ -23,7 +23,7 @@ def clockwork() -> None:
 
 @app.command()
 def memory() -> None:
-    """Peak bytes by schedule and recomputation, and bytes that stages exchange."""
+    """Count peak bytes by schedule and recomputation, and the bytes that stages exchange."""
     from hetpipe.papers import memory
 
     memory.main()
@@ -34,7 +34,7 @@ def memory() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def learning(context: typer.Context) -> None:
-    """How asynchronous methods learn beside plain training; `learning --help` has its options."""
+    """Compare how asynchronous methods and plain training learn; options: `learning --help`."""
     from hetpipe.papers import learning
 
     learning.main(context.args)
@@ -45,7 +45,7 @@ def learning(context: typer.Context) -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def rebalance(context: typer.Context) -> None:
-    """A device slows in mid-run and recovers; `rebalance --help` has its options."""
+    """Train while a device slows down and recovers; options: `rebalance --help`."""
     from hetpipe.papers import rebalance
 
     rebalance.main(context.args)
@@ -57,7 +57,7 @@ def overhead(
         "pytorch:cpu:0"
     ),
 ) -> None:
-    """Cost of an action that computes nothing, in seconds, by transport."""
+    """Measure the time of an action that computes nothing, for each transport."""
     from hetpipe.papers import overhead
 
     overhead.main(device)

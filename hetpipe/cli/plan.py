@@ -1,7 +1,7 @@
-"""`hetpipe plan`: the stages, their devices, and the predicted time of a step.
+"""`hetpipe plan`: chooses the stages and their devices, and predicts the time of a step.
 
-Costs are measured on attached devices, or read from a file. With boards without numerics, a
-published profile or a named planner, the command is a study (`hetpipe.study`).
+Costs are measured on attached devices, or read from a file. With a published profile, a named
+planner, recomputation, or boards that no device computes, the command is a study (`hetpipe.study`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def command(
     ):
         if costs is not None:
             raise PlanError(
-                f"--costs {costs} works only without --profile, --planner, "
-                "--recompute and boards: remove it"
+                f"--costs {costs} does not work with --profile, --planner, "
+                "--recompute or boards: leave out --costs"
             )
         chosen = _studied(
             about.subject(mini_batch), members or where.make(), planner or "auto", asked, recompute
@@ -102,7 +102,7 @@ def command(
             "--emulate-speed": where.emulate_speed,
         }  # fmt: skip
         for option in (option for option, value in options.items() if value):
-            raise PlanError(f"--costs {costs} already contains the devices: remove {option}")
+            raise PlanError(f"--costs {costs} already names the devices: leave out {option}")
         chosen = _priced(model, costs, where.devices, mini_batch, asked)
     best, table = chosen
     output.text(str(best))
@@ -115,7 +115,7 @@ def command(
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """Return the plan's JSON, with stages' first and last layers, and figures by plain names."""
+    """Return the plan's JSON, with the first and last layer of each stage and more figures."""
     data = plan.to_json()
     for stage in data["stages"]:
         stage["layers"] = [stage["lo"], stage["hi"] - 1]
@@ -129,7 +129,10 @@ def summary(plan: Plan) -> dict[str, Any]:
 def _studied(
     subject: Subject, members: Cluster, planner: str, asked: PlanOptions, recompute: bool
 ) -> tuple[Plan, CostTable]:
-    """Return the plan of a named planner. Raises `PlanError` for options that it chooses itself."""
+    """Return the plan of a named planner, and its costs.
+
+    Raises `PlanError` if cuts or replicas are given, which the planner chooses.
+    """
     from hetpipe.plan.proposal import PlannerOptions
     from hetpipe.study.subject import plan
 
@@ -154,7 +157,7 @@ def _measured(
     mini_batch: int | None,
     asked: PlanOptions,
 ) -> tuple[Plan, CostTable]:
-    """Profile these devices, and return the plan of a pipeline on them."""
+    """Open a pipeline on the devices, which profiles them; return its plan and costs."""
     members = where.make()
     check_devices(asked, len(members.members))
     from hetpipe.train.training import open_pipeline
@@ -174,7 +177,7 @@ def _measured(
 def _priced(
     model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
 ) -> tuple[Plan, CostTable]:
-    """Return the plan from a table of costs alone."""
+    """Return a plan that needs no device, only a file of costs; and these costs."""
     from hetpipe.cli.priced import check_layers, plan_by
     from hetpipe.cost.importers import read_costs
 

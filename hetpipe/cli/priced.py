@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def plan_by(
     costs: CostTable, devices: list[str] | None, mini_batch: int, asked: PlanOptions
 ) -> Plan:
-    """Return the plan with the quickest prediction, on `devices` of the table (default: all).
+    """Return the plan with the shortest predicted step on `devices` of the table (default: all).
 
-    The plan has the table's micro-batches. Raises `PlanError`.
+    Its micro-batches have the size of the table. Raises `PlanError`.
     """
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.pipeline.planning import Planning
@@ -29,7 +29,9 @@ def plan_by(
     members = devices or list(costs.devices)
     for member in members:
         if member not in costs.devices:
-            raise PlanError(f"no costs for {word(member)}; the table has {words(costs.devices)}")
+            raise PlanError(
+                f"no costs for {word(member)}; the table has costs for {words(costs.devices)}"
+            )
     check_devices(asked, len(members))
     asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
     layers = [layer.name for layer in costs.layers]
@@ -46,15 +48,15 @@ def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int
     samples = -(-mini_batch // (asked or count))
     if samples != costs.samples:
         raise PlanError(
-            f"the costs are for micro-batches of {costs.samples} samples, and {asked or count} "
-            f"micro-batches of a mini-batch of {mini_batch} have {samples}: profile at "
-            f"--microbatches {asked or count}, or choose another number"
+            f"the costs are for micro-batches of {costs.samples} samples, but each of the "
+            f"{asked or count} micro-batches of a mini-batch of {mini_batch} has {samples}: profile "
+            f"with --microbatches {asked or count}, or choose another number"
         )
     return count if asked is None else asked
 
 
 def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
-    """Raise `PlanError` if the table is of another model."""
+    """Raise `PlanError` if the table has the costs of another model."""
     from hetpipe.capture.captured import Captured
 
     example = next(workload.batches(mini_batch, 0))

@@ -1,4 +1,4 @@
-"""`hetpipe profile MODEL`: costs of every layer on every device, and of every link."""
+"""`hetpipe profile MODEL`: measures every layer on every device, and every link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 
 MOST_MICROBATCHES = 64
-"""The largest number of micro-batches whose stored costs are measured again."""
+"""Up to this number of micro-batches, `--again` measures stored costs again."""
 
 
 def command(

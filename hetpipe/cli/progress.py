@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, else lines at intervals."""
+"""Progress of a command on standard error: a bar on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 EVERY_S = 10.0
-"""Seconds between two lines about the same phase."""
+"""Seconds between two lines about one phase."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Lines:
 
     @contextmanager
     def beating(self) -> Iterator[Lines]:
-        """Write a line at intervals, on another thread: a phase may take minutes."""
+        """Write a line at intervals, from another thread, because a phase may take minutes."""
         thread = threading.Thread(target=self._beat, name="progress", daemon=True)
         thread.start()
         try:

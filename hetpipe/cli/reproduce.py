@@ -1,4 +1,4 @@
-"""`hetpipe reproduce PAPER [TABLE]`: tables of a paper beside ours."""
+"""`hetpipe reproduce PAPER [TABLE]`: shows a paper's figures beside those of our simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def command(
     ],
     table: Annotated[
         str | None,
-        typer.Argument(metavar="[TABLE]", help="One table; an unknown name prints the list."),
+        typer.Argument(metavar="[TABLE]", help="One table; an unknown name lists all names."),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`hetpipe simulate PLAN`: a plan's step on a virtual clock, without the devices."""
+"""`hetpipe simulate PLAN`: simulates a plan's step on a virtual clock, without the devices."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def command(
     ],
     costs: Annotated[
         Path | None,
-        typer.Option("--costs", metavar="FILE", help="The costs, if the plan's file has none."),
+        typer.Option("--costs", metavar="FILE", help="The costs, if the plan's file lacks them."),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster", metavar="FILE|NAME", help="Messages share the links of this cluster."
+            "--cluster", metavar="FILE|NAME", help="Let messages share the links of this cluster."
         ),
     ] = None,
     *,
     drawing: DrawingOptions,
     json: JsonOption = None,
 ) -> None:
-    """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
+    """Simulate a plan: step time, bubble and peak memory of each worker, bytes on each link."""
     from hetpipe.cost.importers import read_costs
     from hetpipe.plan.plan_file import read_plan
     from hetpipe.study.simulation import simulate
@@ -50,7 +50,9 @@ def command(
     if costs is not None:
         table = read_costs(costs)
     if table is None:
-        raise PlanError(f"{plan} has no costs: give --costs FILE, of `hetpipe profile --json FILE`")
+        raise PlanError(
+            f"{plan} has no costs: give --costs FILE, which `hetpipe profile --json FILE` writes"
+        )
     simulation = simulate(kept, table, cluster_from(cluster) if cluster else None)
     output.text(str(kept))
     output.console.print(worker_table(simulation))

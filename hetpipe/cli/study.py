@@ -1,4 +1,4 @@
-"""Options that the commands of studies share."""
+"""Options that the commands of studies share: plan, simulate, compare, whatif and capacity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ PlannerOption = Annotated[
     typer.Option("--planner", metavar="NAME", help="auto, bapipe, dapple, exact or pipedream."),
 ]
 RecomputeOption = Annotated[
-    bool, typer.Option("--recompute", help="Stages may compute their forwards again.")
+    bool,
+    typer.Option("--recompute", help="Stages may repeat their forwards to save memory."),
 ]
 
 
@@ -94,7 +95,7 @@ class SubjectOptions:
                 self.profile, self.samples, global_batch, self.profiled_on,
                 cut_nbytes=self.cut_nbytes, unit_s=self.unit_s,
             )  # fmt: skip
-        raise HetpipeError("a study is of one model: give MODEL or --profile FILE, one of the two")
+        raise HetpipeError("a study needs one model: give either MODEL or --profile FILE")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class PlannerChoices:
 
 @dataclass(frozen=True)
 class DrawingOptions:
-    """The options that name files for simulated steps."""
+    """The options that name files for pictures and traces of simulated steps."""
 
     picture: Annotated[
         Path | None,
@@ -152,9 +153,9 @@ class DrawingOptions:
 
 
 def cluster_from(name: str | None) -> Cluster:
-    """Return the cluster of a file or of a published name. Raises `ClusterError`."""
+    """Return the cluster in a file, or a published cluster by its name. Raises `ClusterError`."""
     from hetpipe.cluster.cluster import load_or_published
 
     if name is None:
-        raise ClusterError("no cluster: give --cluster a file, or the name of a published cluster")
+        raise ClusterError("no cluster: give --cluster with a file or a published cluster's name")
     return load_or_published(name)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hetpipe.train.training import Comparison, Step
     from hetpipe.zoo.workload import Workload
 
-LINES = 10  # losses that a run prints, beside the progress bar
+LINES = 10  # number of losses that a run prints
 
 
 def command(
@@ -47,7 +47,7 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches to train.")] = 100,
     epochs: Annotated[
         int | None,
-        typer.Option("--epochs", min=1, help="Passes over the data; --steps is ignored then."),
+        typer.Option("--epochs", min=1, help="Passes over the data; replaces --steps."),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `plan` wrote.")
@@ -56,11 +56,13 @@ def command(
         bool, typer.Option(help="Also train the model in plain torch and compare the losses.")
     ] = True,
     check_steps: Annotated[
-        int, typer.Option("--check-steps", min=1, help="Steps to compare, from the first.")
+        int, typer.Option("--check-steps", min=1, help="The number of first steps to compare.")
     ] = 20,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="Timeline of the last step, .png or .svg."),
+        typer.Option(
+            "--picture", metavar="FILE", help="Draw the timeline of the last step, .png or .svg."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -106,8 +108,8 @@ def command(
     check_picture(picture)
     if changed and resume is None:
         raise HetpipeError(
-            f"--changed {changed[0]} names a difference from a checkpoint, but there "
-            "is no checkpoint: add --resume DIR"
+            f"--changed {changed[0]} names a difference from a checkpoint, but no checkpoint "
+            "is given: add --resume DIR"
         )
     members = where.make()
     check_devices(asked, len(members.members))
@@ -160,7 +162,7 @@ def command(
 
 
 class Judged(NamedTuple):
-    """The comparison with torch, if there was one, and the diagnosis if they differ."""
+    """The comparison with torch, if any, and the diagnosis if the pipeline differs from torch."""
 
     comparison: Comparison | None
     diagnosis: Diagnosis | None
@@ -203,10 +205,10 @@ def _keep(
 
 
 def _panels(pipe: Pipeline) -> list[list[Timeline]]:
-    """Return groups of timelines of a step; each group shares a time axis.
+    """Return groups of timelines of a step; the timelines of a group share a time axis.
 
-    The first group has the measured or modelled timeline, and any other prediction. For
-    boards, a second group has the timeline of the devices that stand in for them.
+    The first group has the measured or modelled timeline and, if it differs, the predicted one.
+    With boards, a second group has the timeline of the devices that compute their numbers.
     """
     boards = {board.id for board in pipe.boards}
     known = pipe.costs is None or boards >= {*pipe.plan.all_devices}  # boards take predicted times
@@ -218,7 +220,10 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
     if epochs is None:
         return steps
     if workload.train_samples is None:
-        raise HetpipeError(f"{workload.name} does not say how long an epoch is: give --steps")
+        raise HetpipeError(
+            f"{workload.name} does not tell the samples of an epoch (Workload.train_samples): give "
+            "--steps"
+        )
     if workload.train_samples < rows:
         raise HetpipeError(
             f"an epoch of {workload.name} has {workload.train_samples} samples, a mini-batch has "
@@ -230,14 +235,19 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
 def _checked(
     workload: Workload, pipe: Pipeline, check_steps: int, output: Output
 ) -> tuple[int, bool]:
-    """Return how many losses are compared with torch's, and whether gradients are."""
+    """Return how many losses to compare with torch's, and whether to compare gradients.
+
+    Print the reason if losses are not compared.
+    """
     from hetpipe.schedule.rule import is_asynchronous
     from hetpipe.train.eager import random_layers
 
     if not check_steps:
         return 0, False
     if dropout := random_layers(workload.model):
-        output.text(f"not compared with torch, which draws other masks: {', '.join(dropout)}")
+        output.text(
+            f"not compared with torch, which would draw other dropout masks: {', '.join(dropout)}"
+        )
         return 0, False
     if is_asynchronous(pipe.plan.schedule):
         output.text(f"losses are not compared: {pipe.plan.schedule} trains on older weights")
@@ -282,9 +292,9 @@ def _conclude(
     seed: int,
     used: InUse,
 ) -> None:
-    """Print rate, memory, validation and equality; then write JSON.
+    """Print rate, memory, validation figures and the comparison with torch; then write JSON.
 
-    Raises `HetpipeError` if losses differ from torch's.
+    Raises `HetpipeError` if losses or gradients differ from torch's.
     """
     comparison, diagnosis = judged
     for line in (*pace.lines(), *memory_lines(pace.plan, used)):
@@ -315,7 +325,7 @@ def _conclude(
 
 
 class InUse(NamedTuple):
-    """Measured memory in bytes: the peaks of stages, and the devices' own counts, by member."""
+    """Measured memory in bytes: the peak of each stage, and each member's count of its device."""
 
     peaks: Sequence[int]
     counts: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""`hetpipe whatif`: step times of a cluster with another device, one less, or another link."""
+"""`hetpipe whatif`: step times of a cluster with a changed or removed device, or another link."""
 
 from __future__ import annotations
 

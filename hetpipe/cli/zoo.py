@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 BY_LAYERS = """\
-by layers: float32 does not determine these gradients. Rounding is amplified, or decides a maximum,
-in torch's own steps in float32 as well ("torch's own"). Each layer by itself, fed with torch's
-float64 values, keeps the limits ("layers").
+by layers: float32 does not determine these gradients. In torch's own float32 steps, too, rounding
+is amplified or decides a maximum (column "torch's own"). Each layer by itself keeps the limits when
+its inputs are torch's float64 values (column "layers").
 """
 
 
@@ -47,7 +47,7 @@ def command(
         typer.Option(
             min=1,
             help="The number of stages that take turns on the device, for a "
-            "model that does not fit as a whole.",
+            "model that does not fit into its memory.",
         ),
     ] = 1,
     json: JsonOption = None,
@@ -67,7 +67,7 @@ def command(
                 progress(f"training {name}", number, len(names))
                 results.train(name, samples, stages)
                 output.keep(results.data)
-        finally:  # a crash of one model must not lose the other rows
+        finally:  # show the other rows even if one model crashes
             results.show(output)
     output.finish(results.data)
     unequal = [*(row.model for row in results.rows if not row.is_equal), *results.failed]
@@ -76,7 +76,7 @@ def command(
 
 
 class _Results:
-    """The results of models that a device has trained, and the messages of models that failed."""
+    """The results of the models that a device has trained, and the errors of the others."""
 
     def __init__(self, device: Device) -> None:
         self._opened = device

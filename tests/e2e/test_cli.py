@@ -336,7 +336,7 @@ def test_an_interrupt_leaves_no_traceback_and_no_process(home: Path, presses: in
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert errors.count("closing; Ctrl-C once more leaves at once") < presses
+    assert errors.count("closing the workers; Ctrl-C once more exits at once") < presses
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
@@ -367,7 +367,9 @@ def test_a_second_interrupt_is_answered_and_a_third_ends_at_once(presses: int) -
         assert process.stdout.readline() == "closing\n"
         if presses > 1:
             process.send_signal(signal.SIGINT)
-            assert process.stderr.readline() == "closing; Ctrl-C once more leaves at once\n"
+            assert (
+                process.stderr.readline() == "closing the workers; Ctrl-C once more exits at once\n"
+            )
         if presses > 2:
             process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130

@@ -1,4 +1,4 @@
-"""`hetpipe kernels bench`: kernels compared with the ceilings of a core, and with torch on it."""
+"""`hetpipe kernels bench`: kernels compared with the ceilings of a core and with torch on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command(
         int, typer.Option(min=1, help="Rounds in which the contenders take turns.")
     ] = 5,
     picture: Annotated[
-        Path | None, typer.Option(help="A roofline: .png, .svg or .pdf, of the first device.")
+        Path | None, typer.Option(help="Draw the first device's roofline: .png, .svg or .pdf.")
     ] = None,
     json: Annotated[
         str | None,
@@ -74,7 +74,7 @@ def _check_sets(sets: str) -> None:
 def processors(named: list[str]) -> list[DeviceInfo]:
     """Return the devices with these ids; without ids, the processors of backends with kernels.
 
-    The processors exclude devices at an emulated speed.
+    Processors whose speed is emulated are left out, unless named.
     """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
@@ -92,7 +92,7 @@ def processors(named: list[str]) -> list[DeviceInfo]:
     infos = [info for name, _ in runners() for info in devices_of(name)]
     infos = [info for info in infos if info.kind == "cpu" and not info.capabilities.emulated]
     if not infos:
-        raise BackendError("no processor with kernels is here; name a device: --device ID")
+        raise BackendError("found no processor with kernels; name a device: --device ID")
     return infos
 
 

@@ -39,7 +39,9 @@ def command(
     output = Output(json)
     bundles = read_bundles(bundle)
     if not bundles:
-        raise BundleError(f"{bundle} has no bundle, with a manifest.json; export one first")
+        raise BundleError(
+            f"{bundle} has no bundle (no manifest.json); write one with `hetpipe kernels export`"
+        )
     if binary is not None and len(bundles) > 1:
         names = ", ".join(place.name for place in bundles)
         raise BundleError(
@@ -60,7 +62,7 @@ def command(
 
 
 def build_bundle(place: Path, device: str | None = None, binary: Path | None = None) -> Manifest:
-    """Compile a bundle's sources, or take `binary` instead; return the new manifest.
+    """Compile a bundle's sources, or use the file `binary` instead; return the new manifest.
 
     Raises `HetpipeError`.
     """
@@ -71,7 +73,10 @@ def build_bundle(place: Path, device: str | None = None, binary: Path | None = N
 
     manifest = read_manifest(place)
     if binary is not None and len(manifest.sources) > 1:
-        raise BundleError(f"{place} has {len(manifest.sources)} sources, --binary is of one")
+        raise BundleError(
+            f"{place} has {len(manifest.sources)} sources, and --binary replaces only one: leave "
+            "out --binary"
+        )
     opened = open_device(device or manifest.device)
     try:
         manifest = replace(manifest, device=opened.info.id)

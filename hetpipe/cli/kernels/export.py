@@ -1,4 +1,4 @@
-"""`hetpipe kernels export PLAN`: writes each stage's sources for offline compilers."""
+"""`hetpipe kernels export PLAN`: writes the kernels of each stage as sources for a compiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.exporting import Written
     from hetpipe.plan.plan import Plan
 
-SHOWN = 2  # printed commands of a vendor's compiler; the manifest has all
+SHOWN = 2  # commands of a vendor's compiler that are printed; the manifest has all commands
 
 
 def command(
@@ -69,7 +69,7 @@ def command(
     stored, costs = read_plan(plan)
     name = model or read_workload(plan)
     if not name:
-        raise HetpipeError(f"{plan} does not name its model: give it, --model MODEL")
+        raise HetpipeError(f"{plan} does not name its model: name it with --model MODEL")
     check_name(name)
     members = _members(stored, cluster, devices, backends, device)
     boards = _boards(stored, cluster, board)
@@ -114,7 +114,9 @@ def _members(
     """
     if device is not None:
         if devices:
-            raise HetpipeError(f"--device {device} is for all stages: leave out --devices")
+            raise HetpipeError(
+                f"--device {device} writes all stages for one device: leave out --devices"
+            )
         return make_cluster(None, device, None, None)
     hint = "name the plan's cluster, --cluster FILE, or a device for all stages, --device ID"
     if cluster is None and devices is None and backends is None:
@@ -133,7 +135,7 @@ def _members(
 
 
 def _boards(plan: Plan, cluster: Path | None, board: str | None) -> dict[str, Board]:
-    """Return the boards by the plan's members, from the option or else the cluster file."""
+    """Return the board of each member of the plan, from `board` or else from the cluster file."""
     from hetpipe.cost.board import board as board_of
 
     named = dict.fromkeys(plan.all_devices, board)

@@ -77,7 +77,10 @@ def command(
 
 
 def _operators(device_ids: list[str], json: str | None) -> None:
-    """Run the conformance suite's checks of operators, on these devices or all with kernels."""
+    """Run the conformance suite's checks of operators.
+
+    They run on these devices; without ids, on all devices of backends with kernels.
+    """
     from hetpipe.cli.conform import LevelName, conform
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
@@ -101,7 +104,7 @@ def _show_flaws(
     where = f"{outcome.device_id}, case {outcome.case}"
     for flaw, text in zip(outcome.flaws, trial.texts(outcome), strict=True):
         if (flaw.kind, flaw.line) in shown:
-            output.text(f"{flaw.kind}  likewise on {where}: {flaw.text}")
+            output.text(f"{flaw.kind}  also on {where}: {flaw.text}")
         else:
             shown.add((flaw.kind, flaw.line))
             output.text(text)
@@ -132,7 +135,7 @@ MANY_ULP = 1000.0
 
 
 def _show_notes(output: Output, results: list[Outcome]) -> None:
-    """Print once each: why devices were skipped, warnings, the meaning of a large error in ulp."""
+    """Print why devices were skipped, warnings, and what a large error in ulp means, each once."""
     lines: dict[str, None] = {}
     for each in results:
         if each.skipped:

@@ -1,4 +1,4 @@
-"""`hetpipe kernels tune`: measures ways to divide work, and keeps the best for a device."""
+"""`hetpipe kernels tune`: measures ways to divide a kernel's work, and keeps the best one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 600.0
 GAIN = 1.02
-"""Another way is kept if its share of the ceiling is larger by this factor."""
+"""A new way replaces the way in use if its share of the ceiling is larger by this factor."""
 
 
 def command(
@@ -52,7 +52,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
     runner = get_backend(info.backend).kernel_runner()
     ways = runner.tunings(info.id) if runner is not None else {}
     if runner is None or not ways:
-        raise BackendError(f"the kernels of {info.id} have nothing to tune")
+        raise BackendError(f"{info.id} has no kernels to tune; name another device: --device ID")
     shares: dict[str, list[float]] = {name: [] for name in ways}
     with progress_bar() as progress:
         for number in range(rounds):
