@@ -107,8 +107,8 @@ def command(
     """Measure workloads on devices alone and together.
 
     The short form takes some minutes. The long form has more workloads and rows. Unless you name a
-    cluster, devices or speeds, it also has two workers of one device, and two workers of which one
-    runs at half speed (emulated).
+    cluster, devices or speeds, it also has two workers of one device, and again two workers, one of
+    them at half speed (emulated).
     """
     from hetpipe.cluster.units import parse_link
     from hetpipe.zoo.load import check_name
@@ -124,8 +124,8 @@ def command(
     here = where.make()
     if here.described:
         raise ClusterError(
-            f"bench measures, but {', '.join(m.id for m in here.described)} are boards, whose times "
-            "are modelled; use `hetpipe train` or `hetpipe compare`"
+            f"bench measures, but {', '.join(m.id for m in here.described)} are boards, whose "
+            "times are modelled; use `hetpipe train` or `hetpipe compare`"
         )
     if full and not any(astuple(where)):
         rehearse = REHEARSED if rehearse is None else rehearse

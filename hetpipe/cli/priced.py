@@ -49,8 +49,8 @@ def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int
     if samples != costs.samples:
         raise PlanError(
             f"the costs are for micro-batches of {costs.samples} samples, but each of the "
-            f"{asked or count} micro-batches of a mini-batch of {mini_batch} has {samples}: profile "
-            f"with --microbatches {asked or count}, or choose another number"
+            f"{asked or count} micro-batches of a mini-batch of {mini_batch} has {samples}: "
+            f"profile with --microbatches {asked or count}, or choose another number"
         )
     return count if asked is None else asked
 

@@ -1,4 +1,4 @@
-"""`hetpipe reproduce PAPER [TABLE]`: shows a paper's figures beside those of our simulator."""
+"""`hetpipe reproduce PAPER [TABLE]`: shows a paper's tables beside our figures."""
 
 from __future__ import annotations
 

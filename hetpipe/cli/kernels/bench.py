@@ -74,7 +74,7 @@ def _check_sets(sets: str) -> None:
 def processors(named: list[str]) -> list[DeviceInfo]:
     """Return the devices with these ids; without ids, the processors of backends with kernels.
 
-    Processors whose speed is emulated are left out, unless named.
+    Without ids, processors at an emulated speed are left out.
     """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of

@@ -135,7 +135,7 @@ MANY_ULP = 1000.0
 
 
 def _show_notes(output: Output, results: list[Outcome]) -> None:
-    """Print why devices were skipped, warnings, and what a large error in ulp means, each once."""
+    """Print once each reason to skip a device, each warning, and the meaning of a large ulp."""
     lines: dict[str, None] = {}
     for each in results:
         if each.skipped:
