@@ -40,9 +40,9 @@ class CacheWarning(UserWarning):
 def cache_folder(kind: str, variable: str = "") -> Path:
     """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
-    It lies in the user's cache folder, or in the folder that the environment `variable` names. If
-    that folder is unusable (see `problem_of`), `kind` lies in a private temporary folder, and a
-    `CacheWarning` says so. Raises `HetpipeError` if the temporary folder is unusable as well.
+    The parent is the user's cache folder, unless the environment `variable` names another. If the
+    folder is unusable (see `problem_of`), return a private temporary folder, with a `CacheWarning`.
+    Raises `HetpipeError` if the temporary folder is unusable as well.
     """
     named = environment.path(variable)
     base = _users_folder() if named is None else Path(os.path.abspath(named))

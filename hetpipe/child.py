@@ -5,9 +5,9 @@
     receive(limit_s) <-- standard output ---   send(message)
     ChildEnded.log   <-- standard error ----   all prints and warnings
 
-A child leads a process group of its own: Ctrl-C reaches only this process, and `close` kills the
-group. The system ends a child together with the thread that started it, so that no child outlives
-its parent.
+A child leads a new process group: Ctrl-C reaches only this process, and `close` kills the group.
+The system ends a child together with the thread that started it, so that no child outlives its
+parent.
 
 A child that takes seconds to load can run many tasks, each in a fork of the child: `Child.fork`
 here and `Parent.run_forks` in the child. Before a fork, the child may start no thread and open no

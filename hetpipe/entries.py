@@ -34,8 +34,8 @@ def key_of(*parts: object) -> str:
 class Entries:
     """The entries of one kind, in a folder of the user's caches.
 
-    With more than `most` entries, the oldest are deleted until nine tenths of `most` are left. The
-    environment `variable` may name another folder for the caches. `suffix` ends the file names.
+    With more than `most` entries, `store` deletes the oldest ones and keeps nine tenths of `most`.
+    The environment `variable` may name another folder for the caches. `suffix` ends the file names.
     """
 
     kind: str

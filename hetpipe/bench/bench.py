@@ -1,7 +1,7 @@
 """The heterogeneous benchmark: a pipeline of different devices against each device and their sum.
 
-Every row trains the same mini-batches. Rows take turns, one at a time, and every round reverses
-their order. The figures are medians.
+Every row trains on the same mini-batches. The rows take turns, and every second round reverses
+their order. The figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from hetpipe.profile.measure import Progress
     from hetpipe.simulate.timeline import Timeline
 
-COUNTS = (8, 16)  # micro-batches that pipelines explore
+COUNTS = (8, 16)  # numbers of micro-batches that pipelines explore
 STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))
 """Schedules and weights of the asynchronous rows."""
-FEWER = (2, 4)  # further counts for rows with the whole model on each device
+FEWER = (2, 4)  # more numbers of micro-batches, for rows with the whole model on each device
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing from more micro-batches
-PEER_COUNTS = (8, 16, 32)
+PEER_COUNTS = (8, 16, 32)  # for torch's own pipeline
 
 
 def run(setting: Setting, progress: Progress) -> Outcome:
-    """Measure one setting. Ends all processes, also when it raises `HetpipeError`."""
+    """Measure one setting. All its processes end, even if this raises `HetpipeError`."""
     if setting.twice is not None:
         setting.cluster.member(setting.twice)
     workload = load_workload(setting.model)
@@ -71,8 +71,8 @@ def run(setting: Setting, progress: Progress) -> Outcome:
 def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
     """Return timelines of the last step, measured and predicted.
 
-    They show the balanced pipeline and the pipeline planned for the slow link. Each label names the
-    setting.
+    They show the balanced pipeline and the pipeline that is planned for the slow link. Each label
+    names the setting.
     """
     rows = {"": outcome.balanced}
     if outcome.linked is not None:
@@ -93,7 +93,7 @@ def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, Cost
 
 
 def _over(link: Link, task: Task) -> Task:
-    """Return the task with `link` between all devices."""
+    """Return the task on the same cluster with `link` between all devices."""
     pairs = map(frozenset, combinations(task.cluster.ids, 2))
     cluster = replace(task.cluster, links=dict.fromkeys(pairs, link))
     return _moved(task, cluster, {member: member for member in cluster.ids})
@@ -126,7 +126,10 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
 
 
 def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Probe]:
-    """Return one probe for all workers of a device, so that they get equal shares of a batch."""
+    """Return the probes with one median probe for the workers of a device.
+
+    So these workers get equal shares of a batch.
+    """
     groups: dict[str, list[Probe]] = {}
     for member, probe in probes.items():
         groups.setdefault(like[member], []).append(probe)
@@ -137,7 +140,7 @@ R = TypeVar("R", bound=Row)
 
 
 class _Rows:
-    """Opens rows, one per plan, and keeps them open as long as `stack`."""
+    """Opens rows, one for each different plan; `stack` closes them."""
 
     def __init__(self, stack: ExitStack, setting: Setting, progress: Progress) -> None:
         self._stack = stack
@@ -146,12 +149,12 @@ class _Rows:
         self._of_plan: dict[tuple[Any, ...], PipelineRow] = {}
 
     def open(self, name: str, row: Callable[[], R]) -> R:
-        """Create a row, and report progress because its first steps may take a while."""
+        """Create a row; report progress first, because the row's first steps may take a while."""
         self._progress(f"{self._setting.name}: {name}, first steps", 0, 1)
         return self._stack.enter_context(closing(row()))
 
     def pipeline(self, task: Task, name: str, plan: Plan) -> PipelineRow:
-        """Return the row of a plan; a plan with an existing row adds `name` to that row."""
+        """Return a plan's row, and open it if it is new; `name` is added to an existing row."""
         key = (id(task), *_identity(plan))
         if key in self._of_plan:
             self._of_plan[key].name += f" = {name}"
@@ -162,7 +165,7 @@ class _Rows:
 
 @contextmanager
 def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]:
-    """Open all rows with their processes; each row is checked against torch."""
+    """Open all rows with their processes; the losses of synchronous pipelines are checked."""
     task.tables = _profile(task, setting, progress)
     progress(f"{setting.name}: planning", 0, 1)
     balanced = _balanced_plan(task, setting)
@@ -243,7 +246,7 @@ def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
 
 
 def _auto_plan(task: Task, setting: Setting) -> Plan:
-    """Return the default plan of a pipeline with the setting's micro-batches and schedule."""
+    """Return the plan that a pipeline chooses, given the setting's micro-batches and schedule."""
     captured = task.captured
     asked = PlanOptions(microbatches=setting.microbatches, schedule=setting.schedule)
     planning = Planning(
@@ -270,7 +273,7 @@ def _replicated(task: Task) -> tuple[Plan | None, str]:
     if len(task.cluster.ids) < 2:
         return None, "there is one device"
     if task.captured.updated_buffers:
-        return None, "batch norm over fewer rows is other training, not to be compared"
+        return None, "each replica's batch norms would see fewer samples, which is other training"
     try:
         plan = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
     except PlanError as error:
@@ -290,13 +293,13 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
 
 
 def _identity(plan: Plan) -> tuple[Any, ...]:
-    """Return a key of a plan; plans with equal keys run the same."""
+    """Return a key of a plan; plans with equal keys run in the same way."""
     where = tuple((stage.devices, stage.shares) for stage in plan.stages)
     return where, plan.cuts, plan.schedule, plan.weights, plan.microbatches, plan.in_flight
 
 
 def _balanced_plan(task: Task, setting: Setting) -> Plan:
-    """Return the plan with the shortest predicted step that uses every device."""
+    """Return the plan with the shortest predicted step among the plans that use every device."""
     options = PlannerOptions(task.mini_batch, schedules=_schedules(setting))
     return make_pipeline(_explored(task, setting), task.cluster.ids, options)
 
@@ -320,14 +323,17 @@ def _schedules(setting: Setting) -> tuple[str, ...]:
 
 
 def _alone_plan(task: Task, member: str) -> Plan:
-    """Return the fastest predicted plan with the whole model on one device."""
+    """Return the plan with the shortest predicted step for the whole model on one device."""
     return make_pipeline(
         task.tables, [member], PlannerOptions(task.mini_batch, schedules=("1f1b",))
     )
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return sets of cores for plain torch: one core, each member's cores, and all cores."""
+    """Return sets of cores for plain torch: one core, each member's cores, and all cores.
+
+    Of sets with equally many cores, only one is kept.
+    """
     everything = available_cores()
     shares = [everything[:1], *(m.cores for m in cluster.members if m.cores), everything]
     return [min(s for s in shares if len(s) == n) for n in sorted({len(s) for s in shares})]

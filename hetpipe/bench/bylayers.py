@@ -1,8 +1,9 @@
-"""A step that compares each layer separately, so that no layer amplifies others' rounding errors.
+"""A step that compares each layer alone, so that layers do not amplify earlier rounding errors.
 
 Every layer is a stage. The programs first run in float64, and the tensors at each cut are saved to
-a file: these are the judge's tensors. Then the programs run on the device. The tensors that leave a
-layer are compared, and the next layer gets the judge's tensors instead, rounded to float32.
+a file: they are called the judge's tensors. Then the programs run on the device. The tensors that
+leave a layer are compared with the judge's. The next layer gets the judge's tensors, rounded to
+float32.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class StepByLayers:
     """A step in which each layer gets the judge's tensors as inputs.
 
-    `graphs` has a stage for every layer; for `values` and `feed` see `StepInTurn`. `see` gets the
-    gradients of the same programs in float64.
+    `graphs` has a stage for every layer; for `values` and `feed` see `StepInTurn`. The constructor
+    runs the programs in float64, and `see` gets the gradients of that run.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StepByLayers:
         self._step = partial(StepInTurn, samples=samples, values=values, feed=feed)
         self._graphs, self._lr = graphs, lr
         self._filed = Filed()
-        self._keys: list[dict[str, str]] = []  # by cut and name
+        self._keys: list[dict[str, str]] = []  # keys in the file, by cut and name
         keep = _Keep(self._filed, self._keys)
         passes = [replace(stage, update=None) for stage in graphs]
         self._step(ExactDevice(), passes, cross=keep.cross).run(lr, see)
@@ -59,7 +60,7 @@ class StepByLayers:
     def run(self, device: Device, see: See) -> tuple[float, dict[str, float]]:
         """Run the step on a device; return its loss and the errors of tensors that leave layers.
 
-        Errors are relative, by norms. `see` gets each parameter once.
+        Errors are relative, by norms. `see` is called once for each parameter.
         """
         swap = _Swap(self._filed, self._keys)
         loss = self._step(device, self._graphs, cross=swap.cross).run(self._lr, see)
@@ -69,7 +70,7 @@ class StepByLayers:
 class _Keep:
     """Saves the judge's tensors at the cuts to a file, in the order of the passes.
 
-    A tensor that passes through a layer is the same buffer at the next cut and is saved once.
+    A tensor that only passes through a layer is the same buffer at the next cut. It is saved once.
     """
 
     def __init__(self, filed: Filed, keys: list[dict[str, str]]) -> None:
@@ -93,7 +94,7 @@ class _Keep:
 class _Swap:
     """Compares a device's tensors with the judge's, and replaces them by the judge's.
 
-    A tensor that passes through a layer is compared and uploaded once.
+    A tensor that only passes through a layer is compared and uploaded once.
     """
 
     def __init__(self, filed: Filed, keys: Sequence[Mapping[str, str]]) -> None:

@@ -31,12 +31,12 @@ UPDATE_LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a step: its loss, its `tensors` gradients, and its updates.
+    """Relative errors of a step: the loss, the gradients (their number is `tensors`), the updates.
 
     `worst` names the gradient with the largest error. `crossing` is the largest error of tensors
     that leave a layer, if layers are compared separately. `undetermined` names the gradients for
-    which torch's float32 operators also exceed the limit, and `passed` counts such tensors that
-    leave layers; neither count in the errors.
+    which torch's float32 operators also exceed the limit. `passed` counts the tensors that leave
+    layers and for which the same holds. Neither is part of the errors.
     """
 
     loss: float
@@ -59,7 +59,7 @@ class Errors:
 
 @dataclass
 class Comparison:
-    """Comparison of a device's results, one by one."""
+    """Comparison of a device's gradients and updates with the judge's, one parameter at a time."""
 
     rule: Optimizer
     parameters: Mapping[str, torch.Tensor]
@@ -71,7 +71,7 @@ class Comparison:
     _update: float = 0.0
 
     def see(self, name: str, gradient: Array, updated: Array | None) -> None:
-        """Compare a parameter's gradient and its new value, if it has one."""
+        """Compare a parameter's gradient, and its new value unless `updated` is None."""
         begin_s = time.perf_counter()
         slope = torch.from_numpy(gradient)
         self.gradients[name] = self.distance.of(name, slope)
@@ -82,9 +82,9 @@ class Comparison:
         self.seconds += time.perf_counter() - begin_s
 
     def errors(self, loss: float, right: Step, undetermined: tuple[str, ...] = ()) -> Errors:
-        """Return the errors of all gradients except `undetermined` ones.
+        """Return the errors of the step; leave out the gradients that `undetermined` names.
 
-        A gradient that only the judge has counts as an error.
+        If only the judge has a gradient that is not zero, that is an infinite error.
         """
         missing = right.gradients.keys() - self.gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self.gradients
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def errors_of(step: Step, right: Step) -> Errors:
-    """Return the errors of a step's loss and gradients."""
+    """Return the errors of a step's loss and gradients; its updates count as right."""
     return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
 
 

@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 LARGE_PARAMETERS = 250_000_000
 """Number of parameters from which activations are saved to a file."""
 LARGE_NBYTES = 1 << 20
-"""Smaller tensors stay in memory."""
+"""Bytes from which an activation is saved to the file; smaller ones stay in memory."""
 
 
 class Filed(Mapping[str, torch.Tensor]):
-    """Tensors by name; each access reads the tensor from the file."""
+    """Tensors by name in a temporary file; each access reads the tensor from the file."""
 
     def __init__(self) -> None:
         self._file = TemporaryFile()  # noqa: SIM115 - deleted with this object

@@ -1,12 +1,11 @@
 """One training step of a model on one device, with one stage at a time in the device's memory.
 
-First, each stage runs its forward, and only the tensors at the next cut stay. Then, from the last
-stage to the first, each stage is loaded again and runs its forward, its backward and its update. So
-the device holds one stage at a time, with all the weights, gradients, optimizer state and saved
-tensors that these layers need in a whole model. With a single stage, each pass runs once.
+First, each stage but the last runs its forward, and only the tensors at the next cut stay. Then,
+from the last stage to the first, each stage is loaded again and runs its forward and its backward.
+So the device holds the data of one stage at a time. With a single stage, each pass runs once.
 
-The update runs after the passes, in a separate stage. So optimizer state and the passes' data, such
-as packed weights, are never in memory at the same time.
+The update of a stage runs after its passes, loaded separately. So optimizer state and the passes'
+data, such as packed weights, are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hetpipe.worker.stage import Stage
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
     See = Callable[[str, Array, Array | None], None]
-    """Function of a parameter's name, its gradient, and its new value (None without an update)."""
+    """Function that gets a parameter's name, gradient and new value (None without an update)."""
     Cross = Callable[[Crossing], Crossing]
     """Function from the tensors that leave a stage to the tensors that enter the next stage."""
 
@@ -41,7 +40,10 @@ def _as_they_are(crossing: Crossing) -> Crossing:
 
 
 TRIM_NBYTES = 256 << 20
-"""Bytes of finished stages after which memory is trimmed, which takes tenths of a second."""
+"""Memory is trimmed after this many bytes of finished stages, not after each stage.
+
+A trim takes tenths of a second.
+"""
 
 
 def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
@@ -51,11 +53,13 @@ def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
     """
     layers = captured.layer_graph(samples).layers
     if stages > len(layers):
-        raise PlanError(f"{stages} stages of {len(layers)} layers: ask for fewer stages")
+        raise PlanError(
+            f"{len(layers)} layers cannot make {stages} stages: ask for at most {len(layers)}"
+        )
     before = np.cumsum([0, *(layer.params_nbytes for layer in layers)]).astype(float)
     costs = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
     cuts = exact([costs] * stages)
-    assert cuts is not None  # every stage can hold all layers
+    assert cuts is not None  # no cost of a stage with layers is infinite, so cuts exist
     return cuts
 
 
@@ -63,7 +67,7 @@ def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
 class StepInTurn:
     """A step of one micro-batch; call `run` once.
 
-    `values` has the parameters and buffers, and `feed` the leaves of the batch, all by name.
+    `values` has the parameters and buffers, and `feed` the tensors of the batch, all by name.
     """
 
     device: Device
@@ -72,19 +76,21 @@ class StepInTurn:
     values: Mapping[str, Array]
     feed: Mapping[str, Array]
     cross: Cross = _as_they_are
-    """Function called with the activations at every cut, and then, from the last cut to the first,
-    with the tangents."""
+    """Function that gets the activations at each cut, and then the tangents from the last cut on.
+
+    Its result enters the next stage.
+    """
     compile_s: float = 0.0
     """Seconds spent compiling and loading stages."""
     _left: int = 0
-    """Bytes of the stages since the last trim of memory."""
+    """Bytes of the stages that have finished since the last trim of memory."""
     _scale: float = 1.0
     _loss: float = 0.0
     _shared: dict[str, Array] = field(default_factory=dict)
-    """Gradients of tied parameters from stages after the owner's stage."""
+    """Sums of gradients of tied parameters, from the stages after the owner's stage."""
 
     def run(self, lr: float, see: See) -> float:
-        """Train the step and return its mean loss. `see` gets each parameter once."""
+        """Train the step and return its mean loss. `see` is called once for each parameter."""
         with collecting_new():
             return self._run(lr, see)
 
@@ -105,7 +111,7 @@ class StepInTurn:
         return self._loss
 
     def _trim(self, graphs: StageGraphs) -> None:
-        """Free memory on the device and in this process after `TRIM_NBYTES` of stages."""
+        """Count a finished stage; trim memory of device and process after `TRIM_NBYTES`."""
         programs = graphs.passes[self.samples].programs
         self._left += sum(slot.nbytes for p in programs for slot in (*p.inputs, *p.outputs))
         if self._left > TRIM_NBYTES:
@@ -124,8 +130,8 @@ class StepInTurn:
     ) -> tuple[Crossing, dict[tuple[str, str], Buffer], dict[str, Array]]:
         """Run forward and backward of a stage.
 
-        Return the tangents for the previous stage, the parameters and gradients on the device, and
-        the gradients on the host.
+        Return the tangents for the previous stage; the parameters and gradients on the device; and
+        the gradients on the host, by parameter.
         """
         single = self._load(replace(graphs, update=None))
         single.forward(self.samples, self.feed, entering)
@@ -163,7 +169,7 @@ class StepInTurn:
         lr: float,
         see: See,
     ) -> None:
-        """Apply the optimizer, if any, and pass the stage's own parameters to `see`."""
+        """Apply the optimizer, if any, and call `see` for the parameters that the stage owns."""
         stage = None
         if graphs.update is not None:
             stage = self._load(replace(graphs, passes={}), held).stage

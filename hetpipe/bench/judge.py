@@ -1,6 +1,6 @@
-"""The judge: a step of eager torch in float64, and the errors of other steps relative to it.
+"""The judge: a step of eager torch in float64, and the errors of other steps relative to the judge.
 
-See `hetpipe.bench.parity`.
+`hetpipe.bench.parity` explains the comparison.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Model = TypeVar("_Model", bound=nn.Module)
 ZERO = 1e-10
 """A gradient counts as zero if its norm is below this share of the norm of all gradients."""
 NOISY = 4
-"""Number of steps with rounding errors, to measure the effect of rounding."""
+"""Number of float32 steps with added rounding errors, which show the effect of rounding."""
 PIECE = 1 << 22
-"""Number of a parameter's elements that are updated at once."""
+"""Most elements of a parameter that are updated at once."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def with_same_parameters(model: _Model) -> _Model:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Return a copy without dropout that shares the model's parameters."""
+    """Return a copy of the model without dropout, which shares the model's parameters."""
     model = with_same_parameters(model)
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -66,9 +66,9 @@ def step_of_torch(
 ) -> Step:
     """Return loss and gradients of eager torch, with little memory even for large models.
 
-    Parameters are cast in place, and then back, which changes no value. Activations of large models
-    are in a file until the backward reads them. Each new gradient is rounded to float32, saved to a
-    file, and dropped from the model.
+    Parameters are cast to `dtype` in place, and then back, which restores their values. Activations
+    of large models stay in a file until the backward reads them. Each new gradient is rounded to
+    float32, saved to a file, and dropped from the model.
     """
 
     def cast(value: Any) -> Any:
@@ -100,10 +100,11 @@ def step_of_torch(
 def steps_in_float32(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any]
 ) -> Iterator[Step]:
-    """Yield a step of eager torch in float32, and steps with rounding errors in modules' results.
+    """Yield a step of eager torch in float32, then steps with rounding errors in modules' results.
 
-    A single step does not show the effect of rounding: a difference may be small by chance, and a
-    decision within rounding error, as in a rectifier, may fall either way.
+    A single step does not show the effect of rounding: its error may be small by chance, and if a
+    value is within rounding error of a decision, as in a rectifier, the decision may fall either
+    way.
     """
     yield step_of_torch(workload, model, batch, torch.float32)
     for seed in range(NOISY):
@@ -121,7 +122,10 @@ def _disturbed(generator: torch.Generator, module: nn.Module, args: Any, result:
 
 @contextmanager
 def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield a copy in another dtype that shares the model's parameters; cast them back later."""
+    """Yield a copy of the model in another dtype, for which the model's parameters are cast.
+
+    Afterwards they are cast back.
+    """
     dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield with_same_parameters(model).to(dtype)
@@ -133,7 +137,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
 class Distance:
     """Relative errors of gradients, by norms.
 
-    The error of a gradient that counts as zero (`ZERO`) is relative to the norm of all gradients.
+    If the right gradient counts as zero (`ZERO`), the error is relative to the norm of all
+    gradients.
     """
 
     def __init__(self, right: Tensors) -> None:
@@ -144,7 +149,8 @@ class Distance:
     def of(self, name: str, gradient: torch.Tensor | None) -> float:
         """Return the error of a parameter's gradient.
 
-        It is infinite if a value is not finite, or if only one side has a nonzero gradient.
+        It is infinite if a value is not finite, or if one side lacks a gradient and the other's
+        gradient is not zero.
         """
         right = self._right.get(name)
         if gradient is None or right is None:
@@ -172,7 +178,8 @@ def update_error(
 ) -> float:
     """Return the relative error of a new parameter, compared with torch's optimizer in float64.
 
-    Large tensors are updated in pieces, because these optimizers treat each element separately.
+    Large tensors are compared in pieces to save memory; the optimizers treat each element
+    separately.
     """
     wrong, norm = 0.0, 0.0
     pieces = (torch.split(each.reshape(-1), PIECE) for each in (parameter, gradient, updated))

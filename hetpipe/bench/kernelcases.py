@@ -24,8 +24,8 @@ class Case:
     """A kernel at one size.
 
     `shapes` has the shapes of the float32 inputs. `operations` counts multiplications and
-    additions; `nbytes` is the smallest number of bytes to read and write. `theirs` is the function
-    in torch's fastest form, if that form differs.
+    additions; `nbytes` is the least number of bytes to read and write. `theirs` is torch's fastest
+    function for the case, unless that is `function`.
     """
 
     group: str
@@ -41,12 +41,15 @@ class Case:
     replaces: tuple[int, ...] = ()
     """Indices of donated inputs, which the first results replace in the next run."""
     ways: Mapping[str, Callable[..., Callable[[], object]]] = field(default_factory=dict)
-    """Further ways to compute the result in torch, by name: functions from the inputs to a call."""
+    """More ways to compute the result in torch, by name.
+
+    Each is a function that gets the inputs and returns the call to time.
+    """
 
 
 def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
              left: bool = False, right: bool = False) -> Case:  # fmt: skip
-    """Return a product; `left` and `right` tell whether that operand is a transposed tensor."""
+    """Return a product; with `left` or `right`, `function` transposes this operand first."""
     lead = (batch,) if batch > 1 else ()
     a, b = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
     return Case(
@@ -58,7 +61,7 @@ def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], 
 
 
 def _onednn(a: Tensor, b: Tensor) -> Callable[[], object]:
-    """Return a call of oneDNN's product; its weight is transposed here, outside the timing."""
+    """Return a call of oneDNN's product; `b` is transposed here, outside the timing."""
     weight = b.t().contiguous()
     return lambda: getattr(MKLDNN, LINEAR)(a, weight, None, "none", [], "")
 
@@ -82,7 +85,7 @@ def tuned() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution of a network: channels, side of the input, side of the kernel, and stride."""
+    """A convolution of a network: input and output channels, sides of input and kernel, stride."""
 
     inner: int
     outer: int
@@ -179,7 +182,10 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _fused_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-    """Compute the same update in place with torch's fused kernel; a negative `v` costs no time."""
+    """Compute the same update in place with torch's fused kernel.
+
+    The random `v` may be negative, which makes NaN but takes no longer.
+    """
     torch._fused_adamw_(
         [p], [g], [m], [v], [], [torch.tensor(10.0)], lr=1e-3, beta1=0.9, beta2=0.999,
         weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,

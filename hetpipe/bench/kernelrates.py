@@ -2,8 +2,9 @@
 
     python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
 
-This child sends a list of `KernelRate`. The contenders take turns in every round. With
-HETPIPE_CLOCK=process it counts the seconds of this process only, for a busy machine.
+This child sends its parent a list of `KernelRate`. In every round the device's kernel, the ceilings
+and torch take turns. With HETPIPE_CLOCK=process, the times are CPU seconds of this process, for a
+busy machine.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class KernelRate:
     """One kernel at one size: medians over the rounds of one run, measured on one core.
 
     `share_of_ceiling` is the shortest possible time over the measured time. The shortest possible
-    time is the longer of the multiply-adds in registers and a copy of the same number of bytes.
-    `torch_time_s` is torch's best time on the same core (convolutions with channels last), in the
-    way `torch_way`. `spread` is half the distance of the quartiles over the median. `error` is the
-    largest difference from torch in float64, over the largest element.
+    time is the longer one of two: the multiply-adds in registers, or a copy of the same number of
+    bytes. `torch_time_s` is torch's best time on the same core (convolutions with channels last);
+    `torch_way` names the way of that time. `spread` is half of the distance between the quartiles,
+    over the median. `error` is the largest difference from torch in float64, over the largest
+    element.
     """
 
     kernel: str
@@ -62,7 +64,10 @@ CLOCK = clock()
 
 
 def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) -> list[KernelRate]:
-    """Return the rates of all cases. Meanwhile torch has one thread and keeps freed memory."""
+    """Return the rates of all cases, with torch on one thread.
+
+    This process keeps freed memory from now on.
+    """
     keep_memory()
     device = open_device(device_id)
     threads = torch.get_num_threads()
@@ -121,8 +126,8 @@ def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelR
 def _in_large_pages(count: int) -> torch.Tensor:
     """Return `count` zeros in memory with large pages, if Linux grants them.
 
-    Otherwise chance would decide: torch's copy is 1.5 times as fast in large pages that a device
-    has freed.
+    A copy in large pages is 1.5 times as fast. Without this function, chance would decide whether
+    torch's tensors reuse large pages that a device has freed.
     """
     memory = mmap.mmap(-1, count * 4)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -133,7 +138,7 @@ def _in_large_pages(count: int) -> torch.Tensor:
 def _resident(
     device: Device, case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """Return a call that runs the graph on resident tensors, and one that also fetches a result."""
+    """Return two functions: one runs the graph on resident tensors, one also fetches a result."""
     table = decompositions_of(device.info.backend)
 
     def whole(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -151,7 +156,7 @@ def _resident(
 
     def run() -> list[Buffer]:
         results, event, _ = executable.run(buffers, donate=frozenset(case.replaces))
-        event.wait()  # a time limit would start a thread, which takes as long as a small product
+        event.wait()  # no time limit: it needs a thread, whose start takes as long as a product
         for place, result in zip(case.replaces, results, strict=False):
             buffers[place] = result
         return list(results)
@@ -166,7 +171,7 @@ def _resident(
 
 
 def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """Return torch's calls by name: its operator, and other ways to the same result."""
+    """Return torch's calls by name: the eager operator, and other ways to the same result."""
     function = case.theirs or case.function
     if case.channels_last:
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
@@ -181,7 +186,7 @@ def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
 
 
 def runs_in(run: Callable[[], object], round_s: float) -> int:
-    """Return the number of runs that take about `round_s`, after a run that warms up."""
+    """Return how many runs take about `round_s`; run once untimed, and once timed."""
     run()
     return max(1, round(round_s / time_of(run, 1)))
 

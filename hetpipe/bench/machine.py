@@ -33,22 +33,22 @@ def versions() -> dict[str, str]:
 
 
 def keep_memory() -> None:
-    """Let this process keep freed memory, also from large tensors.
+    """Make this process keep the memory that it frees, even the memory of large tensors.
 
-    Torch allocates the result of every operator. By default glibc maps new pages for each large
-    result, and their page faults make a softmax of 64 MiB take five times as long. This function
-    does nothing if the C library has no `mallopt`.
+    Torch allocates memory for the result of every operator. By default glibc maps new pages for
+    each large result, and their page faults make a softmax of 64 MiB take five times as long. This
+    function does nothing if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    mmap_max, trim_threshold = -4, -1  # of malloc.h
+    mmap_max, trim_threshold = -4, -1  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 1 << 30)
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system, as far as the C library can."""
+    """Give freed memory back to the system, as far as the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -70,7 +70,7 @@ def collecting_new() -> Iterator[None]:
 
 
 def describe() -> str:
-    """Return a line that describes machine and software."""
+    """Return a line that describes the machine and its software."""
     here = machine()
     parts = [f"{here['processor']}, {here['cores']} cores, {here['memory_nbytes'] / 2**30:.0f} GiB"]
     parts += [f"{name} {version}" for name, version in versions().items()]

@@ -1,6 +1,7 @@
 """Rate of a device's matrix product, against the device's ceiling and against torch.
 
-`python -m hetpipe.bench.matmul DEVICE` is a child of `hetpipe matmul`, which pins it to one core.
+`python -m hetpipe.bench.matmul DEVICE` is a child of `hetpipe matmul`, which pins the child to one
+core.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class Rate:
 class MatmulFigures:
     """Rates of float32 products of n x n matrices, measured in turns, including packing.
 
-    `ceiling` is multiply-adds in registers on the device; `torch_mm` is `torch.mm`; `onednn` is
-    torch's oneDNN linear (`mkldnn::_linear_pointwise`, plain weights), None if torch lacks it.
-    `of_ceiling` and `of_torch` are medians of the ratios within each round.
+    `ceiling_gflops` is the rate of multiply-adds in registers on the device. `torch_mm_gflops` is
+    the rate of `torch.mm`. `onednn_gflops` is the rate of torch's oneDNN linear
+    (`mkldnn::_linear_pointwise`, plain weights), or None if torch lacks it. `of_ceiling` and
+    `of_torch` are medians of the ratios within each round.
     """
 
     device_id: str
@@ -86,7 +88,7 @@ def measure(
     round_s: float = ROUND_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MatmulFigures | None:
-    """Time the contenders in turns, `rounds` times, with torch on one thread.
+    """Time the ceiling, the device and torch in turns, `rounds` times, with torch on one thread.
 
     On a busy machine `clock` may be `time.process_time`. Return None if the device cannot measure
     its ceiling.
@@ -129,7 +131,7 @@ def measure(
 def _resident_product(
     device: Device, a: Array, b: Array
 ) -> tuple[Callable[[], None], Callable[[], Array]]:
-    """Return a call that runs `aten.mm` on resident tensors, and one that also fetches a result."""
+    """Return two functions: one runs `aten.mm` on resident tensors, one also fetches a result."""
     executable = device.compile(_mm_graph(a.shape[0]))
     inputs = []
     for host in (a, b):

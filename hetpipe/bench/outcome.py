@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Setting:
     """The setting of one table of the benchmark.
 
-    If `microbatches` is None, every row explores several counts. If `steps` is None, a turn has the
-    steps of about a second, at most 4. `twice` adds rows with two workers like this member. If
-    there are several devices, `link` adds two rows with this link emulated between all devices.
-    `peer` adds a row with torch's pipeline.
+    If `microbatches` is None, every row tries several numbers of micro-batches. If `steps` is None,
+    a turn has as many steps as take about a second, but at most 4. `twice` names a member; it adds
+    rows with two workers like this member. If there are several devices, `link` adds two rows with
+    this link emulated between all devices. `peer` adds a row with torch's own pipeline.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Linked:
-    """Rows over an emulated link: `aware` is planned for it, `blind` as if it took no time."""
+    """Rows over an emulated link: one is planned for the link, one as if it took no time."""
 
     aware: PipelineRow
     blind: PipelineRow
@@ -49,10 +49,11 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    `parallel` has the whole model on each device. In `at_once` each device trains alone, all at the
-    same time. `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan.
-    If `peer`, `parallel` or `streams` is missing, `without_peer` and so on has the reason. Rows
-    with the same plan are one row.
+    In `alone` each device trains the whole model while the others idle; in `at_once` all do so at
+    the same time, without exchanging anything. `parallel` is data parallelism over all devices.
+    `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan. If `peer`,
+    `parallel` or `streams` is missing, `without_peer`, `without_parallel` or `without_streams` has
+    the reason. Plans that are equal share a row.
     """
 
     setting: Setting
@@ -88,7 +89,7 @@ class Outcome:
 
     @property
     def together(self) -> tuple[PipelineRow, ...]:
-        """The rows that use all devices: balanced pipeline and data parallel."""
+        """The synchronous rows that share the work of all devices: balanced and data parallel."""
         return tuple(row for row in (self.balanced, self.parallel) if row is not None)
 
     @property
@@ -98,17 +99,17 @@ class Outcome:
 
     @property
     def ideal(self) -> float:
-        """The sum of the rates of the devices alone, in samples per second."""
+        """The sum of the rates that the devices reach alone, in samples per second."""
         return sum(row.rate for row in self.alone)
 
     @property
     def together_ideal(self) -> float | None:
-        """The sum of the devices' rates while all compute; None for a single device."""
+        """The sum of the devices' rates while all devices compute; None for a single device."""
         return None if self.at_once is None else self.at_once.rate
 
     @property
     def sum_rate(self) -> float:
-        """The sum of the devices' rates while all compute, as in a pipeline."""
+        """The sum of the devices' rates while all devices compute, as they do in a pipeline."""
         return self.ideal if self.at_once is None else self.at_once.rate
 
     @property
@@ -118,7 +119,7 @@ class Outcome:
 
     @property
     def over_peer(self) -> float | None:
-        """The balanced pipeline's rate over the peer's."""
+        """The balanced pipeline's rate over the rate of torch's own pipeline."""
         return None if self.peer is None else self.balanced.rate / self.peer.rate
 
     @property
@@ -134,9 +135,10 @@ class Outcome:
         return row.rate / max(self.plain, key=lambda row: row.threads).rate
 
     def over_plain(self) -> dict[str, float]:
-        """Return hetpipe's rate on one device over plain torch's with as many threads, by member.
+        """Return hetpipe's rate on a device over plain torch's rate, by member.
 
-        Only members with assigned cores and full speed count.
+        Plain torch has as many threads as the member has cores. Members without cores or with an
+        emulated speed have no ratio.
         """
         plain = {row.threads: row.rate for row in self.plain}
         ratios = {}

@@ -11,10 +11,10 @@ error is relative to that norm.
 
 Other gradients are not determined in float32. A value may be within rounding error of the decision
 of a rectifier or a maximum, so that two correct programs differ. Or a layer amplifies the errors of
-earlier layers. So a model that exceeds a limit may have up to `UNDETERMINED_FACTOR` times the
-errors of torch's float32 steps: one plain step, and several steps with a rounding error in each
-module's result. The model must then keep the limits layer by layer, where each layer gets the
-judge's values (`hetpipe.bench.bylayers`).
+earlier layers. So a model that exceeds a limit still passes if two conditions hold. Its errors are
+at most `UNDETERMINED_FACTOR` times the errors of torch's float32 steps: one plain step, and several
+steps with a rounding error in each module's result. And it keeps the limits layer by layer, where
+each layer gets the judge's values (`hetpipe.bench.bylayers`).
 
 The judge of the update is torch's optimizer, applied to the device's gradients. Dropout is off on
 both sides, because torch and a pipeline draw different random numbers.
@@ -58,22 +58,25 @@ DECISIONS = (
     "aten.hardswish.default", "aten.hardsigmoid.default", "aten.clamp.default",
     "aten.max_pool2d_with_indices.default", "aten.max_pool2d.default",
 )  # fmt: skip
-"""Operators that become separate layers if layers are compared: with the judge's rounded values as
-inputs, they decide as the judge does."""
+"""Operators that become separate layers when layers are compared.
+
+With the judge's rounded values as inputs, they decide as the judge does.
+"""
 UNDETERMINED_FACTOR = 4.0
 """Allowed error of results that float32 does not determine, as a multiple of torch's error."""
 MOST_SAMPLES = 4
-"""Most samples of a step; the workload's mini-batch may be smaller."""
+"""Samples of a step by default, unless the workload's mini-batch is smaller."""
 
 
 @dataclass(frozen=True)
 class Parity:
     """The comparison of one model.
 
-    `operators` counts the calls of each operator in the programs, and `refused` the calls that the
-    device refuses. If the device refuses any, nothing runs and `errors` is None. If `errors` exceed
-    the limits, `torch` has the largest errors of torch's float32 steps, and `layers` the errors of
-    the separately compared layers. `stages` is the number of stages that took turns.
+    `operators` counts the calls of each operator in the programs, and `refused` the refused calls,
+    by operator and reason. If the device refuses a call, nothing runs and `errors` is None. If
+    `errors` exceed the limits, `torch` has the largest errors of torch's float32 steps. If these
+    exceed a limit as well and explain `errors`, `layers` has the errors of the separately compared
+    layers. `stages` is the number of stages that took turns.
     """
 
     model: str
@@ -112,7 +115,7 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """The result: `strict` or `by layers` if the model equals torch, or else `no`."""
+        """The result in a word: `strict` or `by layers` if the model equals torch, else `no`."""
         if self.is_strict:
             return "strict"
         return "by layers" if self.is_equal else "no"
@@ -123,7 +126,7 @@ def parity(
 ) -> Parity:
     """Train one step of a workload on a device, in stages that take turns, and with torch.
 
-    While torch runs, the model's parameters have another dtype; afterwards they are restored.
+    While torch runs, the model's parameters have another dtype; afterwards they have theirs again.
     Raises `HetpipeError`, for instance for more stages than layers.
     """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
@@ -135,7 +138,7 @@ def parity(
     own = [errors_of(step, right) for step in steps]
     farthest = max(own, key=lambda errors: errors.gradient)
     row = replace(row, torch=replace(farthest, loss=max(errors.loss for errors in own)))
-    # The layers matter only if float32 explains the errors: torch's steps exceed the limit as well.
+    # Compare the layers only if float32 may explain the errors: torch's steps exceed the limit too.
     if row.torch is None or row.torch.within(GRADIENT_LIMIT) or not row.is_near:
         return row
     return replace(row, layers=_layers_compared(workload, model, device, samples, right))
@@ -144,7 +147,7 @@ def parity(
 def _compared(
     workload: Workload, model: nn.Module, device: Device, samples: int, stages: int
 ) -> tuple[Parity, Step]:
-    """Compare a step on the workload's first mini-batch; return the row and the judge's step."""
+    """Compare a step on the workload's first mini-batch; return the parity and the judge's step."""
     from hetpipe.bench.inturn import StepInTurn
 
     begin_s = time.perf_counter()
@@ -176,7 +179,7 @@ def _layers_compared(
     Float32 may not determine a layer's gradient. For example, the gradient of a scale before a norm
     is a small sum of large terms, and rounding can make two values of a pooling window equal. If a
     layer's program is right in float64, and torch's float32 operators exceed the limit for the same
-    inputs, a device may have `UNDETERMINED_FACTOR` times torch's error.
+    inputs, the device's error may be up to `UNDETERMINED_FACTOR` times torch's error.
     """
     from hetpipe.bench.bylayers import StepByLayers
     from hetpipe.check.device import RoundingDevice
@@ -215,7 +218,7 @@ def _undetermined(
 
 @dataclass(frozen=True)
 class _Captured:
-    """The stages' programs and their inputs by name; `feed` has the leaves of `batch`."""
+    """The stages' programs, and by name their inputs; `feed` has the tensors of `batch`."""
 
     graphs: Sequence[StageGraphs]
     rule: Optimizer
@@ -226,7 +229,7 @@ class _Captured:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The model's parameters; do not keep them while torch computes in another dtype."""
+        """The model's parameters. Get them anew after torch has computed in another dtype."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @property
@@ -240,7 +243,7 @@ def _captured(
 ) -> _Captured:
     """Capture the workload's first mini-batch in `stages` stages; None makes a stage per layer.
 
-    The capture's copy of the parameters is freed at the end.
+    The result does not keep the capture's copy of the parameters.
     """
     from hetpipe.bench.inturn import even_cuts
     from hetpipe.capture.captured import Captured
@@ -260,7 +263,7 @@ def _captured(
 def _operators(
     device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of calls by operator: of all calls, and of the calls the device refuses."""
+    """Return the numbers of calls: of all calls by operator, and of refused calls with reasons."""
     from hetpipe.sdk.graph import graph_calls, operator_name
     from hetpipe.sdk.support import refusal
 

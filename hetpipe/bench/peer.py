@@ -1,13 +1,14 @@
 """The peer: torch's own pipeline in separate processes, one per core, for comparison.
 
-It is `torch.distributed.pipelining` with the schedule 1F1B over gloo. The model is cut evenly at
-the blocks that the workload names. A parameter that the model uses twice (a tied embedding) becomes
-two parameters, because torch does not keep copies on two stages equal. So the peer has less work,
-and trains a different model from the second step on.
+The peer is `torch.distributed.pipelining` with the schedule 1F1B over gloo. The model is cut at the
+blocks that the workload names, with equal numbers of blocks. A parameter that the model uses twice
+(a tied embedding) becomes two parameters, because torch does not keep copies on two stages equal.
+So the peer has less work, and trains a different model from the second step on.
 
-`python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD` is a child that answers each request
-{"microbatches", "steps", "warm_up"} with {"step_s", "loss"}: the mean time of `steps` steps after
-`warm_up` untimed steps, and the last step's loss on the last rank, or null on other ranks.
+`python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD` is a child with the stage RANK of
+WORLD stages. It answers each request {"microbatches", "steps", "warm_up"} with {"step_s", "loss"}:
+the mean time of `steps` steps after `warm_up` untimed steps, and the loss of the last step, which
+only the last rank knows; the others send null.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.zoo.workload import Workload
 
-START_LIMIT_S = 120.0  # time limit for all processes to join
+START_LIMIT_S = 120.0  # time limit until all processes have joined
 ENVIRONMENT = {**dict.fromkeys(THREADS, "1"), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class PeerTorch:
-    """A pipeline of torch with a stage and a thread for each core, until `close`."""
+    """A pipeline of torch, with a process and a stage for each core, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         from hetpipe.wire.gloo import host
@@ -48,7 +49,7 @@ class PeerTorch:
         ]
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
-        """Return the mean seconds of `steps` steps on the slowest process, after untimed steps.
+        """Return the slowest process's mean seconds of `steps` steps, after `warm_up` more.
 
         Set `loss` to the last step's loss. Raises `ChildEnded` as soon as a process has ended.
         """
@@ -69,26 +70,26 @@ def cores_of(cluster: Cluster) -> list[int]:
 
 
 def equal_counts(rows: int, stages: int, counts: Sequence[int]) -> list[int]:
-    """Return the counts that torch accepts: equal micro-batches, at least one per stage."""
+    """Return the counts that torch accepts: micro-batches of equal size, at least one per stage."""
     return [count for count in counts if count >= stages and rows % count == 0]
 
 
 def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[int]) -> str:
-    """Return the reason why torch's own pipeline cannot run here; empty if it can."""
+    """Return why torch's own pipeline cannot run here, or "" if it can."""
     from torch import distributed
 
     stages, blocks = len(cores_of(cluster)), len(workload.blocks)
     if not blocks:
-        return f"{workload.name} does not say where it may be cut"
+        return f"{workload.name} does not name blocks at which torch may cut it (Workload.blocks)"
     if cluster.links or any(member.speed != 1.0 for member in cluster.members):
         return "it emulates no speeds and no links"
     if any(not member.cores for member in cluster.members):
-        return "it is run on processors alone"
+        return "it runs only on processors"
     if not 2 <= stages <= blocks:
-        return f"a stage for each of {stages} cores; {workload.name} has 2 to {blocks}"
+        return f"it needs a stage for each of {stages} cores; {workload.name} has 2 to {blocks}"
     if not equal_counts(rows, stages, counts):
         listed = ", ".join(map(str, counts))
-        return f"{rows} samples cannot be cut into equal micro-batches, {listed} of them"
+        return f"{rows} samples do not make {listed} equal micro-batches, one or more per stage"
     if not (distributed.is_available() and distributed.is_gloo_available()):
         return "this torch was built without gloo"
     return ""
@@ -103,7 +104,7 @@ def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
 
 
 def untie(model: torch.nn.Module) -> None:
-    """Replace shared parameters by copies, so that no two modules share one."""
+    """Replace shared parameters by copies, so that no two modules share a parameter."""
     from torch import nn
 
     seen: set[int] = set()
@@ -119,8 +120,8 @@ def stepper(
 ) -> Callable[[Any, Any], float | None]:
     """Return a function `step(x, y)` that trains this rank's stage of a copy of the model.
 
-    The function returns the mean loss on the last rank, or else None. The model must be untied, and
-    the micro-batches equal.
+    On the last rank the function returns the mean loss, on other ranks None. The model must be
+    untied, and `microbatches` must divide `rows`.
     """
     import copy
 
@@ -134,7 +135,7 @@ def stepper(
     cuts = dict.fromkeys(even_cuts(workload.blocks, world), SplitPoint.BEGINNING)
     example = (rows_of(x, 0, rows // microbatches),)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about deprecations inside torch
+        warnings.simplefilter("ignore")  # torch itself makes calls that it calls deprecated
         cut = pipeline(copy.deepcopy(workload.model), example, split_spec=cuts)
     stage = cut.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, microbatches, loss_fn=workload.loss_fn)
@@ -155,7 +156,7 @@ def stepper(
 
 
 def main(model: str, rows_text: str, seed: str, port: str, rank_text: str, world_text: str) -> None:
-    """Answer the parent's requests until it ends."""
+    """Answer the parent's requests until the parent ends."""
     parent = Parent()
     import torch
 

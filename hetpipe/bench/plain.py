@@ -1,8 +1,8 @@
 """Plain torch in a separate process: the rate that a pipeline has to beat.
 
-`python -m hetpipe.bench.plain MODEL ROWS SEED THREADS` is a child that answers each request
-{"microbatches", "steps", "warm_up"} with {"step_s"}, the mean time of `steps` steps after `warm_up`
-untimed steps.
+`python -m hetpipe.bench.plain MODEL ROWS SEED THREADS` is a child that trains with mini-batches of
+ROWS samples. It answers each request {"microbatches", "steps", "warm_up"} with {"step_s"}, the mean
+time of `steps` steps after `warm_up` untimed steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetpipe.crew.launcher import THREADS
 
 
 class PlainTorch:
-    """A process with plain torch, pinned to cores, with one thread per core, until `close`."""
+    """A process that trains with plain torch on given cores, one thread per core, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         self.threads = len(cores)
@@ -39,7 +39,7 @@ class PlainTorch:
 
 
 def main(model: str, rows: str, seed: str, threads: str) -> None:
-    """Answer the parent's requests until it ends."""
+    """Answer the parent's requests until the parent ends."""
     parent = Parent()
     import torch
 

@@ -1,4 +1,4 @@
-"""Measurements in a separate process on one core, and matrix products measured so."""
+"""Runs a measurement in a separate process on one core; measures matrix products in this way."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LIMIT_S = 300.0
 def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return the fields of `MatmulFigures` for every processor that can measure its ceiling.
 
-    `devices` restricts them. Raises `HetpipeError` for a device that is missing, or that cannot
-    measure its ceiling.
+    With `devices`, measure only these. Raises `HetpipeError` for a device that is missing, or that
+    cannot measure its ceiling.
     """
     infos, _ = discover_devices()
     if devices:
@@ -35,7 +35,10 @@ def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
         raise HetpipeError(f"no device {device!r}; found: {', '.join(i.id for i in infos)}")
     figures = _measure(info)
     if figures is None:
-        raise HetpipeError(f"{device} cannot tell its ceiling; name a processor of a backend")
+        raise HetpipeError(
+            f"{device} cannot measure its ceiling of multiply-adds; name a processor whose backend "
+            "has kernels"
+        )
     return figures
 
 
@@ -53,10 +56,10 @@ def run_pinned(
     limit_s: float,
     variables: Mapping[str, str] = {},
 ) -> Any:
-    """Run `python -m MODULE ARGUMENTS...` as a child and return the "result" that it sends.
+    """Run `python -m MODULE ARGUMENTS...` as a child on one core; return the "result" it sends.
 
-    `variables` are added to its environment. Raises `HetpipeError` if the child fails or takes
-    longer than `limit_s`.
+    `variables` are added to the child's environment. Raises `HetpipeError` if the child fails or
+    takes longer than `limit_s`.
     """
     settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
     cores = available_cores()[:1]

@@ -1,4 +1,4 @@
-"""Rows of the benchmark: each row trains on the same mini-batches and keeps its rates."""
+"""Rows of the benchmark: all rows train on the same mini-batches, and each records its times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """Numbers of steps: untimed at the start of a turn, timed in a turn, checked against torch."""
+    """Numbers of steps.
+
+    A turn has `warm_up` untimed steps and then `timed` steps. The losses of the first `checked`
+    steps are compared with torch's.
+    """
 
     warm_up: int = 3  # caches and pages are cold after the turns of other rows
     timed: int = 4
@@ -42,7 +46,7 @@ class Pace:
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """Return a pace with fewer steps for long steps; `timed` overrides the timed steps."""
+        """Return the numbers for steps of `step_s`: fewer for long steps. `timed` overrides one."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
@@ -52,7 +56,7 @@ class Pace:
 
 @dataclass
 class Task:
-    """The common data of a table's rows; `model` is the name from which `workload` was loaded."""
+    """The data that all rows of a table share; `workload` was loaded by the name `model`."""
 
     model: str
     workload: Workload
@@ -65,7 +69,10 @@ class Task:
     torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def expected(self, microbatches: int) -> tuple[float, ...]:
-        """Return the first losses of unpartitioned torch in `microbatches`; computed once."""
+        """Return the first losses of unpartitioned torch in `microbatches` micro-batches.
+
+        They are computed once.
+        """
         sizes = micro_sizes(self.mini_batch, microbatches)
         if sizes not in self.torch_losses:
             self.torch_losses[sizes] = torch_losses(
@@ -94,7 +101,7 @@ class Row(ABC):
         """End the row's processes."""
 
     def measure(self) -> None:
-        """Run one turn and keep its time."""
+        """Run one turn and record its time."""
         self.steps_s.append(self.step_s())
 
     @property
@@ -108,7 +115,7 @@ class Row(ABC):
         return [self.task.mini_batch / time_s for time_s in self.steps_s]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures of the row: median and spread."""
+        """Return the figures of the row: median, lowest and highest rate, and all rounds."""
         return {
             "name": self.name,
             "label": self.label,
@@ -121,7 +128,7 @@ class Row(ABC):
 
 
 class TorchRow(Row):
-    """torch alone in separate processes, with the best of several micro-batch counts."""
+    """torch alone in separate processes, with the quickest of several numbers of micro-batches."""
 
     label = "measured"
 
@@ -172,9 +179,9 @@ class PeerRow(TorchRow):
 
 
 class PipelineRow(Row):
-    """A plan on a separate crew. The constructor checks its losses against torch's.
+    """A plan that runs on a separate crew. The constructor compares its losses with torch's.
 
-    An asynchronous plan trains on older weights, so its losses must only be finite.
+    An asynchronous plan trains with older weights, so its losses must only be finite.
     """
 
     def __init__(self, task: Task, name: str, plan: Plan) -> None:
@@ -225,8 +232,9 @@ class PipelineRow(Row):
     def correction(self) -> Correction:
         """The prediction of the row's step, corrected for drift.
 
-        The probes before and after each turn correct the turn's prediction. The result has the
-        relative error of the mean over all turns, but predicts the median step.
+        The probes before and after each turn correct the prediction for that turn. The mean of
+        these predictions is compared with the mean step. The result has the same relative error,
+        but against the median step.
         """
         turns = [mean_correction(pair) for pair in self.corrections]
         return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))
@@ -264,9 +272,9 @@ class PipelineRow(Row):
         )
 
     def _stream_step_s(self) -> float:
-        """Return the mean seconds between results of a new stream, after it has filled.
+        """Return the mean seconds between two results of a new stream, once the pipeline is full.
 
-        Each turn opens a new stream, because a paused stream would continue to compute results.
+        Each turn opens a new stream, because an open stream computes on during other rows' turns.
         """
         pace = self.task.pace
         with one_thread(), closing(self.pipe.run(self._batches)) as results:
@@ -289,7 +297,7 @@ class PipelineRow(Row):
 class AtOnceRow(Row):
     """All devices at the same time, each with the whole model; the rate is the sum of their rates.
 
-    Devices that share a bus or a clock are slower together than one after the other.
+    Devices that share a bus or a processor's clock are slower together than one after the other.
     """
 
     label = "measured"
@@ -302,7 +310,10 @@ class AtOnceRow(Row):
         self._alone = alone
 
     def step_s(self) -> float:
-        """Return the seconds per mini-batch at the summed rates, measured over a common window."""
+        """Return the seconds per mini-batch at the sum of the rates.
+
+        All devices train during the same window of time.
+        """
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
         begin = threading.Barrier(len(self._alone))
@@ -323,11 +334,11 @@ class AtOnceRow(Row):
             return 1 / sum(pool.map(rate, self._alone))
 
     def close(self) -> None:
-        """Do nothing: the rows of single devices close their own processes."""
+        """Do nothing: the processes belong to the rows of single devices."""
 
 
 def _only(cluster: Cluster, used: Sequence[str]) -> Cluster:
-    """Return the cluster without unused members, because idle workers also take core time."""
+    """Return the cluster with only the members in `used`: idle workers also take core time."""
     return replace(
         cluster,
         members=tuple(member for member in cluster.members if member.id in used),

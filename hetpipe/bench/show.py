@@ -1,4 +1,4 @@
-"""Readable tables and conclusions of the benchmark."""
+"""The benchmark's tables for people, and its conclusions in words."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def outcome_table(outcome: Outcome) -> Table:
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:
-    """Return the conclusions from the rows."""
+    """Return lines of text with the conclusions from the rows."""
     plan = outcome.balanced.plan
     efficiency = outcome.efficiency
     lines = [
-        f"devices alone, one after the other, summed: {format_rate(outcome.ideal)}; balanced "
+        f"sum of the devices alone, one after the other: {format_rate(outcome.ideal)}; balanced "
         f"pipeline: {format_rate(outcome.balanced.rate)} = {efficiency:.1%} of it ({plan.label})",
         f"fill limit M/(M+N-1) with M = {plan.microbatches}, N = {len(plan.stages)}: "
         f"{plan.fill_limit:.1%}; efficiency over fill limit: {efficiency / plan.fill_limit:.1%}",
@@ -87,11 +87,11 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             for row in (outcome.balanced, *outcome.streams)
         ]
         lines.append(
-            f"devices alone, all at once, summed: {format_rate(outcome.sum_rate)}; of it: "
-            f"{', '.join(shares)}"
+            f"sum of the devices alone, all at once: {format_rate(outcome.sum_rate)}; shares of "
+            f"this sum: {', '.join(shares)}"
         )
     lines += [
-        f"{row.name}, of its last step on {len(row.plan.all_devices)} devices ({row.label}): "
+        f"{row.name}, last step on {len(row.plan.all_devices)} devices ({row.label}): "
         f"{occupation(row.pipe.timeline)}"
         for row in dict.fromkeys((outcome.balanced, *outcome.streams))
     ]
@@ -99,7 +99,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         (*outcome.alone, outcome.even, outcome.blind, *outcome.together), key=lambda row: row.rate
     )
     lines.append(
-        f"auto, the plan without any choice given: {format_rate(outcome.auto.rate)} = "
+        f"auto, the default plan: {format_rate(outcome.auto.rate)} = "
         f"{outcome.auto.rate / best.rate:.1%} of the best synchronous row, {best.name}"
     )
     if outcome.over_peer is None:
@@ -140,14 +140,14 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         )
         under_way_s, hidden_s = aware.pipe.timeline.under_way_s()
         lines.append(
-            f"messages of its last step were under way for {format_s(under_way_s)}, "
-            f"{hidden_s / under_way_s:.0%} of that hidden behind the receiver's computing"
+            f"messages of the plan for the slow link were under way for {format_s(under_way_s)} in "
+            f"its last step; for {hidden_s / under_way_s:.0%} of this time the receiver computed"
         )
     lines.append(prediction_line([row for row in outcome.rows if isinstance(row, PipelineRow)]))
     for member, ratio in outcome.over_plain().items():
         lines.append(
             f"{member} alone over plain torch with as many threads: {ratio:.3f}"
-            f" (for torch itself the bar is {TORCH_BAR})"
+            f" (the backend of torch should reach {TORCH_BAR})"
         )
     return lines
 
@@ -186,7 +186,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return advice for these workloads on this machine, with the reason."""
+    """Return advice for each measured workload on this machine, and a general reason."""
     lines = []
     for outcome in outcomes:
         if outcome.balanced.label != "measured":
@@ -205,10 +205,10 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
             verdict = f"it makes no difference: {how} are as fast as"
         lines.append(f"{outcome.setting.model}: {verdict} plain torch on all cores.")
     lines.append(
-        "A pipeline pays where devices together can do more than the one that torch would use: "
-        "unlike devices, a device whose own kernels are quicker than torch's, a model too large "
-        "for one memory. Where torch shares one processor's cores well, plain torch is better: "
-        "a pipeline must fill and empty in every step."
+        "A pipeline pays where several devices together are faster than the one that torch would "
+        "use: with different devices, with a device whose kernels are quicker than torch's, or "
+        "with a model too large for one memory. Where torch uses all cores of a processor well, "
+        "plain torch is better, because a pipeline must fill and empty in every step."
     )
     return lines
 
@@ -236,7 +236,8 @@ def prediction_line(rows: Sequence[PipelineRow]) -> str:
     within = [span[0] <= step_s <= span[1] for step_s, span in spans if span is not None]
     return (
         f"predicted steps of {len(rows)} plans: raw {_errors(raw)}, corrected for drift "
-        f"{_errors(corrected)}; {sum(within)} of {len(within)} measured ones in their interval"
+        f"{_errors(corrected)}; {sum(within)} of {len(within)} measured steps lie in the interval "
+        "of their prediction"
     )
 
 

@@ -1,9 +1,10 @@
 """Schedules on devices that only sleep: `python -m hetpipe.papers.clockwork`.
 
-Each schedule has four times: measured on workers; by the closed formula of its paper, if there is
-one; simulated with the set times of devices and links; and simulated, like plans, with measured
-times of passes and transfers. Passes take 10 ms and 20 ms, a transfer 0, 5 or 15 ms. Two passes at
-once share a device. `16 chunks` means devices that send a result in 16 pieces while they compute.
+The table has four times for each schedule: measured on workers; by the closed formula of its paper,
+if there is one; simulated with the set times of devices and links; and simulated, like plans, with
+measured times of passes and transfers ("profiled"). A forward takes 10 ms, a backward 20 ms, a
+transfer 0, 5 or 15 ms. Two passes at the same time share the device's speed. `16 chunks` means
+devices that send a result in 16 pieces while they compute it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STAGES = (2, 3, 4)
 MICROBATCHES = 8
 MINI_BATCHES = 88  # in a stream
 SETTLE = 12  # mini-batches before and after the steady state
-WINDOW = 12  # a multiple of every number of stages
+WINDOW = 12  # mini-batches whose mean interval is taken; a multiple of every number of stages
 ROUNDS = 5
 SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so", "fbp")
 CHUNKS = 16
@@ -52,7 +53,10 @@ CHUNKED = ("1f1b-as", "fbp")
 
 @dataclass(frozen=True)
 class ClockCase:
-    """One schedule on N stages with one transfer time; times of a step, or of a mini-batch."""
+    """Times of one schedule on N stages, with one transfer time.
+
+    They are seconds of a step or, in a stream, of a mini-batch.
+    """
 
     schedule: str
     stages: int
@@ -95,10 +99,11 @@ class _Times:
 
     @staticmethod
     def of(crew: Crew, stages: int, transfer_s: float, chunks: int) -> _Times:
-        """Measure one pass after the other. Time beyond passes and links is copying.
+        """Measure steps in which one pass follows the other.
 
-        As in a plan, the computing cores also copy: half of a transfer's copying lengthens the pass
-        at either end.
+        The time of a step that its passes and links do not explain is spent copying. As in a plan,
+        the computing cores copy: half of the copying of a transfer lengthens the pass at each of
+        its ends.
         """
         _load(crew, stages, "flush")
         schedule = generate("naive", stages, MICROBATCHES)
@@ -125,7 +130,7 @@ def _stage_times(
     backward_s: float,
     more_s: float = 0.0,
 ) -> StageTimes:
-    """Return the times of stages; a transfer takes `more_s` beyond its link."""
+    """Return the times of stages; copying takes `more_s` per transfer beyond the link's time."""
     links = (Transfer(0.0, transfer_s),) * (stages - 1)
     ends = [(n > 0) + (n < stages - 1) for n in range(stages)]
     return StageTimes(
@@ -139,7 +144,7 @@ def _stage_times(
 
 
 def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) -> float | None:
-    """Return the step by BaPipe's table 1, or GPipe's formula; None outside their domains."""
+    """Return the step by BaPipe's table 1 or GPipe's formula; None where neither applies."""
     both_s = FORWARD_S + BACKWARD_S
     fill_s = (microbatches + stages - 1) * both_s
     if schedule == "naive":
@@ -224,9 +229,9 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
 
 
 def _interval_s(timeline: Timeline) -> float:
-    """Return the seconds between mini-batches in the steady state at the input stage.
+    """Return the seconds between two mini-batches in the steady state, at the input stage.
 
-    It is the median of the means in some windows.
+    They are the median over windows of `WINDOW` mini-batches, of the mean in each window.
     """
     ends_s = sorted(
         span.end_s

@@ -35,10 +35,10 @@ TRANSPORTS = ("local", "shared-memory", "distributed")
 def measure_empty_action(
     transport: str, workers: int = 2, microbatches: int = 64, device: str = "pytorch:cpu:0"
 ) -> float:
-    """Return the seconds per action of steps whose graphs return their inputs.
+    """Return the seconds per action of steps whose graphs only return their inputs.
 
-    Each worker has a core. The result is the median time of some 1F1B steps, from the first start
-    to the last end, divided by the number of passes and transfers of the busiest worker.
+    Each worker has a core. The result is the median time of some 1F1B steps, each from its first
+    start to its last end, divided by the number of actions of the busiest worker.
     """
     cores = available_cores()
     members = tuple(Member(f"worker {n}", device, (cores[n % len(cores)],)) for n in range(workers))
@@ -61,7 +61,7 @@ def measure_empty_action(
 
 
 def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:
-    """Return a stage with one weight, which passes on its inputs; a cut has `width` numbers."""
+    """Return a stage with one weight that passes on its inputs; a cut has `width` numbers."""
     first, last = n == 0, n == stages - 1
     enter = _tensor(INPUT, "x", width) if first else _tensor(CUT, f"t{n - 1}", width)
     scalar = Slot(LOSS, "loss", (), "float32")
@@ -79,7 +79,7 @@ def _tensor(role: str, name: str, width: int) -> Slot:
 
 
 def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
-    """Return a program without operators: each output is an input of the same shape."""
+    """Return a program without operators: each output is the input of its name, or of its shape."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for slot in inputs:

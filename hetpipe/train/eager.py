@@ -18,8 +18,8 @@ Tree = Any  # a tensor, or tuples, lists and dicts of them
 class Eager:
     """Training of a model by torch alone, in micro-batches with summed gradients.
 
-    Training changes the model in place. `sizes` (samples of each micro-batch) must add up to the
-    mini-batch; losses have the same weights as in `hp.Pipeline`.
+    Training changes the model in place. `sizes` has the samples of each micro-batch; their sum must
+    be the mini-batch. A micro-batch's loss has the same weight as in `hp.Pipeline`.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
 def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:
     """Return the sizes of micro-batches in which plain torch trains for a comparison.
 
-    It trains the whole mini-batch at once. Only if batch norms compute statistics of each
-    micro-batch, it uses the pipeline's micro-batches.
+    It trains on the whole mini-batch at once, unless a batch norm takes its statistics from the
+    batch: then it trains on the pipeline's micro-batches.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     mixes = any(module.training or not module.track_running_stats for module in norms)

@@ -1,4 +1,4 @@
-"""Comparison of a pipeline's gradients with unpartitioned torch, within rounding errors."""
+"""Compares a pipeline's gradients with unpartitioned torch's, and allows for rounding errors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 NOISY_RUNS = 3
-"""Number of torch runs with rounding errors in all parameters, to measure their effect."""
+"""Number of torch's runs with rounding errors in all parameters, which show their effect."""
 SPREAD_FACTOR = 2
-"""Gradients may differ by this many times the effect of rounding."""
+"""Gradients may differ by this multiple of the effect of rounding, beyond the errors of a sum."""
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """The gradient of a pipeline with the largest error, relative to the allowed error.
+    """The gradient whose error is largest relative to the allowed error; `name` is its parameter.
 
     `error` and `allowed` are relative to the largest element of torch's gradient.
     """
@@ -85,9 +85,9 @@ def furthest(
 ) -> GradientError:
     """Return the gradient with the largest error, in units of the error that rounding explains.
 
-    `spreads` is the effect of rounding by parameter, and `terms` the terms of the longest sum. The
-    allowed error includes rounding of the largest gradient, for gradients that are exactly zero in
-    theory.
+    `spreads` has the effect of rounding by parameter, and `terms` is the number of terms in the
+    longest sum. The allowed error includes the rounding error of the largest gradient, because some
+    gradients are exactly zero in theory.
     """
     largest = max((largest_magnitude(gradient) for gradient in right.values()), default=0.0)
     found: list[GradientError] = []
@@ -104,7 +104,7 @@ def furthest(
 
 
 def terms_in(batch: Any) -> int:
-    """Return the number of elements in a mini-batch's largest tensor, which limits its sums."""
+    """Return the number of elements of a mini-batch's largest tensor, a bound for terms of sums."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return max((tensor.numel() for tensor in tensors), default=1)
 

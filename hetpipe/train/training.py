@@ -1,4 +1,4 @@
-"""Training of a workload on a pipeline, and comparison of its losses with unpartitioned torch."""
+"""Trains a workload on a pipeline, and compares its losses with unpartitioned torch's losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 ROUNDING_FACTOR = 2
-"""Losses may differ by this many times the effect of rounding on the training."""
+"""Losses may differ by this multiple of the effect that rounding has on the training."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Step:
 
 
 def relative(loss: float, expected: float) -> float:
-    """Return the relative difference of a loss."""
+    """Return the difference of a loss from the expected loss, relative to the latter."""
     return abs(loss - expected) / max(abs(expected), 1e-12)
 
 
@@ -58,8 +58,8 @@ def torch_losses(
 ) -> tuple[float, ...]:
     """Return the losses of unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
-    With `rounding` the initial weights have rounding errors. The difference from the losses without
-    them is the effect of rounding on this training.
+    With `rounding`, rounding errors are added to the initial weights. The change in the losses is
+    the effect of rounding on this training.
     """
     model = copy.deepcopy(workload.model)
     if rounding:
@@ -74,8 +74,8 @@ def train(
 ) -> Iterator[Step]:
     """Train `steps` more mini-batches of the plan's size, and yield a `Step` for each.
 
-    `expected` has the losses of `torch_losses` for the first steps. Times are from one result to
-    the next, without the caller's work.
+    `expected` has the losses of `torch_losses` for the first steps. A step's time is the wait for
+    its result; the caller's work between results is not counted.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
     with one_thread():
@@ -101,10 +101,11 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of the losses of `steps` steps and the gradients of a mini-batch with torch's.
+    """Comparison of the losses of `steps` steps, and of a mini-batch's gradients, with torch's.
 
     `difference` is the largest relative difference of a loss, and `rounding` the difference that
-    rounding explains. `gradient` is the gradient with the largest error.
+    rounding explains. `gradient` is the gradient with the largest error; None if gradients were not
+    compared.
     """
 
     steps: int
@@ -142,10 +143,10 @@ def compare(
     seed: int,
     gradient: GradientError | None = None,
 ) -> Comparison | None:
-    """Compare the steps with an expected loss; None if nothing was compared.
+    """Compare the steps that have an expected loss; return None if nothing was compared.
 
-    The model must still have its initial weights: if losses differ by more than the rounding of one
-    number, torch trains again from these weights with rounding errors.
+    The model must still have its initial weights. If losses differ by more than the rounding of one
+    number, torch trains again from these weights, with rounding errors added.
     """
     expected = [step.expected for step in taken if step.expected is not None]
     if not expected:
@@ -187,9 +188,10 @@ def open_pipeline(
 ) -> Iterator[Pipeline]:
     """Open a pipeline that trains the workload, and close it at the end.
 
-    The example batch is the first batch of `workload.batches(mini_batch, seed)`. `resume` is the
-    folder of a checkpoint to continue from; `options` are further keywords of `Pipeline`. Raises
-    `HetpipeError` if the pipeline cannot be opened.
+    The example is the first batch of `workload.batches(mini_batch, seed)`; by default `mini_batch`
+    is the plan's, or else the workload's. `resume` is the folder of a checkpoint to continue from;
+    `options` are more keywords of `Pipeline`. Raises `HetpipeError` if the pipeline cannot be
+    opened.
     """
     plan: Plan | None = options.get("plan")
     samples = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)

@@ -1,8 +1,8 @@
-"""AmoebaNet-D (Real et al., AAAI 2019), in the form that GPipe and DAPPLE train.
+"""AmoebaNet-D (Real et al., AAAI 2019), as GPipe and DAPPLE train it.
 
 Two reduction cells come before the first normal cell, and one after each of the first two thirds of
-the normal cells. A cell makes five sums of two operations each, on its two inputs and on earlier
-sums.
+the normal cells. A cell has two inputs and makes five sums. Each sum adds the results of two
+operations, which read the inputs or earlier sums.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from hetpipe import optim
 from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 Operation = Callable[[int, int], nn.Module]
-"""(channels, stride) -> a module that keeps the channels."""
+"""Function (channels, stride) -> a module that keeps the number of channels."""
 Genotype = Sequence[tuple[int, Operation]]
-"""Ten operations, two for each sum, each with the state that it reads: 0 and 1 are the inputs."""
+"""Ten operations, two for each sum, each with the number of the state that it reads.
+
+States 0 and 1 are the inputs, later states are the sums.
+"""
 
 
 class ReluConvNorm(nn.Sequential):
-    """ReLU, a convolution, batch norm."""
+    """ReLU, then a convolution and batch norm."""
 
     def __init__(
         self, inner: int, outer: int, kernel: int | tuple[int, int], stride: int = 1
@@ -36,7 +39,7 @@ class ReluConvNorm(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """Halves the size, by two 1x1 convolutions; one of them reads the odd positions."""
+    """Halves the size by two 1x1 convolutions: one reads even positions, one odd positions."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class FactorizedReduce(nn.Module):
 
 
 def none(channels: int, stride: int) -> nn.Module:
-    """Return a module for the state itself, reduced if necessary."""
+    """Return a module that passes a state on, and halves its size if the stride is 2."""
     return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels)
 
 
@@ -101,11 +104,14 @@ REDUCTION: Genotype = (
     (2, max_pool_3x3), (3, none), (1, max_pool_2x2), (2, avg_pool_3x3), (3, conv_1x1),
 )  # fmt: skip
 REDUCTION_ENDS = (4, 5, 6)
-"""The states that a reduction cell joins to its result."""
+"""The states that a reduction cell joins as its result; `NORMAL_ENDS` for a normal cell."""
 
 
 class Cell(nn.Module):
-    """(before last, last) -> (last, this cell's), at half the size if it reduces."""
+    """Results of the last two cells -> results of the last cell and of this one.
+
+    A reduction cell halves the size.
+    """
 
     def __init__(
         self, before: int, last: int, channels: int, reduces: bool, last_reduced: bool
@@ -135,7 +141,7 @@ class Cell(nn.Module):
 
 
 class AmoebaNet(nn.Module):
-    """(n, 3, size, size) -> (n, classes). `cells` normal cells, a multiple of 3."""
+    """(n, 3, size, size) -> (n, classes). There are `cells` normal cells, a multiple of 3."""
 
     def __init__(self, cells: int, filters: int, classes: int = 1000) -> None:
         super().__init__()

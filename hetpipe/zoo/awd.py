@@ -1,8 +1,9 @@
 """The AWD-LSTM language model (Merity et al., ICLR 2018), on tokens as in the Penn Treebank.
 
 It has three LSTM layers, and the output shares the embedding's weights. Dropout drops a feature for
-all tokens of a sample. Dropout of weights is left out (in recurrent matrices, and of words in the
-embedding): it holds for a whole mini-batch, and micro-batches would train different networks.
+all tokens of a sample. The paper also drops weights of the recurrent matrices and words of the
+embedding, the same ones in a whole mini-batch. This is left out, because micro-batches would draw
+different ones, and so train different networks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hetpipe.zoo.text import token_loss
 
 
 class LockedDropout(nn.Dropout):
-    """Drops features of (n, length, width), the same ones for all tokens of a sample."""
+    """Drops features of (n, length, width), the same features for all tokens of a sample."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = functional.dropout(torch.ones_like(x[:, :1]), self.p, self.training)

@@ -1,6 +1,7 @@
 """BERT (Devlin et al., NAACL 2019) for questions as in SQuAD: where an answer begins and ends.
 
-BERT-large has 24 layers; DAPPLE trains 48 of them (BERT-48, 640 M parameters) on SQuAD 2.0.
+BERT-large has 24 layers. DAPPLE trains BERT-48, with 48 such layers, on SQuAD 2.0; its paper gives
+640 M parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DROPOUT = 0.1
 
 
 class BertLayer(nn.Module):
-    """Attention and a perceptron, each added to its input, then normed. (n, length, width)."""
+    """Attention, then a perceptron; each adds its input, then is normed. (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -44,7 +45,10 @@ class BertLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens (n, length) and a mask of padding -> logits (n, length, 2) of first and last token."""
+    """Tokens and a mask, (n, length) each -> logits (n, length, 2) of an answer's first and last.
+
+    The mask is 1 for tokens and 0 for padding.
+    """
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()

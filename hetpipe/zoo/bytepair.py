@@ -1,7 +1,7 @@
-"""Byte-pair coding of text: again and again, the most frequent pair of neighbours becomes a token.
+"""Byte-pair coding of text: repeatedly, the most frequent pair of neighbouring tokens is merged.
 
 It follows Sennrich et al., "Neural machine translation of rare words with subword units" (ACL
-2016), on bytes, so that every text can be coded.
+2016). The first tokens are bytes, so that every text can be coded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BytePairs:
-    """A vocabulary: 256 bytes, then one token for each of `merges`, pairs of earlier tokens."""
+    """A vocabulary: 256 bytes, then one token for each pair of earlier tokens in `merges`."""
 
     merges: tuple[tuple[int, int], ...]
 
@@ -30,7 +30,7 @@ class BytePairs:
         return BYTES + len(self.merges)
 
     def encode(self, text: bytes) -> Tokens:
-        """Return the text's tokens (tokens,), after all merges in the order of learning."""
+        """Return the text's tokens as an array, after all merges in the order of learning."""
         tokens = _tokens(text)
         for token, pair in enumerate(self.merges, BYTES):
             tokens = _merge(tokens, pair, token)
@@ -47,8 +47,8 @@ class BytePairs:
 def learn(text: bytes, size: int) -> BytePairs:
     """Learn a vocabulary of `size` tokens from this text.
 
-    Among equally frequent pairs it merges the one with the smaller tokens. Raises `HetpipeError` if
-    the text has too few pairs.
+    Among equally frequent pairs, the pair with the smaller tokens is merged. Raises `HetpipeError`
+    if the text has too few pairs.
     """
     tokens = _tokens(text)
     merges: list[tuple[int, int]] = []
@@ -70,10 +70,10 @@ def _tokens(text: bytes) -> Tokens:
 
 
 def _merge(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
-    """Replace every such pair in the tokens, from the left, by `token`."""
+    """Replace every occurrence of `pair` in the tokens by `token`, from the left."""
     first, second = pair
     hits = np.flatnonzero((tokens[:-1] == first) & (tokens[1:] == second))
-    if first == second:  # hits overlap in a run of equal tokens: every other one counts
+    if first == second:  # hits overlap in a run of equal tokens: every second hit counts
         begins = np.where(np.diff(hits, prepend=-2) > 1, hits, 0)
         hits = hits[(hits - np.maximum.accumulate(begins)) % 2 == 0]
     tokens = tokens.copy()

@@ -1,4 +1,4 @@
-"""ConvNeXt (Liu et al., CVPR 2022) at the size of ImageNet, and a small one."""
+"""ConvNeXt (Liu et al., CVPR 2022), for ImageNet's images and for small ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class ConvNeXtBlock(nn.Module):
-    """A 7x7 convolution per channel, then two linear layers over the channels, and the skip."""
+    """A 7x7 convolution per channel, then two linear layers over the channels; adds its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A data set in memory: an endless, seeded stream of mini-batches, and accuracy on another set."""
+"""Data sets in memory: an endless, seeded stream of mini-batches, and the accuracy of a model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Batches = Callable[[int, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def shuffle_batches(x: torch.Tensor, y: torch.Tensor) -> Batches:
-    """Return `batches(mini_batch, seed)` over rows of x and y: a new order each epoch, full batches
-    only.
+    """Return `batches(mini_batch, seed)`, which yields the samples in a new order each epoch.
 
-    Raises `HetpipeError` if a mini-batch is larger than the data set.
+    An incomplete last mini-batch is dropped. `batches` raises `HetpipeError` if a mini-batch is
+    empty or larger than the data set.
     """
 
     def batches(mini_batch: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if not 1 <= mini_batch <= len(x):
             raise HetpipeError(
-                f"a mini-batch of {mini_batch} samples, the data set has {len(x)}: "
+                f"a mini-batch has {mini_batch} samples, the data set has {len(x)}: "
                 f"choose 1 to {len(x)}"
             )
         generator = torch.Generator().manual_seed(seed)
@@ -36,8 +36,10 @@ def shuffle_batches(x: torch.Tensor, y: torch.Tensor) -> Batches:
 
 
 def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Return `validate(model)`: the share of rows whose largest logit is at the label, in eval
-    mode."""
+    """Return `validate(model)`, which returns the accuracy in eval mode.
+
+    The accuracy is the share of samples whose largest logit is at the label.
+    """
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
         with eval_mode(model):
@@ -59,5 +61,5 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:  # models override train()
+        for module, training in modes:  # not by train(), which models may override
             module.training = training

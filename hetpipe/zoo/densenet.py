@@ -1,4 +1,4 @@
-"""DenseNet (Huang et al., CVPR 2017), with the modules' names of torchvision."""
+"""DenseNet (Huang et al., CVPR 2017). The modules have torchvision's names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional
 from hetpipe import optim
 from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
-WIDEN = 4  # channels between a layer's two convolutions, per channel that it adds
+WIDEN = 4  # channels between a layer's two convolutions, per channel that the layer adds
 
 
 class DenseLayer(nn.Module):
-    """Adds `growth` channels to its input."""
+    """Appends `growth` new channels to its input."""
 
     def __init__(self, inner: int, growth: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Sequential):
-    """Half the channels, half the size."""
+    """Halves the channels and the size of the images."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """(n, 3, size, size) -> (n, classes). `depths` has the layers of each block."""
+    """(n, 3, size, size) -> (n, classes). `depths` has the number of layers of each block."""
 
     def __init__(
         self, depths: Sequence[int], growth: int = 32, width: int = 64, classes: int = 1000

@@ -1,12 +1,13 @@
 """The workload `digits`: a residual CNN on scikit-learn's bundled 8x8 handwritten digits.
 
-1797 grey images; 1437 train, 360 validate. The network follows He et al. (CVPR 2016): a stem, two
-residual blocks at 8x8 and width 64, then three at 4x4 and width 128. 45 MFLOP forward per sample,
-nearly all in ten convolutions. Nine of these cost the same, so it can be cut almost anywhere.
+Of the 1797 grey images, 1437 are for training and 360 for validation. The network follows He et al.
+(CVPR 2016): a stem, two residual blocks at 8x8 and width 64, then three at 4x4 and width 128. The
+forward takes 45 MFLOP per sample, nearly all in ten convolutions. Nine of these cost the same, so
+the network can be cut almost anywhere into stages of equal cost.
 
 The activation is SiLU, not ReLU: at ReLU's corner the last bit of a sum decides which gradients
-flow, and plain torch on one thread and on two are 3e-2 apart after 20 steps. With a smooth network
-two equal trainings stay within 1e-6.
+flow, and after 20 steps, two runs of plain torch, with one and with two threads, differ by 3e-2.
+With a smooth network they differ by less than 1e-6.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ VALIDATION = 360
 
 
 class Block(nn.Module):
-    """conv-bn-silu-conv-bn plus the skip, then silu. A stride or a new width gets a 1x1 shortcut.
+    """conv-bn-silu-conv-bn plus the skip, then silu.
 
-    (n, inner, h, w) -> (n, outer, h / stride, w / stride).
+    (n, inner, h, w) -> (n, outer, h / stride, w / stride). If the shape changes, the skip is a 1x1
+    convolution with batch norm.
     """
 
     def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
@@ -71,9 +73,9 @@ class DigitsNet(nn.Sequential):
 
 
 def load_digits(seed: int = SPLIT_SEED) -> tuple[torch.Tensor, ...]:
-    """Return x_train (1437, 1, 8, 8), y_train (1437,), x_validation (360, ...), y_validation
-    (360,).
+    """Return x and y for training, then x and y for validation.
 
+    x is (1437, 1, 8, 8) for training and (360, 1, 8, 8) for validation; y has one label per image.
     Pixels are scaled to mean 0 and deviation 1 over the training set. Raises `HetpipeError` without
     scikit-learn.
     """

@@ -1,8 +1,9 @@
 """GNMT (Wu et al., 2016), as PipeDream, DAPPLE and BaPipe train it: LSTMs with attention.
 
-The encoder's first layer reads in both directions. From the third layer on, a layer adds its input
-to its output. The decoder's first layer asks the attention (Bahdanau et al., ICLR 2015) for a
-context, which all its layers read. GNMT-8 has four layers on each side, GNMT-16 eight.
+The encoder's first layer reads in both directions. Each layer from the encoder's third and the
+decoder's third on adds its input to its output. The output of the decoder's first layer is the
+query of an attention (Bahdanau et al., ICLR 2015), whose result, the context, all later layers
+read. GNMT-8 has four layers on each side, GNMT-16 has eight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def lstm(inner: int, width: int, both_ways: bool = False) -> nn.LSTM:
 
 
 class Encoder(nn.Module):
-    """(n, length, width) -> the same."""
+    """(n, length, width) -> (n, length, width)."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Encoder(nn.Module):
 class Attention(nn.Module):
     """Queries (n, target, width), keys (n, source, width) -> contexts (n, target, width).
 
-    A score is v (tanh(query + key)) with a normed v.
+    A score is the product of tanh(query + key) and a normed vector.
     """
 
     def __init__(self, width: int) -> None:

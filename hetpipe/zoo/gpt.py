@@ -1,15 +1,15 @@
-"""The workloads `gpt` and `gpt-untied`: a small GPT on Python's help pages, 13 MB of weights; and
-`gpt2`, on random tokens.
+"""GPT: `gpt` and `gpt-untied`, small and on Python's help pages, and `gpt2`, on random tokens.
 
-The network follows GPT-2 (Radford et al., "Language models are unsupervised multitask learners",
-2019): the output shares the token embedding's weights, and weights begin normal, smaller by the
-root of the number of sums if a block adds to the stream. Their deviation is root(2 / (5 width)),
-0.04 here (Nguyen and Salazar, "Transformers without tears", 2019). GPT-2's own deviation, 0.02, is
-for wider networks: at a learning rate of 1e-3, training would long predict nothing but the tokens'
-frequencies. There is no dropout.
+The small networks have 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
+models are unsupervised multitask learners", 2019): the output shares the token embedding's weights,
+and weights begin normal. Weights of layers whose output is added to the residual stream are smaller
+by the root of the number of these layers. The deviation of the other weights is
+root(2 / (5 width)), 0.04 here (Nguyen and Salazar, "Transformers without tears", 2019). GPT-2's own
+deviation, 0.02, is for wider networks: here, at a learning rate of 1e-3, the network would long
+predict nothing but the tokens' frequencies. There is no dropout.
 
-Asynchronous pipelines update the first stage and the last at different times, so they cannot share
-weights: `gpt-untied` has separate output weights.
+Asynchronous pipelines update the first and the last stage at different times, so these stages
+cannot share weights: `gpt-untied` has separate output weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTH = 128  # tokens in a sample
 
 
 class Attention(nn.Module):
-    """Causal attention of `heads` heads. (n, length, width) -> the same."""
+    """Causal attention of `heads` heads: (n, length, width) -> (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide, each normed before and added to its input.
+    """Attention, then a perceptron four times as wide: (n, length, width) -> (n, length, width).
 
-    (n, length, width) -> the same.
+    A norm precedes each, and each adds its input.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A vector for the token and one for its position. (n, length) of tokens -> (.., width)."""
+    """Adds vectors of token and position: (n, length) of tokens -> (n, length, width)."""
 
     def __init__(self, vocabulary: int, length: int, width: int) -> None:
         super().__init__()

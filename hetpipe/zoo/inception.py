@@ -1,8 +1,8 @@
 """GoogLeNet (Szegedy et al., CVPR 2015) and Inception-V3 (CVPR 2016), with batch norm.
 
-Names of modules follow torchvision's. Both have auxiliary classifiers, whose losses are added with
-the papers' weights. `narrow` divides the numbers of channels. PipeOptim trains GoogLeNet for 100
-classes, Inception-V3 for 200.
+The modules have torchvision's names. Both networks have auxiliary classifiers, whose losses are
+added with the papers' weights. `narrow` divides the numbers of channels. PipeOptim trains GoogLeNet
+for 100 classes and Inception-V3 for 200.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 
 class BasicConv2d(nn.Module):
-    """A convolution, batch norm and ReLU."""
+    """A convolution, then batch norm and ReLU."""
 
     def __init__(self, inner: int, outer: int, kernel: Any, **options: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def chain(inner: int, *layers: tuple[int, Any, Any]) -> nn.Sequential:
 
 
 class Branches(nn.Module):
-    """Branches side by side on the same input, joined by channel."""
+    """Branches that read the same input; their outputs are joined by channel."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Branches(nn.Module):
 
 
 class Fork(nn.Module):
-    """A trunk whose result two branches take."""
+    """A trunk, then two branches that both read its result."""
 
     def __init__(self, trunk: nn.Module, one: nn.Module, other: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,11 @@ class Fork(nn.Module):
 
 
 def inception(inner: int, widths: Sequence[int]) -> Branches:
-    """Return a module of GoogLeNet: 1x1; 1x1 and 3x3 twice; pooling and 1x1."""
+    """Return a module of GoogLeNet with four branches.
+
+    They are a 1x1 convolution, twice a 1x1 and a 3x3 convolution, and a pooling and a 1x1
+    convolution. `widths` has the channels of the convolutions in this order.
+    """
     a, b0, b1, c0, c1, d = widths
     pooled = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), BasicConv2d(inner, d, 1))
     return Branches(
@@ -74,7 +78,7 @@ def inception(inner: int, widths: Sequence[int]) -> Branches:
 
 
 class GoogLeNetAuxiliary(nn.Module):
-    """A classifier of inner features."""
+    """An auxiliary classifier, which reads features from inside the network."""
 
     def __init__(self, inner: int, width: int, hidden: int, classes: int) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class GoogLeNet(nn.Module):
 class InceptionV3(nn.Module):
     """(n, 3, 299, 299) -> logits (n, classes) of the network and of an auxiliary classifier.
 
-    Without `repeats` it has one module of each kind, and is for 147 x 147.
+    Without `repeats` the network has one module of each kind, for images of 147 x 147.
     """
 
     def __init__(self, classes: int = 200, narrow: int = 1, repeats: bool = True) -> None:
@@ -233,7 +237,7 @@ def _mixed_7(inner: int, w: Any) -> Branches:
 
 
 def auxiliary_loss(weight: float, logits: Sequence[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of the first logits plus the weighted ones of the others."""
+    """Return the cross entropy of the first logits, plus the others, each times `weight`."""
     loss, *others = (functional.cross_entropy(each, y) for each in logits)
     for other in others:
         loss = loss + weight * other

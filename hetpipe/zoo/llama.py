@@ -17,7 +17,7 @@ from hetpipe.zoo.text import token_loss
 
 
 class RMSNorm(nn.Module):
-    """x over its root mean square, times a weight. (.., width)."""
+    """x (..., width) over its root mean square, times a weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,13 +28,16 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of x (n, heads, length, size), half a size apart, by their position's angle."""
+    """Rotate pairs of features of x (n, heads, length, size) by the angle of their position.
+
+    The features of a pair are half of `size` apart.
+    """
     first, second = x.chunk(2, -1)
     return x * cosine + torch.cat([-second, first], -1) * sine
 
 
 class GroupedAttention(nn.Module):
-    """Causal attention in which `heads / groups` queries share a key and a value."""
+    """Causal attention in which `heads / groups` heads share keys and values."""
 
     cosine: torch.Tensor
     sine: torch.Tensor
@@ -64,7 +67,7 @@ class GroupedAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a gated perceptron, each normed before and added to its input."""
+    """Attention and a gated perceptron; a norm precedes each, and each adds its input."""
 
     def __init__(self, width: int, heads: int, groups: int, hidden: int, length: int) -> None:
         super().__init__()

@@ -35,10 +35,10 @@ FAMILIES = {
     "lstm": ("residual-lstm",),
     "s2vt": ("s2vt",),
 }
-"""The models in each module of the zoo, at published sizes and at small ones."""
+"""The models in each module of the zoo; each has a published size and a small one."""
 
 SMALL = "-small"
-"""The suffix of a small model whose published size is in the zoo as well."""
+"""Ends the name of a model's small size."""
 
 ZOO = {
     "digits": "hetpipe.zoo.digits:workload",
@@ -53,15 +53,15 @@ ZOO = {
         for size in ("", SMALL)
     },
 }
-"""Where each model is: a function that returns its workload, or a table of models by name."""
+"""The place of each model: a function that returns its workload, or a dict of models by name."""
 
 
 def load_workload(name: str) -> Workload:
     """Return the zoo's workload with this name, or the result of `package.module:factory`.
 
-    The working directory is searched too, after all other places, so a `queue.py` there does not
-    hide the standard library's. It stays on the path for later imports of the module. Raises
-    `HetpipeError` if there is no such workload or it is wrong, `UserCodeError` if its code raises.
+    The module may be in the working directory. This comes last on the import path, so a `queue.py`
+    there does not hide the standard library's, and stays on the path for later imports. Raises
+    `HetpipeError` if the workload is missing or wrong, and `UserCodeError` if its code raises.
     """
     check_name(name)
     if name in ZOO:
@@ -102,7 +102,7 @@ def _factory(name: str) -> Callable[[], Any]:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but imports a missing one
+            raise  # the module exists, but imports a missing module
         raise HetpipeError(
             f"model {name!r}: no module {error.name!r}; start hetpipe where it can be imported"
         ) from error

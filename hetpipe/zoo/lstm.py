@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        # One module each, so that a pipeline can be cut between them.
+        # Each layer is a module, so that a pipeline can be cut between the layers.
         recurrent = [nn.LSTM(width, width, batch_first=True) for _ in range(layers)]
         self.layers = nn.ModuleList(recurrent)
         self.head = nn.Linear(width, vocabulary)
@@ -46,7 +46,7 @@ class Recurrent(nn.Module):
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:
-    """Set bias 1 for the second of the gates in torch's order: input, forget, cell, output."""
+    """Set the forget gate's bias to 1; torch's order of gates is input, forget, cell, output."""
     width = layer.hidden_size
     with torch.no_grad():
         for index in range(layer.num_layers):
@@ -60,9 +60,10 @@ def workload() -> Workload:
 
 
 class ResidualLstm(nn.Module):
-    """(n, length) of tokens -> (n, classes); a residual LSTM (Kim et al., Interspeech 2017).
+    """A residual LSTM (Kim et al., Interspeech 2017): (n, length) of tokens -> (n, classes).
 
-    Each layer adds its input to its output; the mean over a review's tokens is classified.
+    Each layer adds its input to its output. The mean of the last layer's outputs over a review's
+    tokens is classified.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, classes: int = 2) -> None:

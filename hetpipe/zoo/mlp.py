@@ -1,4 +1,4 @@
-"""The workload `mlp`: six small linear layers on ten clouds of random points; quick to run."""
+"""The workload `mlp`, which is quick to run: six small linear layers on ten clouds of points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ WIDTH = 128
 
 
 def workload() -> Workload:
-    """Return ten Gaussian clouds in 32 dimensions, 2048 points to train and 512 to validate."""
+    """Return the workload: ten Gaussian clouds in 32 dimensions, and weights from a fixed seed.
+
+    2048 points are for training and 512 for validation.
+    """
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (2560,), generator=generator)

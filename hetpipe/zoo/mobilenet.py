@@ -1,6 +1,6 @@
 """MobileNet-V3, large (Howard et al., ICCV 2019).
 
-It has depthwise convolutions, squeeze and excitation, and hard swish.
+It has depthwise convolutions, squeeze-and-excitation blocks, and hard swish as an activation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hetpipe import optim
 from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
 Row = tuple[int, int, int, bool, bool, int]
-"""Kernel, inner and outer channels, squeeze and excitation or not, hard swish or ReLU, stride."""
+"""A block: kernel, inner and outer channels, whether it has squeeze-and-excitation, whether its
+activation is hard swish rather than ReLU, and stride."""
 
 LARGE: tuple[Row, ...] = (
     (3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1),
@@ -30,7 +31,7 @@ SMALL: tuple[Row, ...] = (
 
 
 class ConvNormActivation(nn.Sequential):
-    """A convolution, batch norm, and an activation if there is one."""
+    """A convolution, batch norm, and the activation unless it is None."""
 
     def __init__(
         self, inner: int, outer: int, kernel: int, stride: int = 1, groups: int = 1,
@@ -44,7 +45,7 @@ class ConvNormActivation(nn.Sequential):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales channels by factors that a small network computes from their means."""
+    """Scales each channel by a factor; a small network computes the factors from channel means."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widens, convolves each channel, narrows; with the skip if shapes agree."""
+    """Widens, convolves each channel, narrows; adds its input if the shapes agree."""
 
     def __init__(self, before: int, row: Row) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class MobileNetV3(nn.Module):
 
 
 def _divisible(channels: int) -> int:
-    """Return the nearest multiple of 8, or the next one if that is smaller by more than a tenth."""
+    """Return the nearest multiple of 8; if this is below 0.9 `channels`, the next multiple."""
     near = max(8, (channels + 4) // 8 * 8)
     return near if near >= 0.9 * channels else near + 8
 

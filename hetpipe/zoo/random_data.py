@@ -1,4 +1,4 @@
-"""Workloads on random data: seeded mini-batches, and the weights of their networks."""
+"""Workloads on random data: seeded mini-batches and losses, and weights of convolutions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.workload import Workload
 
 Draw = Callable[[int, torch.Generator], tuple[Any, Any]]
-"""(samples, generator) -> (x, y), one mini-batch."""
+"""Function (samples, generator) -> (x, y), a mini-batch."""
 
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A network whose mini-batches are drawn."""
+    """A network with its loss, its optimizer, and a function that draws its mini-batches."""
 
     network: Callable[[], nn.Module]
     draw: Draw
@@ -42,7 +42,7 @@ class RandomModel:
 
 
 def images(size: int, classes: int) -> Draw:
-    """Draw normal noise (n, 3, size, size), and a class for each image."""
+    """Return a function that draws normal noise (n, 3, size, size) and a class for each image."""
 
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(samples, 3, size, size, generator=generator)
@@ -52,7 +52,7 @@ def images(size: int, classes: int) -> Draw:
 
 
 def language(vocabulary: int, length: int) -> Draw:
-    """Draw tokens (n, length), and their next tokens."""
+    """Return a function that draws tokens (n, length) and the token after each."""
 
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
@@ -62,7 +62,10 @@ def language(vocabulary: int, length: int) -> Draw:
 
 
 def translation(vocabulary: int, source: int, target: int) -> Draw:
-    """Draw ((n, source) tokens, (n, target) previous tokens), and the target's next tokens."""
+    """Return a function that draws x: tokens (n, source) and (n, target); and y: (n, target).
+
+    y has the token after each token of the target.
+    """
     following = language(vocabulary, target)
 
     def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
@@ -74,9 +77,10 @@ def translation(vocabulary: int, source: int, target: int) -> Draw:
 
 
 def spans(vocabulary: int, length: int) -> Draw:
-    """Draw ((n, length) tokens, (n, length) 1 or 0 for padding), and answers (n, 2).
+    """Return a function that draws x: tokens and a mask, (n, length) each; and y: answers (n, 2).
 
-    An answer is its first and last token: questions as in SQuAD.
+    The mask is 1 for tokens and 0 for padding. As in SQuAD, an answer is given by the positions of
+    its first and last token.
     """
 
     def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
@@ -89,14 +93,17 @@ def spans(vocabulary: int, length: int) -> Draw:
 
 
 def span_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of first and last token: logits (n, length, 2), y (n, 2)."""
+    """Return the mean cross entropy of an answer's first and last token.
+
+    The logits are (n, length, 2), and y is (n, 2).
+    """
     first = functional.cross_entropy(logits[..., 0], y[:, 0])
     last = functional.cross_entropy(logits[..., 1], y[:, 1])
     return 0.5 * (first + last)
 
 
 def he_weights(model: nn.Module) -> None:
-    """Set weights of convolutions for rectifiers (He et al., ICCV 2015), and zero biases."""
+    """Draw weights of convolutions for rectifiers (He et al., ICCV 2015); set biases to 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

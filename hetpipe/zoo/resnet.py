@@ -1,7 +1,7 @@
-"""ResNet (He et al., CVPR 2016), with the modules' names of torchvision.
+"""ResNet (He et al., CVPR 2016). The modules have torchvision's names.
 
-PipeDream and DAPPLE train ResNet-50 with mini-batches of 128 per device, PipeOptim ResNet-101 with
-images of 224 x 224 and 200 classes (Tiny ImageNet, scaled up).
+PipeDream and DAPPLE train ResNet-50 with mini-batches of 128 per device. PipeOptim trains
+ResNet-101 for 200 classes with images of 224 x 224 (Tiny ImageNet, scaled up).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.zoo.random_data import RandomModel, he_weights, images
 
-EXPANSION = 4  # output channels of a bottleneck, per inner channel
+EXPANSION = 4  # output channels of a bottleneck over its inner channels
 
 
 class BasicBlock(nn.Module):
@@ -41,7 +41,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, and the skip."""
+    """1x1, 3x3 and 1x1 convolutions, and the skip, which is adapted in the same way."""
 
     def __init__(self, inner: int, width: int, stride: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(n, 3, size, size) -> (n, classes). `depths` has the blocks of each of four layers."""
+    """(n, 3, size, size) -> (n, classes). `depths` has the blocks of `layer1`, `layer2`, ..."""
 
     def __init__(
         self, depths: Sequence[int], width: int = 64, classes: int = 1000, deep: bool = True

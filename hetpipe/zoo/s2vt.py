@@ -1,7 +1,8 @@
 """S2VT (Venugopalan et al., ICCV 2015): from a film's frames to a sentence, by two LSTM layers.
 
-The first layer reads the frames, then zeros. The second reads the first layer's output and, after
-the frames, the previous words. Both process frames and words in one sequence.
+Both layers process one sequence: first the frames, then the words. The first layer reads the
+frames, then zeros. The second layer reads the first layer's output; beside it, zeros during the
+frames and then the previous words.
 """
 
 from __future__ import annotations

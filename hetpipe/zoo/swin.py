@@ -1,4 +1,4 @@
-"""Swin transformer (Liu et al., ICCV 2021): attention in windows, shifted in every other block."""
+"""Swin transformer (Liu et al., ICCV 2021): attention in windows, shifted in every second block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetpipe.zoo.random_data import RandomModel, images
 
 
 def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:
-    """Divide (n, size, size, width) into (n * windows, window * window, width)."""
+    """Divide (n, size, size, width) into windows: (n * windows, window * window, width)."""
     n, size, _, width = x.shape
     parts = size // window
     split = x.view(n, parts, window, parts, window, width)
@@ -28,7 +28,7 @@ def join_windows(x: torch.Tensor, window: int, size: int) -> torch.Tensor:
 
 
 def relative_index(window: int) -> torch.Tensor:
-    """Return the number of the relative position for each pair of positions in a window."""
+    """Return an index of the relative position for each pair of positions in a window."""
     place = torch.arange(window)
     rows, columns = (each.flatten() for each in torch.meshgrid(place, place, indexing="ij"))
     down = rows[:, None] - rows[None] + window - 1
@@ -37,7 +37,10 @@ def relative_index(window: int) -> torch.Tensor:
 
 
 def shift_mask(size: int, window: int, shift: int) -> torch.Tensor:
-    """Return (windows, window^2, window^2): -100 between positions that a shift made neighbours."""
+    """Return (windows, window^2, window^2): -100 for positions that only the shift joined, else 0.
+
+    The attention adds the mask to its scores.
+    """
     band = torch.zeros(size)
     band[size - window : size - shift] = 1
     band[size - shift :] = 2
@@ -47,7 +50,7 @@ def shift_mask(size: int, window: int, shift: int) -> torch.Tensor:
 
 
 class WindowAttention(nn.Module):
-    """(n, size, size, width) -> the same."""
+    """Attention in windows: (n, size, size, width) -> (n, size, size, width)."""
 
     index: torch.Tensor
     mask: torch.Tensor
@@ -84,7 +87,7 @@ class WindowAttention(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Attention and a perceptron, each normed before and added to its input."""
+    """Attention and a perceptron; a norm precedes each, and each adds its input."""
 
     def __init__(self, width: int, heads: int, size: int, window: int, shift: int) -> None:
         super().__init__()
@@ -101,7 +104,7 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """(n, size, size, width) -> (n, size / 2, size / 2, 2 width)."""
+    """Joins 2 x 2 patches: (n, size, size, width) -> (n, size / 2, size / 2, 2 width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """T5 (Raffel et al., JMLR 2020): an encoder and a decoder with relative position biases.
 
-The biases have buckets that grow with the distance. The published size is T5-base.
+A bias belongs to a bucket of distances; buckets of larger distances are wider. The published size
+is T5-base.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ DROPOUT = 0.1
 
 
 def buckets(length: int, both_ways: bool) -> torch.Tensor:
-    """Return (length, length): the bucket of each pair of positions, query first."""
+    """Return (length, length): the bucket of each pair of positions, of query and key.
+
+    With `both_ways`, keys before and after the query have different buckets.
+    """
     place = torch.arange(length)
     distance = place[None] - place[:, None]
     count, first = BUCKETS, torch.zeros_like(distance)
@@ -38,7 +42,11 @@ def buckets(length: int, both_ways: bool) -> torch.Tensor:
 
 
 class T5Attention(nn.Module):
-    """Attention without a scale. (n, length, width), (n, other length, width) -> the first."""
+    """Attention without a scale.
+
+    (n, length, width) for the queries and (n, other length, width) for keys and values
+    -> (n, length, width).
+    """
 
     def __init__(self, width: int, heads: int, size: int) -> None:
         super().__init__()
@@ -64,7 +72,10 @@ class T5Attention(nn.Module):
 
 
 class T5Block(nn.Module):
-    """Attention, a second one on the encoder in a decoder, and a perceptron; each normed before."""
+    """Attention, in a decoder also attention on the encoder's output, and a perceptron.
+
+    A norm precedes each of them.
+    """
 
     def __init__(self, width: int, heads: int, size: int, hidden: int, decodes: bool) -> None:
         super().__init__()
@@ -117,7 +128,7 @@ class T5Stack(nn.Module):
 
 
 class T5(nn.Module):
-    """Source tokens (n, length) and previous tokens -> (n, length, vocabulary) next logits."""
+    """Source tokens and previous tokens, (n, length) each -> (n, length, vocabulary) logits."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, heads: int, size: int, hidden: int,

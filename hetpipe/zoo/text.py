@@ -1,7 +1,8 @@
 """English text that every Python has, as tokens: the help pages of Python's `help()`.
 
-The first nine tenths teach a vocabulary of byte pairs and are the training data; the last tenth
-validates. The amount of text depends on the version of Python: 0.5 MB in 3.11.
+The first nine tenths of the text are the training data, and the vocabulary of byte pairs is learned
+from them. The last tenth is for validation. The amount of text depends on the version of Python:
+0.5 MB in 3.11.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hetpipe.zoo.data import Batches, eval_mode, shuffle_batches
 from hetpipe.zoo.workload import Workload
 
 VOCABULARY = 512
-VALIDATED = 64  # windows of the validation text in a perplexity
+VALIDATED = 64  # windows of the validation text from which the perplexity is computed
 
 
 def corpus() -> bytes:
@@ -32,7 +33,7 @@ def corpus() -> bytes:
 
 @lru_cache(maxsize=1)
 def encode_corpus() -> tuple[BytePairs, Tokens, Tokens]:
-    """Return the vocabulary, and the tokens to train and to validate on."""
+    """Return the vocabulary, the tokens for training, and the tokens for validation."""
     text = corpus()
     border = len(text) * 9 // 10
     pairs = learn(text[:border], VOCABULARY)
@@ -40,7 +41,7 @@ def encode_corpus() -> tuple[BytePairs, Tokens, Tokens]:
 
 
 def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and y, (windows, length) each: y is x one token later.
+    """Return x and y, (windows, length) each; each token of y follows the token of x at its place.
 
     An incomplete last window is dropped.
     """
@@ -56,7 +57,7 @@ def text_workload(
     optimizer: Optimizer,
     blocks: tuple[str, ...] = (),
 ) -> Workload:
-    """Return a language model on windows of `length` tokens, with weights from a fixed seed."""
+    """Return a workload: a language model, with weights from a fixed seed, on `length` tokens."""
     batches, validate, train_samples = language(length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -75,7 +76,7 @@ def text_workload(
 
 
 def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:
-    """Return `batches`, `validate` and the number of windows in an epoch, for this length."""
+    """Return a workload's `batches`, `validate` and `train_samples` for windows of `length`."""
     _, kept, held = encode_corpus()
     x, y = windows(kept, length)
     x_held, y_held = windows(held, length)
@@ -83,7 +84,7 @@ def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, floa
 
 
 def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy: logits (n, length, vocabulary), y (n, length) of tokens.
+    """Return the mean cross entropy of logits (n, length, vocabulary) and tokens y (n, length).
 
     As each sample has `length` tokens, this is also the mean over samples.
     """
@@ -91,7 +92,10 @@ def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dict[str, float]]:
-    """Return `validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
+    """Return `validate(model)`, which returns the perplexity of y in eval mode.
+
+    The perplexity is e to the power of a token's mean cross entropy.
+    """
 
     def validate(model: nn.Module) -> dict[str, float]:
         with eval_mode(model):

@@ -1,4 +1,4 @@
-"""U-Net (Ronneberger et al., MICCAI 2015): a class for every pixel. Convolutions are padded."""
+"""U-Net (Ronneberger et al., MICCAI 2015) with padded convolutions: classifies every pixel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """(n, 3, size, size) -> (n, classes, size, size); down `depth` times and up again."""
+    """(n, 3, size, size) -> (n, classes, size, size); halves and doubles the size `depth` times."""
 
     def __init__(self, width: int = 64, depth: int = 4, classes: int = 21) -> None:
         super().__init__()

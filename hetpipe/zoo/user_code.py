@@ -1,4 +1,4 @@
-"""Checks a user's workload and guards its functions; messages name the user's code."""
+"""Checks a user's workload and the calls of its functions; messages name the user's code."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _cut(summary: traceback.TracebackException) -> None:
 
 
 def check_workload(where: str, workload: Any) -> Workload:
-    """Return the workload of a factory, with its fields check_workload and its functions guarded.
+    """Check the fields of a factory's workload; return it with checks around its functions.
 
-    `where` begins each message. Raises `HetpipeError`.
+    `where` begins each message. Raises `HetpipeError` for a wrong field.
     """
     if not isinstance(workload, Workload):
         raise HetpipeError(
@@ -77,7 +77,7 @@ def check_workload(where: str, workload: Any) -> Workload:
 
 
 def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
-    """Return (field, whether it is valid, the cure) for each field."""
+    """Yield (field, whether its value is valid, the allowed values) for each field."""
     from torch import nn
 
     from hetpipe.optim.rule import Optimizer
@@ -102,10 +102,10 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
 def guard_batches(
     where: str, batches: Callable[[int, int], Iterator[Batch]]
 ) -> Callable[[int, int], Iterator[Batch]]:
-    """Yield the same mini-batches.
+    """Return a function that yields the mini-batches of `batches` and checks each.
 
-    Raises `UserCodeError` if the user's code raises, `HetpipeError` if it ends, or yields anything
-    but a pair.
+    That function raises `UserCodeError` if the user's code raises, and `HetpipeError` if the
+    mini-batches end or one is not a pair.
     """
 
     def guarded(mini_batch: int, seed: int) -> Iterator[Batch]:
@@ -155,7 +155,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Return a value for a message: itself if short, otherwise its type."""
+    """Return a text for a message: a number or a string itself, of other values the type."""
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if isinstance(value, type):

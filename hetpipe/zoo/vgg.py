@@ -1,7 +1,7 @@
 """VGG (Simonyan and Zisserman, ICLR 2015) and AlexNet (Krizhevsky, 2014: one tower).
 
-Names of modules follow torchvision's. PipeDream trains VGG-16 with mini-batches of 64 per device
-and AlexNet with 256, DAPPLE VGG-19 with 32.
+The modules have torchvision's names. PipeDream trains VGG-16 with mini-batches of 64 per device and
+AlexNet with 256; DAPPLE trains VGG-19 with 32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NARROW = 8  # a small network has 1 / NARROW of the channels
 
 
 class VGG(nn.Module):
-    """(n, 3, size, size) -> (n, classes); the classifier reads grid x grid positions."""
+    """(n, 3, size, size) -> (n, classes); features are pooled to grid x grid positions first."""
 
     def __init__(
         self, widths: Sequence[int], grid: int = 7, hidden: int = 4096, classes: int = 1000

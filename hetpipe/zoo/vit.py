@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al., ICLR 2021), with the modules' names of torchvision."""
+"""Vision transformer (Dosovitskiy et al., ICLR 2021). The modules have torchvision's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.zoo.random_data import RandomModel, images
 
 
 class EncoderBlock(nn.Module):
-    """Attention and a perceptron four times as wide, each normed before. (n, length, width)."""
+    """Attention, then a perceptron four times as wide; a norm precedes each. (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A workload: a model, its loss and its data, by name; the input of commands."""
+"""A workload: a model with its loss and data, which commands load by name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Workload:
 
     `batches(mini_batch, seed)` yields (x, y) for ever, the same sequence for the same seed.
     `validate(model)` returns the validation figures of an eager model, for instance {"accuracy":
-    0.97}; it is None if there is no validation data. `blocks` names modules of the model, in order:
-    torch's own pipeline may be cut before each; empty if unknown.
+    0.97}; `validate` is None without validation data. `blocks` names the modules before which
+    torch's own pipeline may cut the model, in order; it may be empty.
     """
 
     model: torch.nn.Module
@@ -31,5 +31,5 @@ class Workload:
     mini_batch: int = 128
     optimizer: Optimizer | None = None  # None: the command chooses one
     validate: Callable[[torch.nn.Module], dict[str, float]] | None = None
-    train_samples: int | None = None  # number in an epoch, if data has epochs
+    train_samples: int | None = None  # number of samples in an epoch, if the data have epochs
     blocks: tuple[str, ...] = ()

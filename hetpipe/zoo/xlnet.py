@@ -2,7 +2,8 @@
 
 It is the network for fine-tuning: one stream, in which every token sees all others. Tensors are
 (length, n, width), as in the paper's code, and products are written as sums over indices. XLNet-36
-is XLNet-large with 36 layers, as DAPPLE trains it (500 M parameters).
+is XLNet-large with 36 layers, as DAPPLE trains it. DAPPLE's paper gives 500 M parameters; there are
+524 M here.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ def relative_positions(length: int, width: int) -> torch.Tensor:
 
 
 def shift_distances(scores: torch.Tensor) -> torch.Tensor:
-    """Shift (n, heads, length, 2 length), by distance, to (n, heads, length, length), by key."""
+    """Turn scores by distance, (n, heads, length, 2 length), into scores by key.
+
+    The last axis of the result, (n, heads, length, length), is the key.
+    """
     n, heads, length, distances = scores.shape
     rows = scores.reshape(n, heads, distances, length)[:, :, 1:]
     return rows.reshape(n, heads, length, distances - 1)[..., :length]
 
 
 class RelativeAttention(nn.Module):
-    """Scores by content and by distance, each with a bias that all positions share."""
+    """Attention whose scores add a part by content and a part by distance.
+
+    Each part has a bias that all positions share.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -59,7 +66,7 @@ class RelativeAttention(nn.Module):
 
 
 class XLNetLayer(nn.Module):
-    """Attention, then a perceptron four times as wide; each added to its input, then normed."""
+    """Attention, then a perceptron four times as wide; each adds its input, then a norm follows."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -77,7 +84,10 @@ class XLNetLayer(nn.Module):
 
 
 class XLNet(nn.Module):
-    """Tokens (n, length) and a mask of padding -> logits (n, length, 2) of first and last token."""
+    """Tokens and a mask, (n, length) each -> logits (n, length, 2) of an answer's first and last.
+
+    The mask is 1 for tokens and 0 for padding.
+    """
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()

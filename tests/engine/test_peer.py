@@ -100,9 +100,9 @@ def test_a_peer_needs_processors_at_their_true_speed(two: Cluster) -> None:
     linked = replace(two, links={frozenset(two.ids): Link(latency_s=1e-3)})
     assert "no speeds" in refusal(workload, slow, ROWS, [8])
     assert "no links" in refusal(workload, linked, ROWS, [8])
-    assert "processors alone" in refusal(
+    assert "only on processors" in refusal(
         workload, Cluster((one, replace(other, cores=()))), ROWS, [8]
     )
     assert "each of 1 cores" in refusal(workload, Cluster((one,)), ROWS, [8])
-    assert "16 samples cannot be cut" in refusal(workload, two, ROWS, [1, 5])
-    assert "does not say" in refusal(replace(workload, blocks=()), two, ROWS, [8])
+    assert "16 samples do not make 1, 5 equal" in refusal(workload, two, ROWS, [1, 5])
+    assert "does not name blocks" in refusal(replace(workload, blocks=()), two, ROWS, [8])

@@ -74,7 +74,7 @@ def _check_sets(sets: str) -> None:
 def processors(named: list[str]) -> list[DeviceInfo]:
     """Return the devices with these ids; without ids, the processors of backends with kernels.
 
-    Without ids, processors at an emulated speed are left out.
+    Processors at an emulated speed must be named.
     """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
