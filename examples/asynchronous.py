@@ -1,7 +1,7 @@
 """Train without flushes, as PipeDream does, and compare its accuracy with plain training.
 
-Weight stashing keeps the weights of a forward for its backward. Updates come late by some
-mini-batches, and devices never wait for a flush.
+Weight stashing keeps the weights of a forward until its backward. Updates are some mini-batches
+late, but devices never wait for a flush.
 """
 
 import torch
@@ -14,7 +14,7 @@ EPOCHS, TRAINED = 6, 1408  # the other 389 images are for validation
 
 
 def accuracy(schedule: str) -> float:
-    """The share of validation images that a newly trained network gets right."""
+    """Train a new network, and return the share of validation images that it classifies right."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 8 - 1, torch.tensor(labels)
@@ -37,5 +37,5 @@ def accuracy(schedule: str) -> float:
 
 
 if __name__ == "__main__":
-    for schedule in ("1f1b", "pipedream"):  # pipedream stashes weights unless weights= says more
+    for schedule in ("1f1b", "pipedream"):  # by default, pipedream stashes weights
         print(schedule, "accuracy", round(accuracy(schedule), 3))

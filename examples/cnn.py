@@ -1,6 +1,6 @@
 """Train a small CNN on handwritten digits over two devices, and measure its accuracy.
 
-Both devices are torch on the processor here. `hetpipe devices` lists the devices of your machine.
+Here, both devices are torch on the processor. `hetpipe devices` lists the devices of your machine.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Add a device to hetpipe: register a backend in a script, and train on it.
 
-This one derives from the torch backend and replaces one operator. docs/backends.md writes a whole
-backend, which derives from none of ours.
+This backend derives from hetpipe's torch backend and replaces one operator. docs/backends.md shows
+how to write a whole backend from the beginning.
 """
 
 from typing import ClassVar
@@ -14,7 +14,7 @@ import hetpipe as hp
 
 
 def my_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """Put the call of your own kernel here."""
+    """Compute GELU; call your own kernel here instead."""
     assert approximate == "none"
     return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
 
@@ -43,5 +43,5 @@ def main() -> None:
         print(pipe.diagnose(*batch))  # compares every device with torch in float64
 
 
-if __name__ == "__main__":  # workers load this file to find the backend
+if __name__ == "__main__":  # needed, because workers load this file to find the backend
     main()

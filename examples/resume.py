@@ -1,4 +1,4 @@
-"""Save a checkpoint, and continue on another cut: the losses are the same up to rounding."""
+"""Save a checkpoint, and continue with another cut: the losses are the same up to rounding."""
 
 import tempfile
 

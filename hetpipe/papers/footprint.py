@@ -31,7 +31,7 @@ DEVICE = "pytorch:cpu:0"
 
 
 class CutModel:
-    """A captured model in stages that begin at layer 0 and at each of `cuts`."""
+    """A captured model in stages, which begin at layer 0 and at each layer in `cuts`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CutModel:
         return self._graphs[key]
 
     def costs(self, samples: int) -> StageCosts:
-        """Return the planner's costs, with bytes only."""
+        """Return the planner's costs for micro-batches of `samples`; they have only bytes."""
         if samples not in self._costs:
             graph = self.captured.layer_graph(samples)
             stages = self._cut(range(1, len(graph)), samples, "none", False)
@@ -98,7 +98,7 @@ class CutModel:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peaks by stage: micro-batches in flight, versions of the weights, bytes."""
+    """The peaks of each stage: micro-batches in flight, versions of the weights, bytes."""
 
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
@@ -120,7 +120,7 @@ def flushed(
     in_flight: Sequence[int] | None = None,
     recompute: str = "none",
 ) -> Footprint:
-    """Run one step of a synchronous schedule over the stages."""
+    """Run one step of a synchronous schedule over the stages, and return its peaks."""
     rows = generate(schedule, len(subject.cuts) + 1, microbatches, in_flight=in_flight)
     request = _request(subject, batch, microbatches, rows)
     halves = any(action.op in HALVES for row in rows for action in row)
@@ -132,7 +132,10 @@ def flushed(
 def streamed(
     crew: Crew, subject: CutModel, batch: Batch, in_flight: Sequence[int] | None = None
 ) -> Footprint:
-    """Run PipeDream with stashed weights until all versions of the weights are in use."""
+    """Run PipeDream with stashed weights, for long enough that all versions of weights are in use.
+
+    Return the peaks.
+    """
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
@@ -149,7 +152,10 @@ def streamed(
 
 
 def predicted_nbytes(subject: CutModel, samples: int, depths: Footprint) -> tuple[int, ...]:
-    """Predict the peak bytes of each stage for micro-batches of `samples` and counted depths."""
+    """Predict the peak bytes of each stage for micro-batches of `samples`.
+
+    `depths` has the counted micro-batches in flight and versions of weights.
+    """
     costs = subject.costs(samples)
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
     return tuple(
@@ -159,10 +165,10 @@ def predicted_nbytes(subject: CutModel, samples: int, depths: Footprint) -> tupl
 
 
 def communicated_nbytes(subject: CutModel, samples: int) -> tuple[float, float]:
-    """Return bytes per sample of the pipeline, over all cuts both ways, and of data parallelism.
+    """Return the bytes per sample that a pipeline and data parallelism communicate.
 
-    In a ring of m workers with a mini-batch each, a worker moves 2 (m - 1) / m times the weights
-    per mini-batch.
+    The pipeline's bytes cross all cuts, forward and backward. In a ring of m workers with a
+    mini-batch each, a worker moves 2 (m - 1) / m times the weights per mini-batch.
     """
     passes = [stage.passes[samples] for stage in subject.graphs(samples)]
     ahead = sum(_nbytes(p.forward.outputs, CUT) for p in passes)

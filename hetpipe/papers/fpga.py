@@ -1,9 +1,9 @@
 """BaPipe's table 6: ResNet-50 on FPGA boards, as a pipeline and in data parallelism.
 
-The shapes come from PipeDream's profile of ResNet-50; numbers have 16 bits. Convolutions and the
-last layer count, with three products of equal size: forward, error, and weights' gradient. The
-first layer has no error. Other layers work on the same streams and take no extra time. Updates are
-not counted.
+The shapes come from PipeDream's profile of ResNet-50; numbers have 16 bits. Only convolutions and
+the linear layer are counted, with three products of equal size: forward, gradient of the input, and
+gradient of the weights. The first layer needs no gradient of its input. Other layers work on the
+same streams and take no extra time. Updates are not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MINI_BATCH = 128
 SLICES = 8
 """Slices of a layer's output channels; a cut may separate two slices (BaPipe, section 3.3.2)."""
 PRECISION = 1e-4
-"""Relative precision of the slowest stage's time in the search for cuts."""
+"""Relative precision of the slowest stage's time at which the search for cuts ends."""
 IMAGE = 3 * 224 * 224
 _CONVOLUTION = re.compile(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\)")
 _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
@@ -47,10 +47,10 @@ _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
 
 @dataclass(frozen=True)
 class Assumption:
-    """The share of a board that a simulated design uses.
+    """An assumption about the share of a board that a design uses.
 
-    `efficiency` is the share of cycles in which its DSPs work (None: the value of the board's
-    file), `memory_share` the share of the memory's bandwidth.
+    `efficiency` is the share of cycles in which the DSPs work; None means the value in the board's
+    file. `memory_share` is the share of the memory's bandwidth.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Assumption:
     memory_share: float
 
     def rates(self, of: Board) -> Rates:
-        """Return the rates of layers on a board."""
-        assert of.fabric is not None  # the clusters are of FPGAs
+        """Return the rates at which a board computes layers."""
+        assert of.fabric is not None  # the clusters have only FPGAs
         efficiency = of.fabric.efficiency if self.efficiency is None else self.efficiency
         return Rates(
             throughput(of.fabric, DTYPE, of.fabric.usable * efficiency),
@@ -87,8 +87,8 @@ class Network:
     def sliced(self, count: int) -> Network:
         """Return the network with each layer cut into `count` slices of its output channels.
 
-        A cut inside a layer carries the layer's input and the finished part of its output. The
-        input is kept once: each slice keeps a part.
+        At a cut inside a layer, the layer's input and the finished part of its output cross. The
+        input is kept only once: each slice keeps a part of it.
         """
         layers = [
             LayerShape(*(value / count for value in vars(layer).values()))
@@ -108,7 +108,8 @@ class Network:
 class Speedup:
     """Seconds of a mini-batch on a cluster, in a pipeline and in data parallelism.
 
-    Data parallelism divides the samples by the boards' speeds, or evenly.
+    Data parallelism divides the samples by the boards' speeds (`by_speed_s`) or evenly
+    (`evenly_s`).
     """
 
     pipeline_s: float
@@ -117,12 +118,12 @@ class Speedup:
 
     @property
     def by_speed(self) -> float:
-        """The pipeline's speed-up if samples are divided by speed."""
+        """The pipeline's speed-up over data parallelism that divides samples by speed."""
         return self.by_speed_s / self.pipeline_s
 
     @property
     def evenly(self) -> float:
-        """The pipeline's speed-up if samples are divided evenly."""
+        """The pipeline's speed-up over data parallelism that divides samples evenly."""
         return self.evenly_s / self.pipeline_s
 
 
@@ -135,26 +136,27 @@ def table6(data: Path) -> tuple[str, list[Figure]]:
         cluster = Cluster.published(CLUSTERS[key])
         by = {each.name: speedup(network, cluster, each) for each in (IDEAL, CALIBRATED)}
         ours = ", ".join(f"{name} {each.by_speed:.2f}x" for name, each in by.items())
-        note = "the gain is of weights on the chip, which weigh more the faster the DSPs are"
+        note = "weights on the chip cause the gain, which grows with the speed of the DSPs"
         if len({member.board for member in cluster.members}) > 1:
             other = replace(cluster, members=cluster.members[::-1])
             turned = [speedup(network, other, each).by_speed for each in (IDEAL, CALIBRATED)]
             whole = speedup(network, cluster, IDEAL, slices=1).by_speed
             note = (
-                f"with the smaller boards first {turned[0]:.2f}x and {turned[1]:.2f}x, by whole "
-                f"layers {whole:.2f}x; the samples of data parallelism are divided by speed: "
-                f"evenly, the smaller boards hold it up, and the pipeline gains "
-                f"{by[IDEAL.name].evenly:.2f}x. A balanced pipeline lies near the harmonic mean of "
-                "the rows of equal boards, so the paper's stages are not balanced"
+                f"with the smaller boards first {turned[0]:.2f}x and {turned[1]:.2f}x, with cuts "
+                f"only between whole layers {whole:.2f}x. Our data parallelism divides the samples "
+                "by speed; with an even division it waits for the smaller boards, and the pipeline "
+                f"gains {by[IDEAL.name].evenly:.2f}x. A balanced pipeline lies near the harmonic "
+                "mean of the rows with equal boards, so the paper's stages are not balanced"
             )
         rows.append(Figure(key, f"{figure:.2f}x", ours, note))
     return (
         "Speed-up of FBP-AS over data parallelism, ResNet-50 in float16, 128 samples one at a "
         "time. A pipeline's stages keep weights, gradients and features on the chip as far as they "
         "fit; data parallelism streams weights and gradients through the memory, layer by layer, "
-        "and sums gradients in a ring. Two assumptions, as the paper gives neither clock nor "
-        "efficiency: every usable DSP works in every cycle and the memory has its data sheet's "
-        "rate, or both are those of measured matrix products",
+        "and sums gradients in a ring. The paper gives neither clock nor efficiency, so there are "
+        f"two assumptions: '{IDEAL.name}' (every usable DSP works in every cycle, the memory has "
+        f"its data sheet's rate) and '{CALIBRATED.name}' (both have the rates of our measured "
+        "matrix products)",
         rows,
     )
 
@@ -173,14 +175,17 @@ def resnet50(data: Path) -> Network:
         if not weights:
             continue
         inputs = _numbers(by_name[writer_of[name]]) if name in writer_of else IMAGE
-        backward = 2 * operations if layers else operations  # the first layer has no error
+        backward = 2 * operations if layers else operations  # the first needs no input gradient
         layers.append(LayerShape(operations, backward, weights * NBYTES, inputs * NBYTES))
         cuts.append(chain.cut_nbytes[place - 1] * NBYTES / 4 / PROFILED if place else 0.0)
     return Network(tuple(layers), tuple(cuts))
 
 
 def _weights_and_operations(node: ProfileNode) -> tuple[int, float]:
-    """Return a node's weights, and the operations of one product per sample, or zeros."""
+    """Return a node's number of weights, and the operations of one product per sample.
+
+    Both are 0 if the node is neither a convolution nor a linear layer.
+    """
     if convolution := _CONVOLUTION.match(node.description):
         inputs, outputs, height, width = map(int, convolution.groups())
         filter_size = inputs * height * width
@@ -192,7 +197,7 @@ def _weights_and_operations(node: ProfileNode) -> tuple[int, float]:
 
 
 def _numbers(node: ProfileNode) -> float:
-    """Return how many numbers a node's output has for one sample."""
+    """Return how many numbers the output of a node has for one sample."""
     return node.activation_nbytes / 4 / PROFILED
 
 
@@ -201,7 +206,8 @@ def speedup(
 ) -> Speedup:
     """Return the times of a mini-batch on a chain of boards, in a pipeline and in data parallelism.
 
-    A cut may separate `slices` of a layer; with one slice, stages have whole layers.
+    Each layer has `slices` slices, and a cut may separate two; with one slice, stages have whole
+    layers.
     """
     rates = [assumption.rates(board(member.board)) for member in cluster.members]
     links = link_costs(cluster)
@@ -237,10 +243,10 @@ def in_flight(stage: int, stages: int) -> int:
 
 
 def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int, ...]:
-    """Return the cuts whose slowest stage is quickest, by bisection to a relative `PRECISION`.
+    """Return the cuts with the quickest slowest stage, by bisection to a relative `PRECISION`.
 
-    A stage's time grows with its layers, so each stage takes as many layers as fit a trial time.
-    Prefix sums do not give the time, as the layers of a stage share the chip.
+    The bisection tries times. Each stage takes as many layers as it can compute in the tried time.
+    The sum of single layers' times is not the time of a stage, whose layers share the chip.
     """
     depth = in_flight(0, len(rates))
     shortest_s, longest_s = 0.0, max(sum(stage_s(layers, each, depth)) for each in rates)
@@ -259,7 +265,7 @@ def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int,
 def _filled(
     layers: Sequence[LayerShape], rates: Sequence[Rates], limit_s: float
 ) -> tuple[int, ...] | None:
-    """Return cuts whose stages take at most `limit_s` and have layers; None if there are none."""
+    """Return cuts with no stage slower than `limit_s` or empty; None if there are no such cuts."""
     cuts = [0]
     for stage, each in enumerate(rates):
         taken = _taken(layers[cuts[-1] :], each, in_flight(stage, len(rates)), limit_s)

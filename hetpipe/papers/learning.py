@@ -1,19 +1,20 @@
 """A comparison of how training methods learn: `python -m hetpipe.papers.learning [--devices]`.
 
 Each method trains the same models from the same weights on the same mini-batches, with one update
-per mini-batch. A validation would flush an asynchronous method and so change it: every method is
-validated once, at the end. Training losses, which need no flush, show the speed of learning: the
-number of mini-batches until the mean loss of the last `WINDOW` mini-batches is at most the task's
-target. The target is a fixed number, which unpartitioned training reaches about half way. An
-asynchronous method computes its loss with weights of a different age in each stage.
+per mini-batch. A validation flushes a pipeline, which would change an asynchronous method. So every
+method is validated only once, at the end. Training losses, which need no flush, show the speed of
+learning. The speed is the number of mini-batches until the mean loss of the last `WINDOW`
+mini-batches is at most the task's target. The target is a fixed number, which unpartitioned
+training reaches about half way. An asynchronous method computes its loss with weights of a
+different age in each stage.
 
 The batch norms of `digits` take their statistics over a micro-batch. So compare a method with the
-unpartitioned training that has the same number of micro-batches, M.
+unpartitioned training that has as many micro-batches per mini-batch (column M).
 
 Seconds count from the first mini-batch. Stages share the cores of this machine, so the times say
 nothing about a cluster.
 
-With `--devices`, the stages of `digits` are on torch, PoCL and the FPGA emulator.
+With `--devices`, the stages of `digits` run on torch, PoCL and the FPGA emulator.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ VERSION = 1
 STAGES = 4
 SEEDS = 3
 FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
-"""Name and unit of each validation figure in the table."""
+"""Head of each validation figure in the table, and the factor to its unit."""
 
 UNPARTITIONED = Method("unpartitioned")
 IN_MICROBATCHES = Method("unpartitioned", microbatches=4)
@@ -56,9 +57,9 @@ SPECTRAIN = Method("SpecTrain", "pipedream", "spectrain")
 PIPEOPTIM = Method("PipeOptim", "pipedream", "pipeoptim")
 ANY_OPTIMIZER = (UNPARTITIONED, IN_MICROBATCHES, GPIPE, PIPEDREAM, TWO_BUFFERED, PIPEOPTIM)
 
-# At these rates staleness shows and unpartitioned training still learns well. Tried rates, on seed
-# 0: digits with SGD at 0.01, 0.03, 0.05, 0.1 and 0.2 and with AdamW at 1e-3, 3e-3 and 1e-2, lstm
-# with Adam at 2e-3, 5e-3, 1e-2 and 2e-2.
+# At these learning rates, old weights do visible harm and unpartitioned training still learns well.
+# These rates were tried, with seed 0: digits with SGD at 0.01, 0.03, 0.05, 0.1 and 0.2 and with
+# AdamW at 1e-3, 3e-3 and 1e-2; lstm with Adam at 2e-3, 5e-3, 1e-2 and 2e-2.
 TASKS = (
     Task(
         "digits", optim.sgd(lr=0.05, momentum=0.9), 64, 110, 0.05, "accuracy",
@@ -69,7 +70,7 @@ TASKS = (
 )  # fmt: skip
 
 DEVICES = ("pytorch:cpu:0", "opencl:pocl:0", "opencl:intel-fpga-emulator:0")
-# Five epochs, at a rate at which staleness does little harm. The emulator has the last
+# Five epochs, at a learning rate at which old weights do little harm. The emulator gets the last
 # convolution, the pooling and the linear layer.
 ON_DEVICES = Task(
     "digits", optim.sgd(lr=0.01, momentum=0.9), 64, 110, 0.05, "accuracy",
@@ -79,7 +80,7 @@ ON_DEVICES = Task(
 
 @dataclass(frozen=True)
 class Trials:
-    """A method on a task: a trial for each seed, from 0."""
+    """A method on a task: a trial for each seed; seeds count from 0."""
 
     task: Task
     method: Method
@@ -117,7 +118,10 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Trials]:
 
 
 def on_torch() -> Cluster:
-    """Return a cluster of threads, which are quicker than processes if stages outnumber cores."""
+    """Return a cluster whose workers are threads.
+
+    If there are more stages than cores, threads are quicker than processes.
+    """
     members = tuple(Member(f"stage {n}", "pytorch:cpu:0") for n in range(STAGES))
     return Cluster(members, transport="local")
 
@@ -146,7 +150,10 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Return `mean (min .. max)`, or the number of trials with a value if some have none."""
+    """Return `mean (min .. max)` of the values of `of` trials.
+
+    If some trials have no value, return the number of values and their range.
+    """
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

@@ -1,9 +1,9 @@
 """Memory and traffic, counted as in the papers: `python -m hetpipe.papers.memory`.
 
-DAPPLE's table 5 (peak memory of GPipe and 1F1B for more and more micro-batches), PipeDream's figure
-16 (memory of every stage of an asynchronous pipeline, against a replica of data parallelism) and
-figure 17 (bytes communicated per sample). Peaks are counted while the stages train (see
-`hetpipe.worker.memory`); the planner makes the predictions.
+The tables are DAPPLE's table 5 (peak memory of GPipe and 1F1B for more and more micro-batches),
+PipeDream's figure 16 (memory of every stage of an asynchronous pipeline, against a replica in data
+parallelism) and figure 17 (bytes communicated per sample). Peaks are counted while the stages train
+(see `hetpipe.worker.memory`); the planner makes the predictions.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CUTS = {
     "gpt": ("blocks.1", "blocks.2", "blocks.3"),
     "lstm": ("layers.0", "layers.1", "head"),
 }
-"""The first layer of every stage but the first."""
+"""The first layer of every stage but the first, by model."""
 
 
 class Encoder(nn.Module):
     """BERT (Devlin et al., 2019) without dropout: tokens (n, length) -> (n, length, vocabulary).
 
-    By default, it has the sizes of the benchmark.
+    Table 5 is measured with the default sizes.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: 
 
 
 def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Batch:
-    """Return a batch of random tokens, always the same."""
+    """Return a batch of random tokens, the same in each call."""
     x = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
     return x, x
 
 
 def zoo(name: str) -> tuple[CutModel, Batch]:
-    """Return a workload cut by `CUTS`, with its optimizer, and one of its mini-batches."""
+    """Return a workload's model, cut by `CUTS`, and one of its mini-batches."""
     workload = load_workload(name)
     if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
         head = workload.model.head
@@ -119,8 +119,8 @@ def dapple_table(crew: Crew) -> Table:
     """Return DAPPLE's table 5."""
     table = _table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
-        f"2 stages, micro-batches of {SAMPLES}; K in flight. Peak MiB by stage, counted "
-        "(measured), without intermediates of programs; in brackets predicted",
+        f"2 stages, M micro-batches of {SAMPLES}, K of them in flight by stage. Peak MiB by stage, "
+        "counted (measured), without intermediates of programs; in brackets predicted",
         ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average"),
     )
     subject = encoder(2)

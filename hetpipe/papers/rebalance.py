@@ -1,9 +1,9 @@
 """A device that slows down during a run, and recovers: `python -m hetpipe.papers.rebalance`.
 
-Two torch workers train a model under `rebalance="auto"`. One of them slows down, by an emulated
-speed or because of a process that computes on its core, and later recovers. A second pair of
-workers on the same cores slows down with it, and gets a new plan for each of these phases. The two
-trainings make their steps in turn, so that other work on the machine affects both.
+Two torch workers train a model with `rebalance="auto"`. One worker slows down, by an emulated speed
+or because another process computes on its core, and later recovers. A second pair of workers on the
+same cores slows down and recovers at the same time, and gets a new plan for each of these three
+phases. The two trainings take their steps in turn, so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PHASE = 60
 GROUP = 10
 """Steps in a line of the table."""
 BACK = 0.9
-"""The share of the best plan's throughput at which a training has recovered."""
+"""A training has recovered at this share of the throughput of the phase's plan."""
 SEED = 0
 
 Slow = Callable[[bool], None]
@@ -43,7 +43,7 @@ Slow = Callable[[bool], None]
 
 
 class Trainings:
-    """Two trainings of one model, which is captured once; each has a crew."""
+    """Two trainings of one model, which is captured once: on `crew` and on `fresh`."""
 
     def __init__(self, model: str, crew: Crew, fresh: Crew, options: dict[str, Any]) -> None:
         self._workload = load_workload(model)
@@ -53,7 +53,7 @@ class Trainings:
         self._captured = Captured(own.model, own.loss_fn, self._example)
 
     def rates(self, phases: int, length: int, slow: Slow) -> list[tuple[float, float]]:
-        """Return samples per second of each group of steps: with `auto`, and with the phase's plan.
+        """Return (with `auto`, with the phase's plan) for each group of steps, in samples/s.
 
         The member is slow in every second phase.
         """
@@ -74,7 +74,7 @@ class Trainings:
         return [(auto, best) for auto, best in rates]
 
     def _pipeline(self, crew: Crew, **options: Any) -> tuple[Workload, Pipeline]:
-        """Return a copy of the model and its pipeline, planned for the present speeds."""
+        """Return a copy of the workload and its pipeline, planned for the present speeds."""
         own = replace(self._workload, model=copy.deepcopy(self._workload.model))
         pipe = Pipeline(
             own.model, own.loss_fn, self._example, cluster=crew.cluster, crew=crew,
@@ -85,7 +85,7 @@ class Trainings:
 
 @contextmanager
 def neighbour(core: int) -> Iterator[Slow]:
-    """Yield a function that starts, or ends, a process that computes on a core."""
+    """Yield a function that starts (True) or ends (False) a process that computes on a core."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def slow(on: bool) -> None:
@@ -104,7 +104,7 @@ def neighbour(core: int) -> Iterator[Slow]:
 
 @contextmanager
 def emulated(crews: Sequence[Crew], member: str) -> Iterator[Slow]:
-    """Yield a function that sets, or resets, an emulated speed of a member of each crew."""
+    """Yield a function that sets (True) or resets (False) a member's speed in each crew."""
 
     def slow(on: bool) -> None:
         for crew in crews:
@@ -114,7 +114,7 @@ def emulated(crews: Sequence[Crew], member: str) -> Iterator[Slow]:
 
 
 def table_of(rates: Sequence[tuple[float, float]], length: int) -> Iterator[str]:
-    """Yield lines: steps, throughput, and its share of the throughput of the phase's plan."""
+    """Yield lines: steps, throughput, throughput of the phase's plan, and their ratio."""
     yield "    steps   samples/s   best plan   share"
     for number, (rate, best) in enumerate(rates):
         first = number * GROUP
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=PHASE, help=f"of each phase ({PHASE})")
     parser.add_argument(
-        "--neighbour", action="store_true", help="a process on its core, no emulated speed"
+        "--neighbour", action="store_true", help="slow the worker by a process on its core"
     )
     asked = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")

@@ -1,8 +1,8 @@
-"""A device whose passes take a set time and compute nothing, to measure only schedules.
+"""A device whose passes take a set time and compute nothing, for measurements of schedules alone.
 
-`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two passes at once each
-have half the speed. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run graphs
-without operators, such as the graphs of `hetpipe.papers.overhead.empty_stage`.
+`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; of two passes at the same time,
+each has half the speed. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run
+graphs without operators, such as the graphs of `hetpipe.papers.overhead.empty_stage`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 Array = Any
 
 SPIN_S = 0.3e-3
-"""A waiting thread spins for the last part of a pass, because sleeping is not exact."""
+"""Seconds at the end of a pass in which a waiting thread spins, because sleeping is not exact."""
 
 
 class SleepingBackend(Backend):
-    """The backend of sleeping devices. The id of a device sets its times; some ids are listed."""
+    """The backend of sleeping devices, whose ids set their times. It lists the ids in use."""
 
     name = "sleeping"
 
@@ -70,12 +70,12 @@ class SharedSpeed:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._left_s: dict[object, float] = {}  # time left to each pass, at full speed
-        self._since_s = 0.0  # the time for which `_left_s` is valid
+        self._left_s: dict[object, float] = {}  # seconds left to each pass, at full speed
+        self._since_s = 0.0  # the moment for which `_left_s` is valid
         self._changed = threading.Condition()
 
     def begin(self, seconds: float) -> object:
-        """Begin a pass that takes `seconds` at full speed; return its key."""
+        """Begin a pass that takes `seconds` at full speed; return the pass's key."""
         mine = object()
         with self._changed:
             self._elapse()
@@ -84,7 +84,7 @@ class SharedSpeed:
         return mine
 
     def reached(self, mine: object, left_s: float) -> bool:
-        """Whether a pass has at most `left_s` left."""
+        """Whether a pass has at most `left_s` left, in seconds at full speed."""
         with self._changed:
             self._elapse()
             return self._left_s.get(mine, 0.0) <= left_s
@@ -103,7 +103,7 @@ class SharedSpeed:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 
     def _elapse(self) -> None:
-        """Bring times up to date; from its exact end on, a pass no longer slows the others."""
+        """Bring times up to date; a pass slows the others only until its exact end."""
         now_s = self._now_s()
         while self._left_s:
             first = min(self._left_s, key=self._left_s.__getitem__)
@@ -119,7 +119,7 @@ class SharedSpeed:
 
 
 class SleepingDevice(BlockingDevice):
-    """A device that sleeps until a deadline, so that its bookkeeping adds no time."""
+    """A device that sleeps until the moment when a pass ends, so bookkeeping adds no time."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -149,7 +149,7 @@ class SleepingDevice(BlockingDevice):
 
 
 class StreamingDevice(SleepingDevice):
-    """A device with asynchronous passes; parts of their outputs are ready at even intervals."""
+    """A device with asynchronous passes, whose outputs are ready in parts at even intervals."""
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)

@@ -1,4 +1,4 @@
-"""Trial: one training by one method, in stages or unpartitioned; its plan needs no profile."""
+"""Trials: trainings by a method, in stages or unpartitioned, with plans that need no profile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurrent}
-"""Models that can be initialised from several seeds, by name of the workload."""
+"""The classes of the models, by name of the workload; a new object has new random weights."""
 WINDOW = 10
 """Number of mini-batches in a mean of training losses."""
 
@@ -39,7 +39,7 @@ Timed = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Method:
-    """A method to train a mini-batch; without a schedule it is plain, unpartitioned torch."""
+    """A method of training; without a schedule it is plain, unpartitioned torch."""
 
     name: str
     schedule: str = ""
@@ -74,9 +74,9 @@ class Trial:
     figure: float
 
     def reached(self, target: float) -> int | None:
-        """Return the number of mini-batches until the mean of `WINDOW` losses reached `target`.
+        """Return the mini-batches until the mean of the last `WINDOW` losses was at most `target`.
 
-        Return None if it never did.
+        Return None if it never was.
         """
         for count in range(WINDOW, len(self.losses) + 1):
             if statistics.fmean(self.losses[count - WINDOW : count]) <= target:
@@ -85,7 +85,7 @@ class Trial:
 
 
 class Subject:
-    """A model with the weights of a seed, captured once for all trials."""
+    """A model with weights from a seed, which is captured once for all trials."""
 
     def __init__(self, model: str, mini_batch: int, seed: int) -> None:
         self._seed = seed
@@ -131,7 +131,7 @@ def timed(losses: Iterable[float]) -> Timed:
 
 
 def seeded(model: str, seed: int) -> Workload:
-    """Return the workload `model` with weights of `seed`."""
+    """Return the workload named `model`, with weights from `seed`."""
     workload = load_workload(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -141,7 +141,10 @@ def seeded(model: str, seed: int) -> Workload:
 def unprofiled(
     captured: Captured, members: Sequence[str], task: Task, method: Method
 ) -> tuple[Plan, CostTable]:
-    """Return a plan with a stage per member and the task's cuts, and an empty table of costs."""
+    """Return a plan with a stage per member, and an empty table of costs.
+
+    The cuts are the task's cuts, or make stages with equal numbers of layers.
+    """
     samples = task.mini_batch // method.microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     count = len(members)

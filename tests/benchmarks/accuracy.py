@@ -1,11 +1,12 @@
 """Predicted steps against measured steps: `python -m benchmarks.accuracy [--json FILE]`.
 
-Models run on devices of this machine, over emulated links of 1 and 10 Gb/s. Up to four workers do
-not compete for cores, because their devices are slower than the machine. Paced devices
-(`benchmarks.paced`) take modelled times, so hetpipe alone causes their errors. Held-back devices
-run at 0.45 of their speed or less, which also stretches the noise of this machine. The benchmark
-profiles each setting once. Then plans with different partitions, schedules and micro-batches take
-turns of some steps, and each turn is compared with the prediction corrected for device drift.
+Models run on devices of this machine, over emulated links of 1 and 10 Gb/s. The devices are slower
+than the machine, so that up to four workers do not compete for cores. Paced devices
+(`benchmarks.paced`) take modelled times, so only hetpipe can cause errors of their predictions.
+Held-back devices run at 0.45 of their speed or less, which also stretches the noise of this
+machine. The benchmark profiles each setting once. Then plans with different partitions, schedules
+and micro-batches run some steps each. Each step is compared with its prediction, which is corrected
+for device drift.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ CLUSTERS: dict[str, tuple[tuple[tuple[str, float], ...], ...]] = {
 BANDWIDTHS_Gbps = (1, 10)
 LATENCY_S = 1e-4
 HALF_S = 2.0
-"""Seconds of each half of a profile: held-back devices do few rounds per second."""
+"""Seconds of each half of a profile, as held-back devices make few rounds of probes per second."""
 SAMPLES = {"digits": 128, "gpt": 16}
-"""Samples of a mini-batch, for passes of at least ten milliseconds and steps below two seconds."""
+"""Samples of a mini-batch: passes take at least 10 ms, and steps less than 2 s."""
 COUNTS = (4, 8, 16)
 WARM_UP, TIMED = 1, 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan in a setting: its predicted, drift-corrected and measured steps."""
+    """A plan in a setting: its predicted step, and each step as corrected for drift and measured."""
 
     devices: str  # "paced" or "held-back"
     model: str
@@ -95,13 +96,13 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """The relative error of the corrected prediction, as the median over all steps."""
+        """The relative error of the corrected predictions, as the median over all steps."""
         pairs = zip(self.corrected_steps_s, self.steps_s, strict=True)
         return statistics.median(corrected_s / step_s for corrected_s, step_s in pairs) - 1
 
     @property
     def corrected_s(self) -> float:
-        """The corrected prediction of the median step."""
+        """The prediction of the median step that has the error `error`."""
         return self.measured_s * (1 + self.error)
 
 
@@ -145,7 +146,7 @@ class Setting(NamedTuple):
 def settings(
     devices: Sequence[str] | None, models: Sequence[str] | None, workers: Sequence[int] | None
 ) -> Iterator[Setting]:
-    """Yield the settings of the given devices, models and numbers of workers; None means all."""
+    """Yield the settings with these kinds of devices, models and workers; None means all."""
     for setting in product(devices or CLUSTERS, models or SAMPLES, range(3), BANDWIDTHS_Gbps):
         own, model, place, bandwidth_Gbps = setting
         members = CLUSTERS[own][place]
@@ -154,7 +155,7 @@ def settings(
 
 
 def measure(setting: Setting) -> Iterator[Measured]:
-    """Measure each plan of a setting in a turn of some steps."""
+    """Measure each plan of a setting in some steps."""
     workload, samples = load_workload(setting.model), SAMPLES[setting.model]
     cluster = cluster_of(setting.members, setting.bandwidth_Gbps)
     captured = Captured(
@@ -165,7 +166,7 @@ def measure(setting: Setting) -> Iterator[Measured]:
         sizes = [-(-samples // count) for count in COUNTS]
         tables = profile(captured, crew, optimizer_of(workload), sizes, half_s=HALF_S)
         tried = plans(tables, cluster, samples)
-        for plan in [*tried, tried[0]]:  # the repeated plan shows the variation of a plan
+        for plan in [*tried, tried[0]]:  # the first plan runs twice, to show its variation
             costs = tables[-(-samples // plan.microbatches)]
             yield Measured(
                 setting.devices, workload.name, len(cluster.ids), setting.bandwidth_Gbps,
@@ -175,7 +176,7 @@ def measure(setting: Setting) -> Iterator[Measured]:
 
 
 def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[Plan]:
-    """Return auto's choice, and plans with other cuts, schedules and micro-batches."""
+    """Return the plan of the planner `auto`, and plans with other cuts, schedules and sizes."""
     options = PlannerOptions(samples, COUNTS, replicas=False)
     priced = Priced(tables, options)
     layers, stages = len(tables[min(tables)].layers), len(cluster.ids)
@@ -199,7 +200,7 @@ def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[
 
 
 def cluster_of(speeds: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Cluster:
-    """Return a cluster of held-back workers with an emulated link between each pair."""
+    """Return a cluster of workers at these speeds, with an emulated link between each pair."""
     names = [device for device, _ in speeds]
     members = [
         replace(member, speed=speed)
@@ -213,7 +214,7 @@ def cluster_of(speeds: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Clus
 def _steps(
     workload: Workload, captured: Captured, crew: Crew, plan: Plan, costs: CostTable
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the seconds of each step: predicted with the probes around it, and measured."""
+    """Return the seconds of each step: predicted with the probes around the step, and measured."""
     example = next(workload.batches(plan.mini_batch, 0))
     with Pipeline(
         workload.model, workload.loss_fn, example, cluster=crew.cluster, crew=crew,
@@ -230,7 +231,7 @@ def _steps(
 
 
 def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
-    """Print median and worst error, rank correlation, and auto's step over the best step."""
+    """Print median and worst errors, the rank correlation, and auto's step over the best step."""
     errors = [abs(row.error) for row in rows]
     raw = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
     repeats = [half_width_s(row.steps_s) / row.measured_s for row in rows]
@@ -245,7 +246,7 @@ def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
     table.add_row("median error, as planned", f"{100 * statistics.median(raw):.1f} %")
     table.add_row("worst error, as planned", f"{100 * max(raw):.1f} %")
     table.add_row(
-        "half the distance of a plan's quartiles, median",
+        "half the distance between a plan's quartiles, median",
         f"{100 * statistics.median(repeats):.1f} %",
     )
     ranks = rank_correlation([row.corrected_s for row in rows], [row.measured_s for row in rows])

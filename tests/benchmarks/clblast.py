@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m benchmarks.clblast DEVICE SECONDS ROUNDS
 
-measures both in turns, and prints CLBlast's time divided by hetpipe's. CLBlast is an optional
-library of the system (Debian: libclblast1); if it is missing, the command says so.
+measures both in turns, and prints hetpipe's time, and CLBlast's time over hetpipe's. CLBlast is an
+optional library of the system (Debian: libclblast1); if it is missing, the command says so.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def load() -> Any | None:
 
 
 def multiplier(library: Any, queue: Any, n: int, abc: Sequence[Any]) -> Callable[[], None]:
-    """Return a function that lets CLBlast compute c = a b, all n x n, and waits for the product.
+    """Return a function that multiplies n x n matrices by CLBlast, c = a b, and waits for c.
 
-    The function raises `BackendError` with CLBlast's error code.
+    If CLBlast fails, the function raises `BackendError` with its error code.
     """
     size, pointers = ctypes.c_size_t(n), [ctypes.c_void_p(each.int_ptr) for each in abc]
     none, one, zero = ctypes.c_size_t(0), ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -61,7 +61,7 @@ def multiplier(library: Any, queue: Any, n: int, abc: Sequence[Any]) -> Callable
 
 
 def measure(device_id: str, n: int, round_s: float, rounds: int) -> tuple[float, float] | None:
-    """Return (hetpipe's seconds, CLBlast's time / hetpipe's), medians over rounds.
+    """Return (hetpipe's seconds, CLBlast's time over hetpipe's), as medians over rounds.
 
     Return None without CLBlast. Raises `BackendError` if CLBlast's product is wrong.
     """
@@ -85,7 +85,10 @@ def measure(device_id: str, n: int, round_s: float, rounds: int) -> tuple[float,
     with np.errstate(invalid="ignore"):  # infinities and NaN of a wrong product
         error = np.abs(product - wide).max() / np.abs(wide).max()
     if not error <= LARGEST_ERROR:  # also true for NaN
-        raise BackendError(f"CLBlast's product of {n} x {n} is {error:.1e} from float64's")
+        raise BackendError(
+            f"CLBlast's product of {n} x {n} matrices has an error of {error:.1e}; at most "
+            f"{LARGEST_ERROR:g} is allowed"
+        )
     pairs = [(_time(ours, round_s), _time(theirs, round_s)) for _ in range(rounds)]
     ratio = statistics.median(their_s / our_s for our_s, their_s in pairs)
     return statistics.median(our_s for our_s, _ in pairs), ratio

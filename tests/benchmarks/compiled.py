@@ -1,4 +1,4 @@
-"""torch.compile as a rival: training steps with forward, loss and backward by inductor."""
+"""torch.compile as a rival: training steps whose forward, loss and backward inductor compiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled step and the wall-clock seconds of its first run, or the reason for none."""
+    """A compiled step and the wall-clock seconds of its first run, or the reason why it is None."""
 
     step: Callable[[], float] | None = None
     compile_s: float | None = None
@@ -37,10 +37,10 @@ def compiled(
     batch: tuple[Tree, Tree],
     samples: int,
 ) -> Iterator[Compiled]:
-    """Compile a step with an empty cache; the optimizer is torch's, as in eager training.
+    """Compile a step with an empty cache; the optimizer is not compiled, as in eager training.
 
     The step trains a copy of the model. Without a C++ compiler, or if torch cannot compile the
-    step, the result has the reason.
+    step, the result has only the reason.
     """
     if why_not := _lacks_compiler():
         yield Compiled(why_not=why_not)

@@ -10,12 +10,12 @@ from hetpipe.train.eager import Eager, Tree
 
 
 def peak_nbytes(eager: Eager, x: Tree, y: Tree, samples: int) -> int:
-    """Return the peak bytes of all tensors: persistent tensors, plus the most that a step adds.
+    """Return the peak bytes of all tensors: the persistent tensors, plus the most that a step adds.
 
-    Weights, buffers, optimizer state and the batch are persistent. Torch's profiler counts the
-    other tensors at the allocator, including temporaries inside operators, but not the memory that
-    libraries allocate themselves. An earlier step must have created the optimizer state; gradients
-    are reset to None.
+    Weights, buffers, optimizer state and the batch are persistent. Torch's profiler counts all
+    other tensors when they are allocated and freed. These include temporaries inside operators, but
+    not the memory that libraries allocate themselves. An earlier step must have created the
+    optimizer state. Gradients are set to None first.
     """
     for parameter in eager.model.parameters():
         parameter.grad = None

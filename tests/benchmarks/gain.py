@@ -1,9 +1,9 @@
 """Throughput on mixed clusters that are only described: `python -m benchmarks.gain`.
 
 All figures are simulated with modelled costs, from the profiles in the folder that HETPIPE_DATA
-names. The table compares the planner auto with equal numbers of layers, in the cluster's order and
-with the quickest device first, and with PipeDream's planner, which assumes equal devices. It also
-relates auto to the sum of all devices' throughputs.
+names. The table compares the planner auto with three others: PipeDream's planner, which assumes
+equal devices, and stages of equally many layers, in the cluster's order (even) or with the quickest
+device first (speed-sorted). The last column is auto over the sum of all devices' throughputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROFILES = {
     "gnmt": ("pipedream/gnmt", 32, 256),
     "bert-48": ("dapple/bert-48-pbs-2", 2, 64),
 }
-NETWORK = Topology(1e-5, 25e9 / 8)  # 25 Gb/s between any two
+NETWORK = Topology(1e-5, 25e9 / 8)  # 10 us and 25 Gb/s between any two devices
 PLANNERS = ("auto", "pipedream", "even", "speed-sorted")
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def cluster_of(boards: tuple[str, ...]) -> Cluster:
-    """Return a cluster of these boards, each connected to the network alone."""
+    """Return a cluster of these boards, each on the network and not in a server."""
     members = tuple(Member(f"{board}.{n}", "", board=board) for n, board in enumerate(boards))
     return Cluster(members, network=NETWORK)
 

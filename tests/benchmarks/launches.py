@@ -1,9 +1,9 @@
-"""Cost of a launch in a compiled graph, and of an empty kernel in the driver.
+"""Time of a kernel's launch in a compiled graph, and of an empty kernel in the driver.
 
     PYTHONPATH=tests python -m benchmarks.launches DEVICE...
 
-The command prints a line for each device. With HETPIPE_CLOCK=process it counts the seconds of this
-process only, for a busy machine.
+The command prints a line for each device. With HETPIPE_CLOCK=process the times are CPU seconds of
+this process, for a busy machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ KERNELS, WIDTH, ROUNDS = 200, 16, 60
 class LaunchCost:
     """Medians and minima over the rounds of one run, in seconds per launch.
 
-    `graph_s` is the time of a graph with `KERNELS` softmax kernels of one row, from the call to the
-    end of the last kernel, including the kernels' work. `driver_s` is the time of an empty kernel;
-    None if the device cannot measure it.
+    `graph_s` is the time of a graph with `KERNELS` softmax kernels of one row, over the number of
+    kernels. The time is from the call to the end of the last kernel, so it includes the kernels'
+    work. `driver_s` is the time of an empty kernel; None if the device cannot measure it.
     """
 
     device: str
@@ -68,7 +68,7 @@ def measure(device_id: str, kernels: int = KERNELS, rounds: int = ROUNDS) -> Lau
 
 
 def chain(device: Device, kernels: int) -> fx.GraphModule:
-    """Return a chain of softmaxes; each needs the whole previous result, so none can be merged."""
+    """Return a chain of softmaxes. Each needs the whole previous result, so no two can merge."""
 
     def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for _ in range(kernels):

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m benchmarks.loaded DEVICE MODEL
 
-The command prints a line of JSON with the end of each phase. `benchmarks.startup` runs it with
-cold and warm caches. With HETPIPE_CLOCK=process it counts the seconds of this process only, for a
-busy machine, and so omits compilations in other processes.
+The command prints a line of JSON with the end of each phase. `benchmarks.startup` runs the command
+with cold and with warm caches. With HETPIPE_CLOCK=process the times are CPU seconds of this
+process, for a busy machine; they omit compilations in other processes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SAMPLES = 4
 
 
 class Clock:
-    """The end of each phase, in seconds since the start of the process."""
+    """Records the end of each phase, in seconds since the start of the process."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self._phase = "import"
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Begin a phase, and record the end of the previous phase."""
+        """Begin a phase, and record the end of the previous one; `done` and `total` are ignored."""
         name = phase.partition(" of ")[0]
         if name != self._phase:
             self.phases[self._phase] = _since_begin_s()
@@ -45,7 +45,10 @@ def _since_begin_s() -> float:
 
 
 def load(device_id: str, model: str) -> dict[str, Any]:
-    """Load a model of the zoo, train a step of few samples, and return the phases."""
+    """Load a model of the zoo, train a step of `SAMPLES` samples, and return the phases.
+
+    The result also has the number of exports.
+    """
     clock = Clock()
     clock("torch")
     import torch  # noqa: F401

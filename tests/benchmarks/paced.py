@@ -1,7 +1,7 @@
-"""Paced devices: another device computes each graph, then the run waits for the modelled time.
+"""Paced devices: another device computes each graph, then the run waits until its modelled end.
 
-Disturbances of this machine do not affect a paced device, as long as the other device is faster
-than the pace. `paced-pytorch:slow:pytorch:cpu:0` computes with torch,
+Disturbances of this machine do not change the times of a paced device, as long as the other device
+computes faster than the pace. `paced-pytorch:slow:pytorch:cpu:0` computes with torch,
 `paced-opencl:slow:opencl:pocl:0` with OpenCL.
 """
 
@@ -28,7 +28,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Pace:
-    """A roofline: an operator takes `launch_s` plus the longer time of its operations and bytes."""
+    """A roofline: an operator takes `launch_s`, plus the time of its operations or its bytes.
+
+    The longer one of these two times counts.
+    """
 
     flops: float
     memory_Bps: float
@@ -98,7 +101,7 @@ class PacedOpenCL(PacedBackend):
 
 
 class PacedDevice(Device):
-    """A device that computes on another device and takes the time of a pace."""
+    """A device that computes on another device, and takes the modelled time of a pace."""
 
     def __init__(self, info: DeviceInfo, inner: Device, pace: Pace) -> None:
         self.info, self._inner, self._pace = info, inner, pace

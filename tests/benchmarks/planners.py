@@ -1,7 +1,7 @@
 """Times of the planners for large cases: `python -m benchmarks.planners [--picture FILE]`.
 
-The times are medians of process seconds on one core, without the creation of the cases. The
-exponents of growth are least-squares slopes of log seconds over log sizes.
+The times are medians of process seconds on one core; making a case is not timed. The exponents of
+growth are least-squares slopes of log seconds over log sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the seconds of each planner and case, and draw their growth."""
+    """Print the seconds of each case, and draw their growth if a picture is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planners", description=__doc__)
     parser.add_argument("--picture", type=Path, help="draw the growth to this file")
     picture: Path | None = parser.parse_args(arguments).picture
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 Growth = tuple[Sequence[int], Sequence[float]]
-"""Sizes, and the seconds at each size."""
+"""Sizes, and the median seconds at each size."""
 
 
 def growth(sizes: Sequence[int], case: Callable[[int], Callable[[], object]]) -> Growth:
-    """Return the sizes, and the median seconds of a case at each size."""
+    """Return the sizes, and at each size the median seconds of the case that `case` makes."""
     return sizes, [statistics.median(timed(case(size))) for size in sizes]
 
 
@@ -88,7 +88,7 @@ def draw(growths: Mapping[str, Growth], path: Path) -> None:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the cases with their names."""
+    """Yield the name of each case, and a call to time."""
     yield "fixed order, 1,000 x 128", fixed(1_000, 128)
     for objective in OBJECTIVES:
         name = f"fixed order, 1,000 x 128, memory, {objective}"
@@ -108,7 +108,7 @@ def fixed(
     objective: Objective = "sum",
     room: float = np.inf,
 ) -> Callable[[], object]:
-    """Return a call that partitions a random chain in fixed order."""
+    """Return a call that partitions a random chain over devices in fixed order."""
     return partial(fixed_order, chain(layers, devices, room), objective)
 
 
@@ -122,7 +122,10 @@ def dapple(layers: int, servers: int, each: int) -> Callable[[], object]:
 
 
 def auto(layers: int, devices: int) -> Callable[[], object]:
-    """Return a call of `auto` on servers of 8 devices; servers have different boards."""
+    """Return a call of the planner `auto` on servers of 8 devices.
+
+    The devices of a server have one type of board, and servers have different types.
+    """
     members = tuple(
         Member(f"{number}", "", board=BOARDS[number // 8 % len(BOARDS)], server=f"{number // 8}")
         for number in range(devices)
@@ -139,10 +142,10 @@ def auto(layers: int, devices: int) -> Callable[[], object]:
 
 
 def drawn_layers(count: int) -> ChainCosts:
-    """Return layers with random times and bytes."""
+    """Return `count` layers with random times and bytes."""
     draw = np.random.default_rng(0)
     forward_s = draw.uniform(1e-3, 4e-3, count)
-    most_nbytes = 2 * 10**7, 2 * 10**8, 8 * 10**5  # saved, of parameters, across a cut
+    most_nbytes = 2 * 10**7, 2 * 10**8, 8 * 10**5  # of activations, of parameters, across a cut
     nbytes = (draw.integers(most // 20, most, count).tolist() for most in most_nbytes)
     return ChainCosts(
         tuple(map(str, range(count))),
@@ -168,9 +171,10 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def chain(layers: int, devices: int, room: float = np.inf) -> list[Stage]:
-    """Return the stages of a random chain on devices of eight speeds in random order.
+    """Return a stage of a random chain for each device.
 
-    Each device has `room` times an even share of all bytes as memory.
+    The devices have eight speeds, in random order. The memory of a device is `room` times an even
+    share of all bytes.
     """
     draw = np.random.default_rng(0)
     base_s, speeds = draw.uniform(0.5, 2, layers), (0.5, 0.7, 1, 1.5, 2, 3, 4, 5)
@@ -192,7 +196,7 @@ def chain(layers: int, devices: int, room: float = np.inf) -> list[Stage]:
 
 
 def two_types(layers: int, count: int) -> list[DeviceType]:
-    """Return two device types whose ratio of times varies by layer."""
+    """Return two types of `count` devices each; the ratio of their times varies by layer."""
     draw = np.random.default_rng(0)
     base_s = draw.uniform(0.5, 2, layers)
     return [

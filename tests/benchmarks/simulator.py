@@ -1,8 +1,8 @@
 """Times to generate, check and simulate large schedules: `python -m benchmarks.simulator`.
 
-The times are medians of process seconds on one core. The check of a schedule finds the order of its
-steps, which the simulation uses. The exponents of growth are least-squares slopes of log seconds
-over log sizes.
+The times are medians of process seconds on one core. The check of a schedule finds an order of its
+actions, which the simulation uses again. The exponents of growth are least-squares slopes of log
+seconds over log sizes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ CASES = (
     ("interleaved", 128, 256, 64), ("zb-v", 128, 256, 64),
     ("1f1b", 10_000, 64, 10_000), ("1f1b", 10_000, 256, 10_000),
 )  # fmt: skip
-"""Rules with their numbers of stages, micro-batches and workers."""
+"""Rules, each with numbers of stages, micro-batches and workers."""
 
 SHARED = (("1f1b", 16, 256, 16), ("gpipe", 16, 256, 16), ("1f1b", 64, 64, 64), ("fbp", 16, 256, 16))
-"""Cases with all messages on one bus, whose simulation needs a clock."""
+"""Cases in which all messages share one bus, so that the simulation needs a clock."""
 BUS = ("bus",)
 
 MOST_OBJECTS = 1_000_000
+"""Up to this number of actions, the time to create span objects is measured."""
 
 
 class Cost(NamedTuple):
-    """Process seconds for the actions of a schedule, by phase."""
+    """The number of actions in a schedule, and process seconds of each phase."""
 
     actions: int
     generated_s: float
     validated_s: float
     simulated_s: float
-    spans_s: float  # creation of span objects; 0 for more than `MOST_OBJECTS`
+    spans_s: float  # to create span objects; 0 with more than `MOST_OBJECTS` actions
 
     @property
     def timeline_s(self) -> float:
@@ -53,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def main() -> None:
-    """Print the seconds of each case, and the growth with stages and micro-batches."""
+    """Print the seconds of each case, and their growth with stages and micro-batches."""
     heads = ["actions", "generated", "validated", "simulated", "actions/s simulated", "spans"]
     table = make_table("Schedules, process seconds", ["case", *heads], heads)
     for case, media in (*product(CASES, [()]), *product(SHARED, [BUS])):
@@ -105,7 +106,7 @@ def cost_of(
 
 
 def _schedule(name: str, stages: int, microbatches: int, workers: int) -> Columns:
-    """Return an unchecked schedule."""
+    """Return a rule's schedule, complete but unchecked."""
     passes = columns_of(rule_of(name).rows(stages, microbatches, None, workers))
     return complete_passes(passes, stages, (), ())
 

@@ -1,9 +1,10 @@
 """Time from process start to the first step: `python -m benchmarks.startup [MODEL ...]`.
 
-Every case runs in a new process with empty caches (cold), and then in another process with the
-filled caches (warm), in turn with plain torch's first step. Times are seconds since the start of
-the process, as medians over the rounds. The lines of whole models on one device
-(`benchmarks.loaded`) begin with the time until the model is ready for its first pass.
+In each round, every case runs in a new process with empty caches (cold), then in another process
+with the caches that are now filled (warm); then plain torch trains its first step. Times are
+seconds since the start of the process, as medians over the rounds. In the lines of whole models on
+one device (`benchmarks.loaded`), the first time is the time until the model is ready for its first
+pass.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model on two devices, with given `cuts` and micro-batches, or with an automatic plan."""
+    """A model on two devices: with `cuts` and `MICROBATCHES`, or without cuts and planned."""
 
     model: str
     devices: tuple[str, str]
@@ -52,12 +53,12 @@ CASES = (
 )
 MICROBATCHES = 4
 ALONE = (("resnet50", OPENCL), ("resnet50", "opencl:intel-cpu:0"))
-"""Models that run as a single stage on a device."""
+"""Models that run as a single stage, each with its device."""
 MODULE_OF_ALONE = "benchmarks.loaded"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the table; with the arguments of a case, run the case in this process."""
+    """Print the table; with the arguments of a case, run only this case and print its phases."""
     if arguments[:1] == ["case"]:
         print(json.dumps(_case(*arguments[1:])))
     elif arguments[:1] == ["torch"]:
@@ -110,7 +111,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _run(kind: str, case: Case, folder: str | None) -> dict[str, Any]:
-    """Return the phases of one process with its caches in `folder`."""
+    """Run a case in a new process with its caches in `folder`; return its phases and counts."""
     arguments = [kind, case.model]
     if kind == "case":
         arguments += [*case.devices, ",".join(map(str, case.cuts))]

@@ -1,4 +1,4 @@
-"""Models for measurements of whole training steps on one core, of about a second each."""
+"""Models for measurements of training steps on one core; a step takes about a second."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Rates of whole training steps on one core: a device's stage and torch take turns.
+"""Rates of whole training steps on one core, of a device and of torch in turns.
 
-Torch runs eagerly, and also compiled by inductor if there is a C++ compiler.
+The device trains the model as a single stage. Torch runs eagerly and, if there is a C++ compiler,
+also compiled by inductor.
 
     PYTHONPATH=tests python -m benchmarks.steprates DEVICE SECONDS ROUNDS MODEL...
 
-The command prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process it counts the
-seconds of this process only, for a busy machine.
+The command prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process the times are
+CPU seconds of this process, for a busy machine.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class StepRate:
     """The figures of one model: medians over rounds of one run, measured on one core.
 
     A step is a forward, a backward and an update with one micro-batch. `operations` counts the
-    operations of products and convolutions, as torch does. `share_of_ceiling` is their time as
-    multiply-adds in registers alone, over the time of the step.
+    operations of products and convolutions, as torch counts them. `share_of_ceiling` is the time
+    that these operations would take as multiply-adds in registers, over the time of the step.
 
     `compiled_time_s` is the step time of torch.compile, and `compile_s` the wall-clock seconds of
-    its first step; `not_compiled` is the reason if they are None. `memory_nbytes` is the device's
-    own count of its memory after some steps: weights, gradients, state, saved tensors and the arena
-    of intermediates. `torch_memory_nbytes` is the peak of eager torch
+    its first step; `not_compiled` is the reason if both are None. `memory_nbytes` is the device's
+    own count of its memory after some steps: weights, gradients, optimizer state, saved tensors and
+    the arena of intermediates. `torch_memory_nbytes` is the peak of eager torch
     (`benchmarks.eagermemory`).
     """
 
@@ -101,7 +102,7 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     time_s = statistics.median(times["ours"])
 
     def of(name: str) -> float:
-        """Return a contender's time, from its median ratio to ours in the same round."""
+        """Return a contender's time: ours, times the median of its ratios to ours by round."""
         pairs = zip(times[name], times["ours"], strict=True)
         return time_s * statistics.median(other / own for other, own in pairs)
 
@@ -153,7 +154,7 @@ class Trained:
     """Training of a workload on one device, as a single stage."""
 
     def __init__(self, workload: Workload, batch: tuple[Any, Any]) -> None:
-        """Capture the model for micro-batches as large as the batch."""
+        """Capture the model for micro-batches of the batch's size."""
         self.captured = Captured(workload.model, workload.loss_fn, batch)
         self._rule = optimizer_of(workload)
         self._feed = self.captured.leaves(*batch)

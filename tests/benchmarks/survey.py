@@ -4,8 +4,8 @@
     export PYTHONPATH=tests
     python -m benchmarks.survey tests/backend/database.toml docs/operators.md found.json
 
-The commands put the results of a run into the list and write the page. Without the last argument
-the second command only writes the page.
+The first command runs the checks. The last puts their results into the list and writes the page;
+without its last argument, it only writes the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
 
 UNASKED, REFUSED = "not asked: ", "refused: "
-"""Beginnings of the messages of skipped checks."""
+"""The beginnings of messages of skipped checks."""
 _LACKING = re.compile(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)+) \((.*?)\)(?:; |$)")
 FAMILIES = {
     "activations, losses, layers": "nn_functional_",
@@ -46,14 +46,14 @@ FAMILIES = {
     "sorting and searching": "sort argsort msort topk kthvalue median nanmedian mode unique"
     " searchsorted bucketize isin hist quantile nanquantile cummax cummin",
 }
-"""Beginnings of entry names by family; the class of the entry decides for other names."""
+"""Beginnings of entry names by family; for other names, the class of the entry decides."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The entries that no backend can run, and the entries that each backend refuses.
+    """The entries that no backend is asked to run, and the entries that each backend refuses.
 
-    Both map names to reasons. `torch` is the version of the database, such as 2.13.
+    Both map names of entries to reasons. `torch` is the version of the database, such as 2.13.
     """
 
     torch: str
@@ -61,7 +61,7 @@ class Survey:
     refused: Mapping[str, Mapping[str, str]]
 
     def status(self, backend: str, name: str) -> str:
-        """Return a check's reason for not running an entry; empty if the entry runs."""
+        """Return the message of a check that skips an entry; "" if the entry runs."""
         if name in self.unasked:
             return UNASKED + self.unasked[name]
         reason = self.refused.get(backend, {}).get(name)
@@ -69,7 +69,7 @@ class Survey:
 
 
 def version() -> str:
-    """Return the major and minor version of torch, on which its database depends."""
+    """Return torch's major and minor version, on which the database depends."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
@@ -80,7 +80,7 @@ def read(path: Path) -> Survey:
 
 
 def cause(reason: str) -> str:
-    """Shorten a reason to the missing dtypes or operators; return other reasons unchanged."""
+    """Shorten a reason to the missing dtypes or operators, or return it if it names none."""
     lacking = _LACKING.findall(reason)
     if not lacking:
         return reason
@@ -111,7 +111,7 @@ def text(survey: Survey) -> str:
 
 
 def family(name: str) -> str:
-    """Return an entry's family: the longest beginning that fits decides, or else its class."""
+    """Return an entry's family, by the longest beginning that fits or else by the class."""
     found = [
         (len(begin), title)
         for title, begins in FAMILIES.items()
@@ -192,7 +192,7 @@ planned. No entry gives a wrong result or crashes.
 
 
 def main(data: Path, target: Path, results: Path | None = None) -> None:
-    """Put the results, if given, into the list, and write the page."""
+    """Put the results, if given, into the list `data`, and write the page to `target`."""
     survey = read(data) if data.is_file() else Survey(version(), {}, {})
     if results is not None:
         for device, report in json.loads(results.read_text(encoding="utf-8"))["devices"].items():

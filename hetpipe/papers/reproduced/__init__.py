@@ -1,5 +1,5 @@
-"""Tables of the four papers beside ours, which the planners and the simulator compute.
+"""Tables of four papers beside our figures, which the planners and the simulator compute.
 
-Each paper has a file, and each of its tables is a function from the folder of published data to
-rows.
+Each paper has a file. For each of the paper's tables, the file has a function from the folder of
+published data to a title and rows.
 """

@@ -22,43 +22,48 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.study.subject import Subject, of_profile, sizes_of
 
 PROFILES = {"vgg16": ("vgg16", 128), "resnet50": ("resnet50", 128), "gnmt8": ("gnmt", 32)}
-"""The profile of a model, and its batch."""
+"""The published profile of a model, and its samples."""
 BATCH = 64
 """Samples per device of data parallelism and PipeDream, and the default for BaPipe."""
 GPIPE = {"vgg16": (8, 32), "gnmt8_4": (8, 64), "gnmt8_8": (12, 64)}
 """GPipe's micro-batches and samples per device, by case or model."""
 HALF_BATCH = {4: 0.62, 8: 0.55}
-"""Data-parallel throughput of VGG-16 at 32 samples per device over 64 samples, by devices."""
+"""Data-parallel throughput of VGG-16 at 32 samples per device over throughput at 64, by devices."""
 
 PCIE, SUMS, GLOO = "PCIe", "Gloo's sums", "all Gloo"
-"""Links: all at the data sheet's rate, gradients' sums at Gloo's rate, or all at Gloo's rate."""
+"""Assumptions about links: all messages at PCIe's data-sheet rate; sums of gradients at Gloo's rate
+and other messages at PCIe's; all messages at Gloo's rate."""
 LINKS = (PCIE, SUMS, GLOO)
 METHODS = ("pipedream", "gpipe", "bapipe")
 
 NOTES = {
-    ("vgg16", "pipedream"): "it replicates the convolutions, and ours hides a part of their sums",
+    ("vgg16", "pipedream"): "it replicates the convolutions; in our simulation, passes hide a part "
+    "of the sums of their gradients",
     ("vgg16", "gpipe"): "a flush exposes the transfers of the first layers' large activations",
-    ("vgg16", "bapipe"): "a stage a device sends the first layers' large activations: below "
-    "PipeDream's replicas here, and data parallelism where sends are as slow as sums",
-    ("resnet50", "pipedream"): "on 4 devices with slow sums replicas of two stages gain",
-    ("resnet50", "gpipe"): "data parallelism, as the paper has it",
-    ("resnet50", "bapipe"): "data parallelism all by Gloo; by PCIe level with it, whose sums here "
-    "wait for all backwards; slow sums alone would favour a pipeline",
-    ("gnmt8", "pipedream"): "no bubbles; all by Gloo it is below BaPipe, whose 1F1B-SO hides "
-    "transfers",
-    ("gnmt8", "gpipe"): "it fills and drains the pipeline in few micro-batches",
-    ("gnmt8", "bapipe"): "on 8 devices all of ours are ahead: each link has its rate to itself, "
-    "while Gloo's messages share the host",
+    ("vgg16", "bapipe"): "with one device per stage, the first layers' large activations are sent: "
+    "below PipeDream, which replicates these layers, and data parallelism wins where sends are as "
+    "slow as sums",
+    ("resnet50", "pipedream"): "on 4 devices with slow sums, two stages with replicas gain",
+    ("resnet50", "gpipe"): "data parallelism, as in the paper",
+    ("resnet50", "bapipe"): "with all messages by Gloo it chooses data parallelism; by PCIe it is "
+    "level with data parallelism, whose sums here wait for all backwards; slow sums alone would "
+    "favour a pipeline",
+    ("gnmt8", "pipedream"): "no bubbles; with all messages by Gloo it is below BaPipe, whose "
+    "1F1B-SO hides transfers",
+    ("gnmt8", "gpipe"): "filling and draining the pipeline costs much of so few micro-batches",
+    ("gnmt8", "bapipe"): "on 8 devices all our pipelines are ahead of the paper's: here each link "
+    "has its full rate, while Gloo's messages share the host",
 }
-"""Why our figures differ, by model and method."""
+"""Reasons why our figures differ from the paper's, by model and method."""
 LARGEST_NOTES = {
-    "dp": "the paper's own counts imply more than our bytes: its 74 layers on 8 devices of GPipe "
-    "leave 0.21 GB each for activations, 7 times what the profile lists",
-    "pipedream": "balanced by time, the first stage keeps N versions and N mini-batches, a whole "
-    "model's; it gains by gradients and moments of its stage alone, which the paper does not see",
-    "gpipe": "weights are divided and activations are not, so layers grow less than devices",
-    "bapipe": "stage n keeps N - n micro-batches alone; activations weigh less in our bytes, so "
-    "layers grow with the devices more than the paper's 4.9 times",
+    "dp": "the paper's own counts imply more bytes than ours: its 74 layers on 8 devices of GPipe "
+    "leave 0.21 GB per layer for activations, 7 times the bytes in the profile",
+    "pipedream": "balanced by time, the first stage keeps N versions and N mini-batches, as many "
+    "bytes as a whole model; each stage has only its own gradients and moments, a gain that the "
+    "paper does not show",
+    "gpipe": "devices divide the weights but not the activations, so layers grow less than devices",
+    "bapipe": "stage n keeps only N - n micro-batches; activations are smaller in our bytes, so "
+    "layers grow more with the devices than in the paper (4.9 times)",
 }
 
 GNMT_PARAMS = {32: 445.6, 42: 550.6, 60: 739.5, 74: 886.4, 118: 1350.0, 158: 1780.0}
@@ -67,7 +72,10 @@ GNMT_PARAMS = {32: 445.6, 42: 550.6, 60: 739.5, 74: 886.4, 118: 1350.0, 158: 178
 
 @dataclass(frozen=True)
 class Model:
-    """A model on some devices of the paper's cluster; 0 micro-batches mean data parallelism."""
+    """A model on 4 or 8 devices of the paper's cluster, as in `vgg16_4`.
+
+    `batch` has the samples per device of BaPipe. 0 micro-batches mean data parallelism.
+    """
 
     key: str
     path: Path
@@ -115,25 +123,26 @@ def speedups(data: Path) -> tuple[str, list[Figure]]:
             rows.append(Figure(name, f"{figure[method]:.2f}x", text, _note(case, method, by_links)))
     shown = " and ".join(f"{rate / 1e9:.1f} GB/s on {n}" for n, rate in rates.items())
     return (
-        "Speed-up over data parallelism at 64 samples a device. Times and bytes of the one "
-        "published batch in proportion to the samples, plus a launch for each layer. Links by "
-        "PCIe's data sheet (15.75 GB/s); with sums of gradients at the rate of Gloo that follows "
-        f"from the paper's data-parallel VGG-16 at 32 and 64 samples ({shown}); all at that rate",
+        "Speed-up over data parallelism at 64 samples a device. Times and bytes are scaled from "
+        "the one published batch in proportion to the samples, plus a launch for each layer. Three "
+        f"assumptions about links: {PCIE}, all messages at the data sheet's 15.75 GB/s; {SUMS}, "
+        "sums of gradients at the rate that follows from the paper's data-parallel VGG-16 at 32 "
+        f"and 64 samples ({shown}); {GLOO}, all messages at that rate",
         rows,
     )
 
 
 def case_of(data: Path, key: str, figure: Mapping[str, float]) -> Model:
-    """Return a case of table 3."""
+    """Return the model of table 3's case `key`; `figure` has its micro-batches and batch."""
     path = data / "profiles" / "pipedream" / f"{PROFILES[key.rpartition('_')[0]][0]}.txt"
     return Model(key, path, int(figure.get("M", 0)), int(figure.get("B", BATCH)))
 
 
 def plans(case: Model, links: str, rate_Bps: float) -> dict[str, Plan | None]:
-    """Return the plans of all methods and of data parallelism; None if memory is short.
+    """Return the plans of all methods and of data parallelism; None for a plan that does not fit.
 
-    GPipe has the stages of BaPipe's pipeline (section 4.2.1), and is data parallelism if the paper
-    has no pipeline.
+    GPipe has the stages of BaPipe's pipeline (section 4.2.1). If the paper has no pipeline, GPipe
+    is data parallelism.
     """
     slow = slower(case.cluster, rate_Bps)
     cluster = slow if links == GLOO else case.cluster
@@ -156,10 +165,11 @@ def plans(case: Model, links: str, rate_Bps: float) -> dict[str, Plan | None]:
 
 
 def gloo_Bps(data: Path, devices: int) -> float:
-    """Return the rate of a link in all-reduces of the paper's data-parallel runs.
+    """Return the rate of a link in the all-reduces of the paper's data-parallel runs.
 
-    From 32 to 64 samples per device, passes grow and the sum does not. So the ratio of throughputs
-    and the profile's passes give the sum's time; with the bytes of a ring, they give the rate.
+    From 32 to 64 samples per device, passes grow and the all-reduce does not. So the ratio of the
+    throughputs and the times of the passes in the profile give the time of the all-reduce. This
+    time and the bytes of a ring give the rate.
     """
     case = case_of(data, f"vgg16_{devices}", {})
     passes_s = []
@@ -175,13 +185,13 @@ def gloo_Bps(data: Path, devices: int) -> float:
 def slower(cluster: Cluster, rate_Bps: float) -> Cluster:
     """Return the cluster with another rate between all devices of its one server."""
     (server,) = cluster.servers
-    assert server.inside is not None  # the file of the cluster has it
+    assert server.inside is not None  # the cluster's file describes the links inside
     inside = replace(server.inside, bandwidth_Bps=rate_Bps)
     return replace(cluster, servers=(replace(server, inside=inside),))
 
 
 def _pipedream(case: Model, links: str, rate_Bps: float) -> Plan:
-    """Return PipeDream's plan. Its planner knows one rate: with slow sums, the rate of sums."""
+    """Return PipeDream's plan. Its planner knows one rate; with slow sums, the sums' rate."""
     options = PlannerOptions(BATCH, (1,), ("pipedream",))
     slow = slower(case.cluster, rate_Bps)
     cluster = case.cluster if links == PCIE else slow
@@ -218,7 +228,7 @@ def _pipeline(
 
 
 def speedup(by_method: Mapping[str, Plan | None], method: str) -> float | None:
-    """Return the throughput over data parallelism's; None if memory is short."""
+    """Return the speed-up over data parallelism; None if the method has no plan that fits."""
     plan, parallel = by_method[method], by_method["data-parallel"]
     assert parallel is not None  # data parallelism fits in all cases of the paper
     return None if plan is None else plan.samples_per_s / parallel.samples_per_s
@@ -229,19 +239,19 @@ def _times(factor: float | None) -> str:
 
 
 def _note(case: Model, method: str, by_links: Mapping[str, Mapping[str, Plan | None]]) -> str:
-    """Return why a row differs, and the gain that the links allow."""
+    """Return why a row differs from the paper, and the most that a method can gain."""
     parallel = by_links[SUMS]["data-parallel"]
     assert parallel is not None
     free = parallel.step_s / (parallel.step_s - parallel.stages[0].all_reduce_s)
     by_memory = [links for links in LINKS if by_links[links][method] is None]
-    sentences = [NOTES[case.model, method], f"all devices without Gloo's sums: {free:.2f}x"]
+    sentences = [NOTES[case.model, method], f"data parallelism with free sums: {free:.2f}x"]
     if by_memory:
-        sentences.append(f"by {' and '.join(by_memory)} a stage saves more than 16 GB")
+        sentences.append(f"with {' and '.join(by_memory)}, a stage needs more than 16 GB")
     return "; ".join(sentences)
 
 
 def largest_gnmt(data: Path) -> tuple[str, list[Figure]]:
-    """Return table 4: layers of GNMT-L on 1, 2, 4, 8 devices, and its parameters."""
+    """Return table 4: the most layers of GNMT-L on 1, 2, 4, 8 devices, and its parameters."""
     figures = expected(data, "bapipe")["largest_gnmt_layers"]
     gnmt = Gnmt(data)
     rows = []
@@ -252,10 +262,10 @@ def largest_gnmt(data: Path) -> tuple[str, list[Figure]]:
         ours_M = gnmt.params(layers) / 1e6
         rows.append(Figure(f"parameters of GNMT-{layers}", f"{params:.1f}M", f"{ours_M:.1f}M"))
     return (
-        "Largest GNMT-L on 1, 2, 4, 8 devices of 16 GB, 32 samples each, M = 2N. A layer counts "
-        f"{gnmt.params_nbytes * 4 / 1e6:.0f} MB for weights, gradients and Adam's two moments, and "
-        f"{gnmt.saved_nbytes / 1e6:.0f} MB for the outputs that the profile lists at 32 samples, "
-        "without what an LSTM keeps inside",
+        "Largest GNMT-L on 1, 2, 4, 8 devices of 16 GB, 32 samples each, M = 2N micro-batches. A "
+        f"layer has {gnmt.params_nbytes * 4 / 1e6:.0f} MB of weights, gradients and Adam's two "
+        f"moments, and {gnmt.saved_nbytes / 1e6:.0f} MB of outputs, which the profile lists at 32 "
+        "samples; the inner tensors of an LSTM are not counted",
         rows,
     )
 

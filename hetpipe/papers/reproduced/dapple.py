@@ -1,4 +1,4 @@
-"""DAPPLE: gains of deeper warm-ups, plans on 16 devices, largest BERT with recomputation."""
+"""DAPPLE: the gain of deeper warm-ups, plans on 16 devices, the largest BERT with recomputation."""
 
 from __future__ import annotations
 
@@ -24,38 +24,43 @@ GAINS = {
     "VGG-19": (0.16, 2048 // 32, 1.1),
     "GNMT-16": (0.10, 1024 // 64, 1.31),
 }
-"""Ratio of transfers to a stage's passes (section 6.4, table 4), number of micro-batches of the
-profile's size (tables 1 and 4), and P_B's throughput over P_A's (table 3)."""
+"""By model: the ratio of transfers to a stage's passes (section 6.4, table 4), the number of
+micro-batches of the profile's size (tables 1 and 4), and P_B's throughput over P_A's (table 3).
+
+P_A and P_B are the paper's policies for the warm-up; P_B has more forwards in flight.
+"""
 GAIN_NOTES = {
-    "BERT-48": "a ratio of 0.06 leaves a gain of half of it, which the paper does not see",
-    "GNMT-16": "no hidden transfer gains more than its ratio, 1.10x here: the paper's figure has "
-    "another cause, which it does not say",
+    "BERT-48": "a ratio of 0.06 allows a gain of 0.03, which the paper did not measure",
+    "GNMT-16": "hidden transfers cannot gain more than the ratio, 1.10x here: the paper's gain has "
+    "another cause, which the paper does not give",
 }
 TIMES_S = (10.0, 20.0)
-"""Forward and backward of each of two equal stages; only their ratio matters."""
+"""Times of the forward and backward of each of two equal stages; only their ratio matters."""
 
 PROFILES = {"VGG-19": "vgg-19-pbs-32", "GNMT-16": "gnmt-16-pbs-64", "BERT-48": "bert-48-pbs-2"}
-"""The profiles by model; their names end with the samples of a micro-batch."""
+"""The profile of each model; its name ends with the samples of a micro-batch."""
 SLOW = 10 / 25
 """The rate of config C's Ethernet over the other configs' rate."""
 PLAN_NOTES = {
-    ("VGG-19", "C"): "of the layers with weights; the cut is between convolutions and dense "
-    "layers, as the paper's text has it",
-    ("GNMT-16", "A"): "a tie: the block of 9 : 7 is 0.5 % longer",
-    ("GNMT-16", "B"): "the block of 10 : 6 is 7 % shorter (0.126 against 0.136 s): the profile's "
-    "last LSTM has a backward of 31 ms, the others 8.5, and the classifier 20 ms",
-    ("BERT-48", "A"): "of the encoder's layers; the paper may count the pooler as the 25th",
+    ("VGG-19", "C"): "layers with weights are counted; the cut is between convolutions and dense "
+    "layers, as in the paper's text",
+    ("GNMT-16", "A"): "a tie: with 9 : 7 layers the slowest part takes only 0.5 % longer",
+    ("GNMT-16", "B"): "with 10 : 6 layers the slowest part is 7 % shorter (0.126 s, not 0.136 s): "
+    "in the profile, the last LSTM has a backward of 31 ms, the other LSTMs of 8.5 ms, and the "
+    "classifier of 20 ms",
+    ("BERT-48", "A"): "layers of the encoder are counted; the paper may count the pooler as the "
+    "25th",
 }
 
 BERT = {1: (48, 640), 2: (106, 1400), 4: (215, 2700), 8: (428, 5500)}
 """Layers and millions of parameters by number of devices (table 7)."""
 BERT_LAYERS, BERT_SAMPLES = 48, 2
 BLOCK = "node5"
-"""The profile's first encoder layer, equal to the others."""
+"""The first encoder layer in the profile; all encoder layers have the same costs."""
 
 
 def warmups(data: Path) -> tuple[str, list[Figure]]:
-    """Return table 3: throughput with P_B's forwards in flight over P_A's throughput."""
+    """Return table 3: the throughput of policy P_B over the throughput of policy P_A."""
     rows = []
     for model, (ratio, microbatches, paper) in GAINS.items():
         ours = f"{gain(ratio, microbatches):.2f}x"
@@ -82,7 +87,7 @@ def gain(ratio: float, microbatches: int) -> float:
 
 
 def plans(data: Path) -> tuple[str, list[Figure]]:
-    """Return table 4: replicas and layers of the stages on 16 devices."""
+    """Return table 4: the stages' replicas and layers on 16 devices."""
     rows = []
     for entry in expected(data, "dapple")["plan"]:
         model = entry["model"]
@@ -103,7 +108,7 @@ def plans(data: Path) -> tuple[str, list[Figure]]:
 
 
 def profile_of(data: Path, model: str) -> tuple[ProfileGraph, int]:
-    """Return the profile, and the samples of its micro-batch."""
+    """Return a model's profile, and the samples of the profile's micro-batch."""
     name = PROFILES[model]
     path = data / "profiles" / "dapple" / f"{name}.txt"
     return read_profile(path), int(name.rsplit("-", 1)[1])
@@ -120,7 +125,7 @@ def configs(data: Path) -> dict[str, Machines]:
 
 
 def shape_of(graph: ProfileGraph, model: str, plan: PublishedPlan) -> str:
-    """Return a plan in the notation of the table."""
+    """Return a plan in the notation of table 4."""
     if len(plan.replicas) == 1:
         return "DP"
     if set(plan.replicas) == {1}:
@@ -131,7 +136,8 @@ def shape_of(graph: ProfileGraph, model: str, plan: PublishedPlan) -> str:
 def split_at(graph: ProfileGraph, model: str, cut: int) -> list[int]:
     """Count the layers before and after a cut.
 
-    The paper counts layers with weights for VGG-19, LSTMs for GNMT-16, and the encoder's for BERT.
+    The paper counts layers with weights for VGG-19, LSTM layers for GNMT-16, and encoder layers for
+    BERT.
     """
     nodes = graph.order()
     if model == "VGG-19":
@@ -159,15 +165,16 @@ def largest_bert(data: Path) -> tuple[str, list[Figure]]:
                 "Native-1" if devices == 1 else f"Pipeline-{devices}",
                 f"{paper} layers, {paper_M}M",
                 f"{ours} layers, {bert_params(data, ours) / 1e6:.0f}M",
-                f"{ours / layers[2]:.2f} of two devices' layers, the paper's "
-                f"{paper / BERT[2][0]:.2f}; the paper's are {16e-9 * paper_M * 1e6 / devices:.1f} "
-                "GB of parameters a device, the rest its unpublished input and what layers keep "
-                "inside, which the profile does not list",
+                f"{ours / layers[2]:.2f} times the layers on two devices, {paper / BERT[2][0]:.2f} "
+                f"times in the paper; there, {16e-9 * paper_M * 1e6 / devices:.1f} GB a device are "
+                "for parameters; the rest is for inputs of an unpublished size and for tensors "
+                "inside layers, which the profile does not list",
             )
         )
     return (
-        "Largest BERT-L, recomputation, 16 bytes a parameter (Adam), micro-batches of "
-        f"{BERT_SAMPLES}, two for each stage; a layer keeps the input that the profile lists",
+        "Largest BERT-L with recomputation, 16 bytes a parameter (Adam), micro-batches of "
+        f"{BERT_SAMPLES}, two of them for each stage; a layer keeps only its input, whose bytes "
+        "the profile lists",
         rows,
     )
 

@@ -1,4 +1,4 @@
-"""GNMT-L: GNMT with any number of LSTM layers, and the most layers that devices hold."""
+"""GNMT-L, which is GNMT with L LSTM layers, and the most layers that devices can hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hetpipe.study.largest import Method, fits, most, repeated
 from hetpipe.study.subject import of_chain
 
 BLOCKS = ("node11", "node37")
-"""An encoder's and a decoder's LSTM layer in GNMT's profile."""
+"""An LSTM layer of the encoder and one of the decoder in GNMT's profile."""
 LAYERS, BATCH = 8, 32
-"""LSTM layers and samples of the profile."""
+"""The profile's number of LSTM layers and of samples."""
 SCHEDULES = {"gpipe": "gpipe", "bapipe": "1f1b-sno"}
 
 
@@ -32,12 +32,12 @@ class Gnmt:
 
     @property
     def params_nbytes(self) -> float:
-        """Bytes of a layer's parameters, the mean of an encoder's and a decoder's layer."""
+        """Bytes of an LSTM layer's parameters, as the mean over encoder and decoder."""
         return sum(layer.params_nbytes for layer in self._block_layers()) / len(self.blocks)
 
     @property
     def saved_nbytes(self) -> float:
-        """Bytes that a layer keeps for the backward of 32 samples, the mean of both kinds."""
+        """Bytes that an LSTM layer keeps for the backward of 32 samples, as the same mean."""
         return sum(layer.saved_nbytes for layer in self._block_layers()) / len(self.blocks)
 
     def params(self, layers: int) -> float:
@@ -46,16 +46,17 @@ class Gnmt:
         return sum(layer.params_nbytes for layer in table.layers) / 4
 
     def table(self, cluster: Cluster, samples: int, layers: int) -> CostTable:
-        """Return the costs at micro-batches of `samples`."""
+        """Return the costs with `layers` LSTM layers, at micro-batches of `samples`."""
         table = self.subject.costs(cluster, [samples])[samples]
-        for block in reversed(self.blocks):  # the decoder's first: it moves no earlier layer
+        for block in reversed(self.blocks):  # the decoder's block first: it moves no earlier layer
             table = repeated(table, block, block, 1 + (layers - LAYERS) // 2)
         return table
 
     def largest(self, method: str) -> list[int]:
-        """Return the most layers on 1, 2, 4 and 8 devices; one device trains without a pipeline.
+        """Return the most LSTM layers on 1, 2, 4 and 8 devices.
 
-        `method` is "dp", "pipedream" (with stages balanced by time), "gpipe" or "bapipe".
+        One device trains without a pipeline. `method` is "dp" (data parallelism), "pipedream" (with
+        stages balanced by time), "gpipe" or "bapipe".
         """
         return [self._largest(method, devices) for devices in (1, 2, 4, 8)]
 
@@ -81,7 +82,7 @@ class Gnmt:
 
 
 def by_weights(chain: ChainCosts) -> ChainCosts:
-    """Return the chain with layers without parameters merged into the layer before them."""
+    """Merge each layer without parameters into the layer before it, and return the new chain."""
     starts = [n for n, nbytes in enumerate(chain.params_nbytes) if nbytes]
     ends = [*starts[1:], len(chain.names)]
     spans = [slice(lo, hi) for lo, hi in zip([0, *starts[1:]], ends, strict=True)]
@@ -96,7 +97,7 @@ def by_weights(chain: ChainCosts) -> ChainCosts:
 
 
 def even_cuts(table: CostTable, members: Sequence[str]) -> tuple[int, ...]:
-    """Return the cuts whose slowest stage is quickest, regardless of memory."""
+    """Return the cuts with the quickest slowest stage, regardless of memory."""
     costs = StageCosts(table)
     matrices = [costs.matrix(members, n, 1, "max", bounded=False) for n in range(len(members))]
     cuts = exact(matrices)

@@ -10,7 +10,7 @@ from hetpipe.plan.planners.pipedream import Level, data_parallel_s, plan_pipedre
 
 
 def plans(data: Path) -> tuple[str, list[Figure]]:
-    """Return replicas of stages and times of a mini-batch, by the rule of the published code."""
+    """Return the stages' replicas and a mini-batch's time, by the rule of the published code."""
     rows = []
     for entry in expected(data, "pipedream")["flat"]:
         profile = read_profile(data / "profiles" / "pipedream" / f"{entry['profile']}.txt")
@@ -18,7 +18,7 @@ def plans(data: Path) -> tuple[str, list[Figure]]:
         levels = [Level(entry["workers"], entry["bandwidth_Bps"])]
         plan = plan_pipedream(chain, levels, "published-code")
         replicas = [stage.replicas for stage in plan.stages]
-        note = "equal" if replicas == entry["plan"] else "another plan"
+        note = "the same plan" if replicas == entry["plan"] else "another plan"
         text = plan_pipedream(chain, levels, "text")
         by_text = [stage.replicas for stage in text.stages]
         if by_text != replicas:

@@ -26,14 +26,14 @@ LARGEST = {
 }
 """Samples per device by model, in the order of the methods (table V)."""
 PROFILES = {"GNMT-8": ("pipedream/gnmt", 32), "GNMT-16": ("dapple/gnmt-16-pbs-64", 64)}
-"""The profile of a model, and its batch; ResNet-101 has no published profile."""
+"""The published profile of a model, and its samples. ResNet-101 has no published profile."""
 MOST_SAMPLES = 512
 NOTES = {
-    "GPipe": "its last stage keeps the outputs over all words of 4 micro-batches, an asynchronous "
-    "one those of 1",
+    "GPipe": "its last stage keeps the outputs over all words for 4 micro-batches, the last stage "
+    "of an asynchronous pipeline for 1",
     "PipeDream": "stage n keeps N - n versions",
     "PipeDream-2BW": "two versions on each stage",
-    "PipeOptim": "the weights and their prediction; the last stage's copy is counted, too",
+    "PipeOptim": "the weights and their prediction, which is also counted on the last stage",
 }
 
 
@@ -47,17 +47,18 @@ def largest_batches(data: Path) -> tuple[str, list[Figure]]:
             if model in PROFILES:
                 rows.append(Figure(row, str(paper), str(ours[name]), note))
             else:
-                rows.append(Figure(row, str(paper), "-", "no profile of it is published"))
+                rows.append(Figure(row, str(paper), "-", "this model has no published profile"))
     return (
-        "Largest batch per device on 4 devices of 16 GB with Adam; all rows have the same stages, "
-        "balanced by time. Bytes are the outputs in the profiles, without the inner tensors of an "
-        "LSTM and the memory of libraries. So our batches are larger; compare only their order",
+        "Largest batch per device on 4 devices of 16 GB with Adam; all rows of a model have the "
+        "same stages, balanced by time. Our bytes are the outputs in the profiles, without the "
+        "inner tensors of an LSTM and the memory of libraries. So our batches are larger; compare "
+        "only their order",
         rows,
     )
 
 
 def batches(data: Path, model: str) -> dict[str, int]:
-    """Return the most samples of a mini-batch by method; for GPipe, of a micro-batch."""
+    """Return the most samples of a micro-batch by method; all but GPipe have one per mini-batch."""
     name, samples = PROFILES[model]
     chain = read_profile(data / "profiles" / f"{name}.txt").without_inputs().chain()
     cluster = Cluster.published("pipeoptim-b")

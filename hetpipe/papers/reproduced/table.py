@@ -1,4 +1,4 @@
-"""The tables that can be reproduced, by paper and name."""
+"""Makes a table of a paper, by the names of paper and table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
 
 DATA = "HETPIPE_DATA"
-"""The variable that names the folder of published profiles and figures."""
+"""The environment variable that names the folder of published profiles and figures."""
 
 PAPERS: dict[str, tuple[str, ...]] = {
     "pipedream": ("plans",),
@@ -22,12 +22,12 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "bapipe": ("3", "4", "6"),
     "pipeoptim": ("5",),
 }
-"""The tables of each paper, by their numbers or names."""
+"""The tables of each paper that can be made, by their numbers or names."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: the paper's, ours, and a line about the difference."""
+    """One row: the paper's figure, our figure, and a note about their difference."""
 
     name: str
     paper: str
@@ -50,19 +50,21 @@ class Table:
 
 
 Maker = Callable[[Path], tuple[str, list[Figure]]]
-"""The folder of published data -> a title and rows."""
+"""Function from the folder of published data to a table's title and rows."""
 
 
 def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> list[Table]:
-    """Return the tables of a paper, or one of them. HETPIPE_DATA names the default of `data`.
+    """Return the tables of a paper, or only the table `name`.
 
-    Raises `HetpipeError` for an unknown paper or table, or without the data.
+    `data` is the folder of published data, by default the folder that HETPIPE_DATA names. Raises
+    `HetpipeError` for an unknown paper or table, or without the data.
     """
     if paper not in PAPERS:
         raise HetpipeError(f"no paper {paper!r}; choose one of {', '.join(PAPERS)}")
     if name is not None and name not in PAPERS[paper]:
         raise HetpipeError(
-            f"no table {name!r} of {paper} can be reproduced; choose of {', '.join(PAPERS[paper])}"
+            f"no table {name!r} of {paper} can be reproduced; choose one of "
+            f"{', '.join(PAPERS[paper])}"
         )
     folder = data or _data()
     makers: Mapping[str, Maker] = import_module(f"hetpipe.papers.reproduced.{paper}").TABLES
