@@ -1,4 +1,4 @@
-"""The errors that hetpipe raises, all children of `HetpipeError`; messages name fault and cure."""
+"""The errors that hetpipe raises: `HetpipeError` and its children. Messages name fault and cure."""
 
 
 class HetpipeError(Exception):

@@ -1,4 +1,4 @@
-"""The program `python -m hetpipe.cli`."""
+"""Runs the command line as `python -m hetpipe.cli`."""
 
 import sys
 from pathlib import Path

@@ -81,7 +81,7 @@ def command(
         typer.Option(
             "--rounds",
             min=1,
-            help=f"Turns of every row. \\[default: {SHORT_ROUNDS}, with --full {FULL_ROUNDS}]",
+            help=f"Turns of each row. \\[default: {SHORT_ROUNDS}, with --full {FULL_ROUNDS}]",
         ),
     ] = None,
     steps: Annotated[
@@ -94,7 +94,9 @@ def command(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="Measured and predicted steps, .png, .svg."),
+        typer.Option(
+            "--picture", metavar="FILE", help="Draw measured and predicted steps: .png, .svg, .pdf."
+        ),
     ] = None,
     *,
     where: ClusterOptions,
@@ -228,7 +230,7 @@ def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
 
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
-    """Draw the last steps of the balanced pipelines, measured above predicted."""
+    """Draw the last steps of the balanced pipelines, each measured step above the predicted one."""
     from hetpipe.report.picture import draw_workloads
 
     draw_workloads(path, [outcome.timelines for outcome in outcomes], "One mini-batch")

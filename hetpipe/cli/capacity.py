@@ -26,7 +26,7 @@ def command(
         typer.Option(
             "--repeat",
             metavar="FIRST:LAST",
-            help="Count repetitions of these layers. [default: count samples of a micro-batch]",
+            help="Count repetitions of these layers. \\[default: count samples of a micro-batch]",
         ),
     ] = None,
     global_batch: GlobalBatchOption = None,

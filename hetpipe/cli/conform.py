@@ -30,7 +30,7 @@ class LevelName(str, Enum):
 def command(
     backend: Annotated[str, typer.Argument(help="The name of a backend.")],
     device: Annotated[
-        str | None, typer.Option(help="The id of one device. [default: all of them]")
+        str | None, typer.Option(help="The id of one device. \\[default: all of them]")
     ] = None,
     level: Annotated[
         LevelName,
@@ -42,7 +42,7 @@ def command(
     group: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this group of checks, such as operators; repeatable. [default: all]"
+            help="Only this group of checks, such as operators; repeatable. \\[default: all]"
         ),
     ] = None,
     junit: Annotated[

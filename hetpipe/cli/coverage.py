@@ -17,7 +17,7 @@ def command(
     mini_batch: MiniBatchOption = None,
     json: JsonOption = None,
 ) -> None:
-    """List the operators of a model that a device lacks: what its author should write next."""
+    """List a model's operators that a device lacks, by share of time: what to write next."""
     from hetpipe.report.tables import format_nbytes, make_table
     from hetpipe.study.lacking import JUDGE, coverage
     from hetpipe.zoo.load import check_name
@@ -46,7 +46,7 @@ def command(
     elif answer.lacking:
         output.text("the backend's author may let another device run these operators: see `lends`")
     output.text(
-        f"{device} has {100 * answer.covered:.1f} % of the {answer.calls} calls' time "
-        f"(modelled, as on {JUDGE})"
+        f"{device} has operators for {100 * answer.covered:.1f} % of the time of {answer.calls} "
+        f"calls (modelled, as on {JUDGE})"
     )
     output.finish(answer.to_json())

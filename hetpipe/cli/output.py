@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERSION = 1
-"""Version of a command's JSON, for commands that do not set another version."""
+"""Version of a command's JSON, unless the command's result contains a version."""
 
 
 class Output:

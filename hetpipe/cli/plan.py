@@ -55,12 +55,12 @@ def command(
         typer.Option(
             "--costs",
             metavar="FILE",
-            help="Plan by the costs of `profile --json`, without a device or a measurement.",
+            help="Plan by costs that `profile --json` wrote, without devices or measurements.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Keep plan and costs for `train`."),
+        typer.Option("--out", metavar="FILE", help="Write plan and costs, for `train --plan`."),
     ] = None,
     recompute: RecomputeOption = False,
     drawing: DrawingOptions,

@@ -60,11 +60,11 @@ class SubjectOptions:
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option("--samples", min=1, help="The micro-batch at which a profile was measured."),
+        typer.Option("--samples", min=1, help="Samples in the micro-batches of the profile."),
     ] = None
     profiled_on: Annotated[
         str,
-        typer.Option("--profiled-on", metavar="BOARD", help="The board of a published profile."),
+        typer.Option("--profiled-on", metavar="BOARD", help="The board that was profiled."),
     ] = "v100-pcie-16"
     cut_nbytes: Annotated[
         int | None,
@@ -125,12 +125,14 @@ class DrawingOptions:
 
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="The simulated steps, .png, .svg or .pdf."),
+        typer.Option(
+            "--picture", metavar="FILE", help="Draw the simulated steps: .png, .svg or .pdf."
+        ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="The same steps as JSON for Perfetto or Chrome."
+            "--trace", metavar="FILE", help="Write these steps as JSON for Perfetto or Chrome."
         ),
     ] = None
 

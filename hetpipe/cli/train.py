@@ -53,7 +53,7 @@ def command(
         Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `plan` wrote.")
     ] = None,
     check: Annotated[
-        bool, typer.Option(help="Also train the model in plain torch and compare the losses.")
+        bool, typer.Option(help="Also train in plain torch; compare losses and gradients.")
     ] = True,
     check_steps: Annotated[
         int, typer.Option("--check-steps", min=1, help="The number of first steps to compare.")
@@ -61,13 +61,13 @@ def command(
     picture: Annotated[
         Path | None,
         typer.Option(
-            "--picture", metavar="FILE", help="Draw the timeline of the last step, .png or .svg."
+            "--picture", metavar="FILE", help="Draw the last step's timeline: .png, .svg or .pdf."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="The same timeline as JSON for Perfetto or Chrome."
+            "--trace", metavar="FILE", help="Write this timeline as JSON for Perfetto or Chrome."
         ),
     ] = None,
     *,

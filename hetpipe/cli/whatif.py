@@ -30,7 +30,7 @@ def command(
             metavar="CHANGE",
             help="-ID, +BOARD, +BOARD@SERVER, ID=BOARD, 'a~b=10 Gb/s, 5 us' or"
             " 'network=10 Gb/s, 5 us'. Repeatable; each change is planned"
-            " separately. [default: remove each device]",
+            " separately. \\[default: remove each device]",
         ),
     ] = None,
     planner: PlannerOption = None,

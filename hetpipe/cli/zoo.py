@@ -29,18 +29,19 @@ def command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...", help="Zoo names, or package.module:factory. [default: all small]"
+            metavar="[MODEL]...",
+            help="Zoo names, or package.module:factory. \\[default: all small]",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="The id of a device. [default: the first of an automatic cluster]"),
+        typer.Option(help="The id of a device. \\[default: the first of an automatic cluster]"),
     ] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Test the models at their published sizes.")
     ] = False,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples of the step. [default: 4 at most]")
+        int | None, typer.Option(min=1, help="Samples of the step. \\[default: 4 at most]")
     ] = None,
     stages: Annotated[
         int,

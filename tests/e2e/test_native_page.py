@@ -49,7 +49,7 @@ def test_the_commands_and_scripts_of_the_page_run(tmp_path: Path) -> None:
     begin, run, conform = blocks("sh")
     said = shell(tmp_path, begin)
     assert "native:example.cpu:1" in said
-    assert "has 100.0 % of the" in said
+    assert "has operators for 100.0 % of the" in said
     losses = re.search(r"losses \[(.*)\]", said)
     assert losses is not None
     first, *_, last = map(float, losses[1].split(","))

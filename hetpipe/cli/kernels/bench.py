@@ -19,19 +19,19 @@ LIMIT_S = 3600.0
 def command(
     device: Annotated[
         list[str] | None,
-        typer.Option(help="A device's id; repeatable. [default: the processors with kernels]"),
+        typer.Option(help="A device's id; repeatable. \\[default: the processors with kernels]"),
     ] = None,
     sets: Annotated[
         str,
         typer.Option(
-            "--set", help="Sets of kernels, with commas: products, memory, resnet50, vgg16."
+            "--set", help="Sets of kernels, separated by commas: products, memory, resnet50, vgg16."
         ),
     ] = "products,memory",
     seconds: Annotated[
-        float, typer.Option(min=0.001, help="Seconds of each contender in a round.")
+        float, typer.Option(min=0.001, help="Seconds that a kernel or torch runs in a round.")
     ] = 0.1,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds in which the contenders take turns.")
+        int, typer.Option(min=1, help="Rounds in which the kernel, its ceilings and torch run.")
     ] = 5,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the first device's roofline: .png, .svg or .pdf.")

@@ -23,7 +23,7 @@ def command(
     ],
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="ID", help="The device. [default: the bundle's device]"),
+        typer.Option("--device", metavar="ID", help="The device. \\[default: the bundle's device]"),
     ] = None,
     binary: Annotated[
         Path | None,

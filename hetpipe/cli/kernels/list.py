@@ -9,7 +9,7 @@ from hetpipe.cli.output import Output
 
 
 def command(json: JsonOption = None) -> None:
-    """Show the kernels that backends bring, by family and file."""
+    """Show the kernels that come with backends, by backend and file."""
     from hetpipe.report.tables import make_table
     from hetpipe.workbench.trial import runners
 

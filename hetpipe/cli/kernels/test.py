@@ -32,7 +32,7 @@ def command(
     ] = "",
     device: Annotated[
         list[str] | None,
-        typer.Option(help="A device's id; repeatable. [default: all that run such files]"),
+        typer.Option(help="A device's id; repeatable. \\[default: all that run such files]"),
     ] = None,
     case: Annotated[
         list[int] | None, typer.Option(help="A case's number, from 0; repeatable.")

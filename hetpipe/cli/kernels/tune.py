@@ -23,7 +23,7 @@ GAIN = 1.02
 def command(
     device: Annotated[
         list[str] | None,
-        typer.Option(help="A device's id; repeatable. [default: the processors with kernels]"),
+        typer.Option(help="A device's id; repeatable. \\[default: the processors with kernels]"),
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.001, help="Seconds of each kernel in a round.")
