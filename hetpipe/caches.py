@@ -181,7 +181,7 @@ def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
     os.environ[WARNED] = str(folder)
     warnings.warn(
         f"no cache can be kept in {folder} ({problem}): hetpipe uses {instead}, which may be gone "
-        f"after a restart of the machine; let only yourself write to {folder}, with at least "
+        f"after a restart of the machine; make {folder} writable, for you alone, with at least "
         f"{LEAST_NBYTES >> 20} MiB free, or set {variable} to another folder",
         CacheWarning,
         stacklevel=3,

@@ -126,10 +126,7 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
 
 
 def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Probe]:
-    """Return the probes with one median probe for the workers of a device.
-
-    So these workers get equal shares of a batch.
-    """
+    """Give workers of one device the median of their probes, and so equal shares of a batch."""
     groups: dict[str, list[Probe]] = {}
     for member, probe in probes.items():
         groups.setdefault(like[member], []).append(probe)
@@ -165,7 +162,7 @@ class _Rows:
 
 @contextmanager
 def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]:
-    """Open all rows with their processes; the losses of synchronous pipelines are checked."""
+    """Open all rows with their processes; compare losses of synchronous pipelines with torch's."""
     task.tables = _profile(task, setting, progress)
     progress(f"{setting.name}: planning", 0, 1)
     balanced = _balanced_plan(task, setting)
@@ -273,7 +270,7 @@ def _replicated(task: Task) -> tuple[Plan | None, str]:
     if len(task.cluster.ids) < 2:
         return None, "there is one device"
     if task.captured.updated_buffers:
-        return None, "each replica's batch norms would see fewer samples, which is other training"
+        return None, "replicas' batch norms see fewer samples, so the training would differ"
     try:
         plan = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
     except PlanError as error:

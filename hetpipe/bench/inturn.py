@@ -1,8 +1,8 @@
 """One training step of a model on one device, with one stage at a time in the device's memory.
 
 First, each stage but the last runs its forward, and only the tensors at the next cut stay. Then,
-from the last stage to the first, each stage is loaded again and runs its forward and its backward.
-So the device holds the data of one stage at a time. With a single stage, each pass runs once.
+from the last stage to the first, each stage is loaded and runs its forward and its backward; so all
+forwards but the last stage's run twice. The device holds the data of one stage at a time.
 
 The update of a stage runs after its passes, loaded separately. So optimizer state and the passes'
 data, such as packed weights, are never in memory at the same time.
@@ -76,10 +76,8 @@ class StepInTurn:
     values: Mapping[str, Array]
     feed: Mapping[str, Array]
     cross: Cross = _as_they_are
-    """Function that gets the activations at each cut, and then the tangents from the last cut on.
-
-    Its result enters the next stage.
-    """
+    """Function called with the activations at each cut, then with the tangents at each cut, from
+    the last cut to the first. It returns the tensors that enter the next stage."""
     compile_s: float = 0.0
     """Seconds spent compiling and loading stages."""
     _left: int = 0

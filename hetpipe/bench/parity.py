@@ -218,7 +218,7 @@ def _undetermined(
 
 @dataclass(frozen=True)
 class _Captured:
-    """The stages' programs, and by name their inputs; `feed` has the tensors of `batch`."""
+    """The stages' programs, and the values of their inputs; `feed` has the tensors of `batch`."""
 
     graphs: Sequence[StageGraphs]
     rule: Optimizer
@@ -229,7 +229,7 @@ class _Captured:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The model's parameters. Get them anew after torch has computed in another dtype."""
+        """The model's parameters. Read them again after torch has computed in another dtype."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @property

@@ -49,9 +49,10 @@ class PeerTorch:
         ]
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
-        """Return the slowest process's mean seconds of `steps` steps, after `warm_up` more.
+        """Return the mean seconds of `steps` steps on the slowest process.
 
-        Set `loss` to the last step's loss. Raises `ChildEnded` as soon as a process has ended.
+        `warm_up` untimed steps come first. Set `loss` to the last step's loss. Raises `ChildEnded`
+        as soon as a process has ended.
         """
         request = {"microbatches": microbatches, "steps": steps, "warm_up": warm_up}
         answers = ask(self._children, request)

@@ -46,7 +46,7 @@ class Pace:
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """Return the numbers for steps of `step_s`: fewer for long steps. `timed` overrides one."""
+        """Return numbers for steps of `step_s`, fewer for long steps; `timed` may be given."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))

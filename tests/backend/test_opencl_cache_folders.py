@@ -44,4 +44,4 @@ def test_workers_run_without_the_users_cache_folder(tmp_path: Path, variable: st
     assert "Traceback" not in done.stderr
     assert done.stderr.count("CacheWarning") == 1, done.stderr
     assert f"no cache can be kept in {bad}" in done.stderr
-    assert f"or set {variable} to another one" in done.stderr
+    assert f"or set {variable} to another folder" in done.stderr

@@ -75,7 +75,7 @@ WARM_UP, TIMED = 1, 5
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan in a setting: its predicted step, and its steps as corrected for drift and measured."""
+    """A plan in a setting: its predicted step, and its steps, corrected for drift and measured."""
 
     devices: str  # "paced" or "held-back"
     model: str

@@ -234,7 +234,7 @@ def test_a_workload_of_the_user(home: Path) -> None:
         (("plan", "mlp", "--emulate-speed", "0.5"), "write ID=SPEED"),
         (("plan", "mlp", "--devices", "nope:0"), "no device 'nope:0'"),
         (("train", "mlp", "--plan", "absent.json"), "absent.json: cannot be read"),
-        (("plan", "mlp", "--cuts", "two"), "--cuts 'two': write numbers"),
+        (("plan", "mlp", "--cuts", "two"), "--cuts 'two': separate the numbers by commas"),
         (("devices", "--backends", "numpy", "--json", "/proc/none/x"), "cannot write /proc/none/x"),
     ],
 )

@@ -417,8 +417,8 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "why"),
         [
-            ([], "give MODEL or --profile FILE"),
-            (["digits", "--profile", "x.txt"], "give MODEL or --profile FILE"),
+            ([], "give either MODEL or --profile FILE"),
+            (["digits", "--profile", "x.txt"], "give either MODEL or --profile FILE"),
             (["--profile", "absent.txt", "--samples", "4"], "absent.txt"),
         ],
     )
