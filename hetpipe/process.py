@@ -74,8 +74,8 @@ def start_refusal(error: BaseException) -> str:
     )
     return (
         f"the system allows no more processes or threads ({error}): the user's limit is {soft}, "
-        f"at most {hard} (ulimit -u), and a container may have a lower one (pids.max): raise it, "
-        "or end other processes"
+        f"which may be raised to {hard} (ulimit -u), and a container may have a lower limit "
+        "(pids.max): raise the limit, or end other processes"
     )
 
 

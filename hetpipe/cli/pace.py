@@ -43,7 +43,7 @@ class Pace:
             f"{rate}a step takes {self.modelled_s * 1e3:.3f} ms, predicted "
             f"{self.plan.step_s * 1e3:.3f} ms; {names})",
             f"{self.wall_label}: median step {self.wall_s * 1e3:.1f} ms by this machine's clock, "
-            f"with {numerics}; it says nothing about a board",
+            f"with {numerics}; this time says nothing about a board",
         ]
 
     def to_json(self) -> dict[str, Any]:

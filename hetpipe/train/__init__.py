@@ -1,1 +1,1 @@
-"""Training of workloads: pipelines, their losses and gradients beside unpartitioned torch."""
+"""Trains workloads on pipelines, and compares losses and gradients with unpartitioned torch."""

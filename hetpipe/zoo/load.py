@@ -104,7 +104,8 @@ def _factory(name: str) -> Callable[[], Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports a missing module
         raise HetpipeError(
-            f"model {name!r}: no module {error.name!r}; start hetpipe where it can be imported"
+            f"model {name!r}: no module {error.name!r}; start hetpipe in a folder where the module "
+            "can be imported"
         ) from error
     factory: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(factory):

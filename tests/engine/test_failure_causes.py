@@ -53,7 +53,7 @@ def test_a_lack_of_file_descriptors_is_explained() -> None:
         crew.call(["m0"], "engine_backends:without_descriptors", engine_backends.LARGE_NBYTES)
 
 
-REFUSED = "the system allows no more processes or threads .*ulimit -u.* raise it"
+REFUSED = "the system allows no more processes or threads .*ulimit -u.* raise the limit"
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:

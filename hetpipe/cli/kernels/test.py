@@ -25,10 +25,12 @@ def command(
     ] = None,
     spec: Annotated[
         Path | None,
-        typer.Option(help="Its specification, TOML.", show_default="the same name with .toml"),
+        typer.Option(
+            help="The kernel's specification, TOML.", show_default="the same name with .toml"
+        ),
     ] = None,
     function: Annotated[
-        str, typer.Option(help="The kernel, if the file has several.", show_default=False)
+        str, typer.Option(help="The kernel's name, if the file has several.", show_default=False)
     ] = "",
     device: Annotated[
         list[str] | None,
@@ -37,7 +39,7 @@ def command(
     case: Annotated[
         list[int] | None, typer.Option(help="A case's number, from 0; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the inputs' random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
     json: JsonOption = None,
 ) -> None:
     """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.

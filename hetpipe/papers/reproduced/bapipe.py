@@ -50,14 +50,14 @@ NOTES = {
     "favour a pipeline",
     ("gnmt8", "pipedream"): "no bubbles; with all messages by Gloo it is below BaPipe, whose "
     "1F1B-SO hides transfers",
-    ("gnmt8", "gpipe"): "filling and draining the pipeline costs much of so few micro-batches",
+    ("gnmt8", "gpipe"): "few micro-batches, so filling and draining the pipeline costs much",
     ("gnmt8", "bapipe"): "on 8 devices all our pipelines are ahead of the paper's: here each link "
     "has its full rate, while Gloo's messages share the host",
 }
 """Reasons why our figures differ from the paper's, by model and method."""
 LARGEST_NOTES = {
-    "dp": "the paper's own counts imply more bytes than ours: its 74 layers on 8 devices of GPipe "
-    "leave 0.21 GB per layer for activations, 7 times the bytes in the profile",
+    "dp": "the paper's own counts imply more bytes than ours: GPipe's 74 layers on 8 devices leave "
+    "0.21 GB for the activations of a layer at 32 samples, 7 times the bytes in the profile",
     "pipedream": "balanced by time, the first stage keeps N versions and N mini-batches, as many "
     "bytes as a whole model; each stage has only its own gradients and moments, a gain that the "
     "paper does not show",
