@@ -148,7 +148,7 @@ class Captured:
         micro-batches; each size gets its own passes. Without an optimizer the stages have no
         update. `recompute` has one mode per stage, see `hetpipe.capture.passes.partition`. With
         `halves` every backward also comes in two halves. The stages have the programs `predict` and
-        `norm` only if these are among `extras`.
+        `norm` only if these are among `extras`; for `finite` they have a cheaper `norm`.
         """
         self._check(cuts, decompositions)
         if optimizer is not None:

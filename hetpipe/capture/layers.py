@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A unit that the planner does not cut: a leaf module's operators and the following ones."""
+    """A unit that the planner does not cut: a leaf module's operators and others up to the next
+    layer."""
 
     index: int
     name: str  # path of the module in the model; a second call of the module adds "#2"

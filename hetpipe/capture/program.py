@@ -34,7 +34,8 @@ GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, "slot/parameter"
 SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead"; float32, or
 # float64 if a parameter of the stage is float64
-NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients
+NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients;
+# without a clip, the sum of the gradients
 RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
 
 

@@ -22,7 +22,7 @@ MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
 DEPTH = 3
 """How deep containers in an attribute are followed."""
 MOST_ITEMS = 10_000
-"""The largest container that is followed; larger ones count as data."""
+"""Items of the largest container that is followed; larger containers count as data."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def keep_globals(*runs: object) -> Iterator[None]:
     """Remove tensors without values from the modules' classes and files on exit.
 
     Exported code may compute a table once and store it in a global dictionary. Everything else that
-    it stores there stays, for instance an import.
+    the code stores there stays, for instance an import.
     """
     owners = {owner for run in runs for owner in _owners(run)}
     present = [(owner, dict(vars(owner))) for owner in owners]
@@ -71,7 +71,7 @@ def keep_globals(*runs: object) -> Iterator[None]:
 
 
 def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Give a module's table its former entries, in their order, if it has others."""
+    """Give a module's table its former entries and their order, if they have changed."""
     if table.keys() != before.keys() or any(table[name] is not before[name] for name in before):
         table.clear()
         table.update(before)
@@ -79,9 +79,9 @@ def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 @contextmanager
 def clear_caches(run: nn.Module) -> Iterator[None]:
-    """Clear the `functools.lru_cache`s that the code inside has filled, on exit.
+    """On exit, clear each `functools.lru_cache` that the code inside the block has filled.
 
-    Their tensors have no values. The caches of the modules' classes and files are checked.
+    The tensors in these caches have no values. Caches in the modules' classes and files are found.
     """
     caches = {
         value: value.cache_info().misses
@@ -136,7 +136,8 @@ def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the container and the containers inside; for an object, its attributes."""
+    """Yield a container and the containers inside it; an object counts as the dict of its
+    attributes."""
     if depth == 0:
         return
     if _is_plain_object(value):
@@ -166,7 +167,7 @@ def _has_no_values(value: Any) -> bool:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Give a container its former items, in their order, if it has others."""
+    """Give a container its former items and their order, if they have changed."""
     if isinstance(container, dict):
         restore_table(container, before)
     elif len(container) != len(before) or any(map(operator.is_not, container, before)):

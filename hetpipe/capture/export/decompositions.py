@@ -42,7 +42,7 @@ def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
 
 
 def copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Decompose the operator of `x[:, 0] = source`, which itself has no derivative."""
+    """Decompose `aten.copy`, the operator of `x[:, 0] = source`, which has no derivative."""
     return source.to(into.dtype).expand(into.shape)
 
 
@@ -205,7 +205,7 @@ def lstm(
     y = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for layer in range(num_layers):
-        if layer > 0 and train and dropout > 0:  # with samples first: masks count by sample
+        if layer > 0 and train and dropout > 0:  # samples first: masks are drawn by sample
             y = torch.native_dropout(y.transpose(0, 1), dropout, True)[0].transpose(0, 1)
         ways = []
         for way in range(directions):
@@ -222,7 +222,7 @@ def lstm(
 
 
 def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the recurrent network computing in its parameters' dtype, also under autocast."""
+    """Return `recurrent`, but let it compute in its parameters' dtype, also under autocast."""
 
     def called(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         dtype = params[0].dtype
@@ -233,14 +233,14 @@ def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unrolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's decomposition of a recurrent network, with a check: it ignores dropout."""
+    """Return torch's decomposition of a recurrent network, but refuse dropout, which it ignores."""
 
     def checked(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         _, num_layers, dropout, train, *_ = how
         if train and dropout > 0 and num_layers > 1:
             raise CaptureError(
-                f"dropout={dropout} inside a recurrent network is supported for nn.LSTM without "
-                "proj_size alone; use one module per layer with nn.Dropout between them"
+                f"dropout={dropout} inside a recurrent network is supported only for nn.LSTM "
+                "without proj_size; use one module per layer with nn.Dropout between them"
             )
         return decomposition(x, hx, params, *how)
 

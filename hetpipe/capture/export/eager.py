@@ -25,7 +25,8 @@ PREFIX = "model."
 class EagerRun:
     """Losses by micro-batch, summed gradients by parameter, and outputs of modules.
 
-    `outputs` lists the modules in the order of their calls for the first micro-batch.
+    `outputs` has (name, output) of the modules in the order of their calls, for the first
+    micro-batch.
     """
 
     losses: list[float]

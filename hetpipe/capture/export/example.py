@@ -57,7 +57,7 @@ class Example:
 
     @cached_property
     def labels_digest(self) -> str:
-        """A hash of the values of the integers in the batch and of all tensors in y."""
+        """A hash of the values of the batch's integer tensors, and of all tensors in y."""
         digest = hashlib.sha256()
         for name, leaf in self._leaves.items():
             if name[0] == "y" or not leaf.is_floating_point():
@@ -113,7 +113,7 @@ class Example:
         dtype = str(example.dtype).removeprefix("torch.")
         if array.shape[1:] != tuple(example.shape[1:]) or array.ndim == 0:
             raise HetpipeError(
-                f"{name} has shape {array.shape}, the example batch's {tuple(example.shape)}; "
+                f"{name} has shape {array.shape}, but {tuple(example.shape)} in the example batch; "
                 "only the first dimension may differ"
             )
         if str(array.dtype) != dtype:

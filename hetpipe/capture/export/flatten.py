@@ -39,9 +39,9 @@ def flatten(
 ) -> FlatGraph:
     """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
-    `leaves` names the batch's tensors in order; `aliases` maps the other names of tied tensors.
-    With `trainable=None` the graph is for forwards alone. Raises `CaptureError` for a graph that no
-    device can run, or that trains nothing.
+    `leaves` names the batch's tensors in order; `aliases` maps the other names of a tied tensor to
+    its first name. With `trainable=None` the graph is for forwards alone. Raises `CaptureError` for
+    a graph that no device can run, or that trains nothing.
     """
     graph = program.graph_module.graph
     flat = FlatGraph(samples, graph, {}, [], {})
@@ -52,7 +52,8 @@ def flatten(
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]
-    drop_sums(graph, kept=dependents(graph, samples_and_draws))  # others are equal on all replicas
+    # Terms of all other sums are equal on all replicas.
+    drop_sums(graph, kept=dependents(graph, samples_and_draws))
     _skip_copies(flat)
     drop_dead(graph)
     _check_nodes(graph)
@@ -93,7 +94,7 @@ def _check_nodes(graph: fx.Graph) -> None:
             )
         if node.op == "call_function" and not _is_static(node.meta.get("val")):
             raise CaptureError(
-                f"the result of {node.target}{where(node)} depends on values in its shape or "
+                f"the result of {node.target}{where(node)} has a shape that depends on values, or "
                 "becomes a Python number; keep shapes fixed, for instance with torch.where"
             )
         if node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
@@ -211,9 +212,9 @@ def write_by_where(graph: fx.Graph) -> None:
         accumulates = bool(options and options[0]) or bool(node.kwargs.get("accumulate"))
         if len(indices) > 1 or accumulates or not _is_one(source, masks[0], value):
             raise CaptureError(
-                f"a write at a mask{where(node)} puts another value at each place, and how many "
-                "there are depends on the mask: use torch.where with a value for "
-                "every place"
+                f"a write at a mask{where(node)} has a different value for each place, and "
+                "the number of places depends on the mask: use torch.where with a value for "
+                "every element"
             )
         _replace(graph, node, source, masks[0], value)
 

@@ -1,7 +1,7 @@
 """Computes the identity of a capture: equal keys mean equal graphs, also after a restart.
 
-A capture depends on the source files of the model and the loss, and on all files that these reach
-through their globals.
+A capture depends on the source files of the model and the loss, and on all files that these files
+reach through their globals.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Identity:
         options: Sequence[object],
         seen: Callable[[int, bool, Any], None],
     ) -> None:
-        """Call `seen` with a size, the mode and the model's output at that size."""
+        """Store the arguments. Rehearsals will call `seen` with a size, whether they train, and the
+        model's output."""
         self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
         self.changed: frozenset[tuple[str, str]] | None = None
@@ -107,7 +108,7 @@ class Identity:
         with self._modes.apply(evaluation=not training), exportable_modules():
             run = WithLoss(
                 self._model, self._loss_fn, self._example,
-                lambda out: self._seen(samples, training, out),  # makes no copy
+                lambda out: self._seen(samples, training, out),  # a deep copy does not copy it
             )  # fmt: skip
             try:
                 rehearsal = Rehearsal(run, self._example.tensors(samples), computes)
@@ -161,7 +162,7 @@ def _function_identity(function: Any) -> object:
         return identity(function)
     except UnknownCodeError:
         raise
-    except Exception as error:  # the function's closure holds other values
+    except Exception as error:  # the function's closure holds values of other types
         raise UnknownCodeError(repr(function)) from error
 
 
@@ -170,7 +171,7 @@ def _describe(tensor: Any) -> tuple[object, ...]:
 
 
 _VERSIONED = ("torch", "numpy", "hetpipe", "sympy")
-"""Packages that are known by their version, or by `library_digest`."""
+"""Packages that are identified by their version, or by `library_digest`."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -179,7 +180,8 @@ class UnknownCodeError(Exception):
 
 
 def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
-    """Return a hash of these files' contents; None if code has no file, as at a prompt."""
+    """Return a hash of the files that model and loss reach; None if code has no file, as at a
+    prompt."""
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     names = {type(module).__module__ for module in modules}
     names.add(getattr(loss_fn, "__module__", None) or type(loss_fn).__module__)
@@ -233,7 +235,7 @@ def _identity_of(value: Any) -> object:
 
 
 def _reachable_modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that these modules reach through their globals.
+    """Return these modules and all modules that they reach through their globals.
 
     Versioned packages do not count.
     """

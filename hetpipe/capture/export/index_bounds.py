@@ -25,7 +25,7 @@ from hetpipe.sdk.indices import MOVES, Range, all_bounds, arguments_of, name_of
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _CASTS = ("aten._to_copy", "aten.to")
 _PADS = ("aten.pad", "aten.constant_pad_nd")
-_PADDING = -1  # number of an element that is no leaf's
+_PADDING = -1  # number of a padding element, which is from no leaf
 
 MEAN = 1
 """torch's number for reduction="mean"."""
@@ -73,8 +73,8 @@ class IndexBound:
     def check_means(self, array: Array, sizes: Sequence[int]) -> None:
         """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
 
-        `sizes` are the sizes of the parts. Then the mean over the batch is not the mean of their
-        means.
+        The mean over the batch is then not the mean of the parts' means. `sizes` are the sizes of
+        the parts.
         """
         if not self.averaged or self.ignored is None:
             return
@@ -92,14 +92,14 @@ class IndexBound:
             f"{self.leaf} has {counts[few]} labels {self.ignored} in samples {starts[few]} to "
             f"{starts[few] + sizes[few] - 1} and {counts[many]} in samples {starts[many]} to "
             f"{starts[many] + sizes[many] - 1}: {name} returns the mean over the other labels, so "
-            "the mean over the mini-batch is not that of its parts; let loss_fn return (sum, "
-            f"count), as in ({name}(out, y, reduction='sum'), (y != {self.ignored}).sum()), or "
-            "give microbatches=1"
+            "the mean over the mini-batch is not the mean of its parts' means; let loss_fn return "
+            f"(sum, count), as in ({name}(out, y, reduction='sum'), (y != {self.ignored}).sum()), "
+            "or give microbatches=1"
         )
 
 
 def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) -> None:
-    """Tell the backends about the leaves that the host checks whole, so that they need not."""
+    """Tell backends which leaves the host checks completely, so that they need not check these."""
     ranges: dict[str, Range] = {}
     for bound in bounds:
         if bound.columns is None and bound.leaf not in ranges:
@@ -112,7 +112,7 @@ def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) 
 
 
 def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
-    """Bounds of the leaves of a batch that reach an index unchanged, each once."""
+    """Return the bounds of the leaves of a batch whose elements reach an index unchanged."""
     follow = _LeafTracer(flat)
     bounds: dict[IndexBound, None] = {}
     for node in flat.graph.nodes:
@@ -131,7 +131,7 @@ def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
 
 
 class _LeafTracer:
-    """Finds the elements of a leaf that reach a node, by moving their numbers the same way."""
+    """Finds the elements of a leaf that reach a node: moves their numbers as the graph does."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self._flat = flat

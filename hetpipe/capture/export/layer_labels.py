@@ -23,9 +23,10 @@ def label(
     updated_buffers: frozenset[str],
     starting: Collection[str] = (),
 ) -> None:
-    """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
+    """Fill `flat.layer` and `flat.layer_names`.
 
-    `parameters` has the parameters of model and loss by name. The loss joins the last layer.
+    `parameters` has the parameters of model and loss by name; `updated_buffers` names the buffers
+    that training changes. The loss joins the last layer.
 
     A layer starts at a module that owns a parameter of two or more dimensions: at the module's
     first node if the module is a leaf, otherwise at the first node that reads such a parameter. A
@@ -46,7 +47,7 @@ def label(
             index = len(starts) - 1
         elif call != current and matrices.get(path):
             read = {id(parameters[name]) for name in _parameters(flat, [node])}
-            # The loss's nodes have path "". Parametrizations are no children.
+            # The loss's nodes have path "". Parametrizations do not count as children.
             children = {name for name, _ in modules[path].named_children()} - {PARAMETRIZATIONS}
             leaf = path and not children
             if leaf or read & matrices[path]:
@@ -58,7 +59,7 @@ def label(
 
 
 def _matrices(module: nn.Module) -> set[int]:
-    """Return the ids of its parameters of two or more dimensions, also in parametrizations."""
+    """Return the ids of a module's own parameters of two or more dimensions, also parametrized."""
     parametrized = module._modules.get(PARAMETRIZATIONS)
     inside = () if parametrized is None else parametrized.parameters()
     return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}
@@ -85,7 +86,7 @@ def _number(paths: list[str]) -> tuple[str, ...]:
 
 
 def _merge_shared_buffers(flat: FlatGraph, updated: frozenset[str]) -> None:
-    """Join the layers that use one updated buffer, so that all its readers are in one stage."""
+    """Join the layers that use the same updated buffer, so that one stage has all its readers."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # whether layer i is joined with layer i - 1
     for node, (role, name) in flat.inputs.items():

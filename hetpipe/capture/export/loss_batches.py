@@ -1,4 +1,4 @@
-"""Data for comparing a loss: batches from the example or with other labels, and random outputs."""
+"""Makes data to compare losses: batches of the example or with other labels, and random outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
 
 MANY_LABELS = 64
-"""With this many labels, two micro-batches do not agree by luck."""
+"""With this many labels or more, the losses of two micro-batches do not agree by chance."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -34,7 +34,7 @@ class LossBatches:
 
     @property
     def has_few_labels(self) -> bool:
-        """Whether two micro-batches have so few labels that their losses may agree by luck."""
+        """Whether two micro-batches have so few labels that their losses may agree by chance."""
         first = dict(zip(self._example.names, self.from_example(2), strict=True))
         return 0 < sum(first[bound.leaf].numel() for bound in self._bounds) < MANY_LABELS
 
@@ -47,7 +47,7 @@ class LossBatches:
         return [leaf[:rows] for leaf in self._leaves]
 
     def draw(self, count: int) -> list[Tensor]:
-        """Return `count` micro-batches in a random order of rows, with other labels.
+        """Return `count` micro-batches with their rows in a random order and with other labels.
 
         In the example all labels may be of one class.
         """
@@ -58,15 +58,15 @@ class LossBatches:
             leaves[bound.leaf] = _relabel(leaves[bound.leaf], bound)
         for name, leaf in leaves.items():
             if name[0] == "y" and leaf.dtype not in _INTEGERS and bool((leaf == 1).all()):
-                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # it may be a mask
+                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # y may be a mask
         return list(leaves.values())
 
 
 def _relabel(leaf: Tensor, bound: IndexBound) -> Tensor:
     """Replace the labels of a leaf by all classes in turn, in a random order.
 
-    Ignored labels stay. The first class and the last are always used, because a weight often
-    belongs to the background, which is one of them.
+    Ignored labels stay. The first class and the last class are always used, because one of them is
+    often the background, to which a loss may give another weight.
     """
     assert bound.ignored is not None
     classes = torch.arange(bound.low, bound.high)
@@ -108,10 +108,10 @@ class Outputs:
         return sum(sizes) * samples // self.samples
 
     def draw(self, samples: int, is_wide: bool = False) -> list[Any] | None:
-        """Draw leaves for `samples` samples; None if a leaf is not batch-first and floating.
+        """Draw leaves for `samples` samples; None if a tensor is not batch-first and floating.
 
-        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities. Wide ones
-        have both signs, like the logits of a trained model.
+        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities. Wide
+        numbers have both signs, like the logits of a trained model.
         """
         leaves: list[Any] = []
         for leaf in self.leaves:

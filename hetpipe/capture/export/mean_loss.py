@@ -2,7 +2,7 @@
 
 The check compares the loss of some micro-batches together with the loss of each, by value and by
 gradient. A loss depends only on the model's output, so random outputs of the right shapes are
-enough, and the model need not run. It runs if it returns the loss itself, and before a refusal.
+enough. The model itself runs only if it returns the loss, and before a refusal.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hetpipe.capture.export.torch_export import run_loss, run_model
 LIMIT = 1e-3
 """The largest relative difference of a loss or its gradients between a whole and its parts."""
 FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
-"""Random outputs with fewer elements are drawn several times. Larger ones are drawn for two
-micro-batches only, because their losses take long."""
+"""Random outputs with fewer than FEW_ELEMENTS are drawn several times. Outputs with MANY_ELEMENTS
+or more are drawn for two micro-batches only, because their losses take long."""
 PARTS = 8
 """The most micro-batches that get random labels, or for which the model itself runs."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
@@ -131,10 +131,10 @@ class LossCheck:
     def _compare_random(
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
     ) -> list[_Comparison]:
-        """Compare for random outputs, for several if that is cheap.
+        """Compare the losses of random outputs, of several outputs if that is cheap.
 
-        A loss that compares samples may agree by luck. Outputs for which the loss raises an error
-        do not count.
+        The losses of one output may agree by chance if the loss compares samples. Outputs for which
+        the loss raises an error do not count.
         """
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
@@ -150,7 +150,7 @@ class LossCheck:
         return compared
 
     def _compare_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
-        """Compare for the outputs of the model itself, with its random modules in eval mode."""
+        """Compare the losses of the model's true outputs, with its random modules in eval mode."""
         model = deep_copy(self._model, self._model.parameters())
         with _eval_mode([*model.modules()], _RANDOM):
             fault = self._run(model, leaves)
@@ -190,7 +190,8 @@ class LossCheck:
         )
 
     def _check_random_outputs(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
-        """Do the same as `_run` for random outputs: an untrained model's outputs hardly differ."""
+        """Do the same as `_run` for random outputs, since an untrained model's outputs hardly
+        differ."""
         first, again = (self._compare_random(outputs, leaves, seed=seed) for seed in (0, 1))
         for one, two in zip(first, again, strict=False):
             if not one.agrees:
@@ -217,7 +218,7 @@ class LossCheck:
     def _compare(
         self, output: list[Any], spec: TreeSpec, leaves: list[Tensor], *, seed: int = 0
     ) -> _Comparison:
-        """Compare for outputs of all rows, by value and by the gradient of the outputs."""
+        """Compare the losses of one output for all rows, by value and by gradient."""
         sources = [
             leaf.detach().requires_grad_()
             for leaf in output
@@ -249,7 +250,7 @@ class LossCheck:
         )
 
     def _compare_runs(self, model: nn.Module, leaves: list[Tensor], *, seed: int) -> _Comparison:
-        """Compare if the model returns the loss, or outputs that cannot be divided."""
+        """Compare runs of the model, which returns the loss, or outputs that cannot be divided."""
 
         def total(part: list[Tensor]) -> tuple[Tensor, ...]:
             torch.manual_seed(seed)
@@ -290,9 +291,9 @@ class _Comparison:
             (a, count), (b, counts) = self.whole, self.parts
             return (
                 f"loss_fn returns (sum, count), but {whole} ({a:.6g}, {count:.6g}) and for {parts} "
-                f"together ({b:.6g}, {counts:.6g}): sums and counts of parts must add up to those "
-                "of the whole; return the sum over samples, or tokens, and their number, or give "
-                "microbatches=1"
+                f"together ({b:.6g}, {counts:.6g}): sums and counts of parts must add up to the "
+                "sum and count of the whole; return the sum over samples, or tokens, and their "
+                "number, or give microbatches=1"
             )
         apart = f" (their gradients differ by {self.gradient:.0%})" if self.gradient > LIMIT else ""
         return (

@@ -47,7 +47,7 @@ class Watch:
     ) -> None:
         """Record the model. `ignored` are the attributes that calls change, as (module, name).
 
-        If they are unknown, None, no attribute is compared.
+        None means that these attributes are unknown: then no attribute is compared.
         """
         self._seen = [
             _record_module(prefix, name, module, ignored)
@@ -99,7 +99,10 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """Return a parameter whose values are neither the captured nor the returned ones, once."""
+        """Return a parameter whose values are new: they were neither captured nor returned.
+
+        A change is returned only once.
+        """
         versions = [p._version for p in self._parameters.values()]
         if versions == self._versions:
             return None

@@ -151,8 +151,8 @@ def array_of(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         raise CaptureError(f"{name} is a {tensor.layout} tensor: convert it with to_dense()")
     if tensor.is_complex():
         raise CaptureError(
-            f"the parameter {name} is {tensor.dtype}: train its real and imaginary part, and make "
-            "the complex number of them with torch.view_as_complex"
+            f"the parameter {name} is {tensor.dtype}: train its real and imaginary part, and join "
+            "both with torch.view_as_complex"
         )
     if tensor.dtype == torch.bfloat16:
         raise CaptureError(

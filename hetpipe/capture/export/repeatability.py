@@ -2,7 +2,7 @@
 
 An export fixes state in attributes and lists, counters, and random numbers from Python or numpy. So
 a copy of the model is called twice: both calls must ask torch for the same operations. A value that
-the first call stores for later, such as a mask, is no state if it depends on constants alone.
+the first call stores for later calls, such as a mask, is allowed if it depends on constants alone.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hetpipe.errors import CaptureError
 
 _BUFFER = (
     "capture would fix its present value. Register it as a buffer (register_buffer) and let "
-    "forward change that, or pass it in with the batch"
+    "forward change the buffer, or pass the value in with the batch"
 )
 _FAR = 1_000_003
-"""Added to a counter, to see whether anything depends on it."""
+"""Added to a counter, to see whether anything depends on the counter."""
 
 
 def check_repeatable(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
     """Raise `CaptureError` unless later calls of the module repeat its first call.
 
     The rehearsal has made the first call already. Return the attributes that calls change without
-    consequence, as (module, attribute).
+    an effect on later calls, as (module, attribute).
     """
     try:
         return _check(rehearsal)
@@ -88,7 +88,7 @@ def _check_changed(rehearsal: Rehearsal) -> None:
 
 
 def _agree(first: Call, second: Call, rehearsal: Rehearsal) -> bool:
-    """Return whether the calls differ only by values that the first call stored permanently."""
+    """Return whether the calls differ at most by values that the first call stored permanently."""
     if any(carried.is_live for carried in second.carried.values()):
         return False
     if first.events == second.events and not second.carried:
@@ -105,7 +105,7 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
     for key in counters:
         owner, name = dict(rehearsal.run.named_modules())[key[0]], key[1]
         if len(key) > 2:
-            continue  # inside a container
+            continue  # the counter is inside a container
         value = getattr(owner, name)
         setattr(owner, name, value + _FAR)
         try:
@@ -124,9 +124,9 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
 def _untrained_tensors(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]:
     """Return the tensors outside of model and loss that require a gradient, with their lines.
 
-    A loss may read an attribute that `forward` sets, such as `model.auxiliary`. It reads the
-    attribute of the user's model, not of the copy. If every call sets the copy's attribute, export
-    will find a computed tensor there.
+    A loss may read an attribute that `forward` sets, such as `model.auxiliary`. In a rehearsal it
+    reads this attribute of the user's model, not of the copy. Such a tensor does not count if every
+    call sets the copy's attribute, since export will then find a computed tensor there.
     """
     begin, after = rehearsal.attributes, attributes_of(rehearsal.run)
     original = rehearsal.original
@@ -191,7 +191,7 @@ def _is_number(value: object) -> bool:
 
 
 def _user_name(run: nn.Module, key: tuple[str, ...]) -> str:
-    """Return the name in the user's words: `layer.h (of Layer)`, or `h[0]`."""
+    """Return the user's name of an attribute: `layer.h (Layer)`, or `h[0] (Model)`."""
     module = dict(run.named_modules())[key[0]]
     root, _, path = key[0].partition(".")
     path = path if root == "model" else key[0]
@@ -261,7 +261,7 @@ def restore_generators(generators: Mapping[str, Any]) -> Iterator[None]:
 def _watch_lines(value: Callable[[], object]) -> Iterator[list[str]]:
     """Collect " at file:line" for every line of the user's code that changes `value`.
 
-    The value is compared after each line, so changes in compiled code, such as numpy's, count too.
+    The value is compared after each line, so changes by compiled code, such as numpy's, are seen.
     """
     lines: list[str] = []
     last, line = value(), ""

@@ -35,7 +35,7 @@ class Modes:
             warnings.warn(
                 f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
                 "dropout is off and batch norms keep their running statistics; call model.train() "
-                "before the model is captured, and eval() on the parts alone that are frozen",
+                "before the model is captured, and eval() only on parts that are frozen",
                 EvalModeWarning,
                 stacklevel=3,  # the caller of Captured
             )
@@ -60,5 +60,5 @@ class Modes:
 
 
 def _set(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:  # models override train()
+    for module, training in modes:  # train() is not called: models may override it
         module.training = training

@@ -66,7 +66,7 @@ def _check_modules(root: nn.Module, prefix: str, called: str) -> None:
 
 @contextmanager
 def refuse_lost_gradients() -> Iterator[None]:
-    """Make code whose gradient export would drop raise `CaptureError` when it runs."""
+    """Inside the block, let code whose gradient export would drop raise `CaptureError`."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
     autograd: Any = torch.autograd

@@ -1,4 +1,4 @@
-"""Runs torch's shape functions in Python without importing its compiler, which takes a second."""
+"""Runs torch's Python shape functions without importing its compiler, which takes a second."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch._decomp.decompositions
 import torch._refs.nn.functional
 
 COMPILER_SKIPS = "__dynamo_disable"
-"""The attribute of a function that holds its form for the compiler, see `torch/_compile.py`."""
+"""The attribute in which torch keeps a function's form for the compiler (`torch/_compile.py`)."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Keep torch's Python shape functions from importing its compiler, which takes a second.
 
-    At their first call they import it only to tell the compiler to skip them.
+    At their first call, these functions import the compiler only to tell it to skip them.
     """
     marked = [] if "torch._dynamo" in sys.modules else list(_hidden_from_compiler())
     for function in marked:
@@ -34,8 +34,8 @@ def without_compiler() -> Iterator[None]:
 
 
 def _hidden_from_compiler() -> Iterator[FunctionType]:
-    """The functions among torch's shape functions that `torch._compile._disable_dynamo` has wrapped
-    and that do not have their form for the compiler yet."""
+    """Yield the shape functions of torch that `torch._compile._disable_dynamo` has wrapped and that
+    have no form for the compiler yet."""
     modules = (torch._refs, torch._refs.nn.functional, torch._decomp.decompositions)
     stack = [value for module in modules for value in vars(module).values()]
     seen: set[int] = set()

@@ -29,8 +29,7 @@ class Segment:
     sources: tuple[str, ...]
     results: tuple[str, ...]
     last: frozenset[str]
-    """The sources that only this segment still reads: no later segment or exchange, nor the caller.
-    """
+    """The sources that neither a later segment or exchange nor the caller reads."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def divide(program: Program) -> Division:
 def _boundaries(
     program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """Return each segment's sources, and its results: nodes that others read or the program
-    returns."""
+    """Return each segment's sources, and its results: nodes that later segments or exchanges read,
+    or that the program returns."""
     varying = _varying(program)
     results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
     read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for group in sums for n in group)]

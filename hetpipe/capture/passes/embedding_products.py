@@ -1,4 +1,4 @@
-"""Multiplies an embedding's table instead of its rows, for batches with more tokens than rows.
+"""Multiplies an embedding's table, not the row of each token, if tokens outnumber the rows.
 
 A row E[i] of a table times a matrix W is row i of E W. So the pass multiplies the whole table and
 looks up rows of the product. Let G be the gradient of these rows, and S its sums over equal tokens.
@@ -22,7 +22,7 @@ _ROWS, _SUMS = aten.embedding.default, aten.embedding_dense_backward.default
 _MM, _ADDMM = aten.mm.default, aten.addmm.default
 _PERMUTE, _VIEWS = aten.permute.default, (aten.view.default, aten._unsafe_view.default)
 _LEAST_GAIN = 2
-"""The pass applies if a batch has at least this many times as many tokens as the table has rows."""
+"""Least tokens of a micro-batch per row of the table; with fewer, products stay unchanged."""
 
 
 def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
@@ -41,13 +41,13 @@ def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
 
 @dataclass(frozen=True)
 class _ReorderedRows:
-    """Rows of `base`, along its last dimension, in the order that views, `steps`, give them."""
+    """The rows of `base` (its last dimension) in the order that the views `steps` give them."""
 
     base: fx.Node
     steps: tuple[fx.Node, ...]
 
     def order(self) -> torch.Tensor:
-        """Return the number in the base of each row."""
+        """Return, for each row, its number in the base."""
         shape = self.base.meta["val"].shape[:-1]
         order = torch.arange(shape.numel()).reshape(shape)
         for step in self.steps:

@@ -29,7 +29,8 @@ _GRADIENT_BY_LAYOUT = frozenset({
     aten.linalg_det.default, aten.linalg_slogdet.default, aten.logdet.default,
     aten.slogdet.default,
 })  # fmt: skip
-"""Operators whose gradient formula depends on the operand's layout; on devices it is row-major."""
+"""Operators whose gradient formula depends on the layout of the operand. Devices have row-major
+operands."""
 
 
 @dataclass
@@ -72,9 +73,10 @@ def trace_joint(
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
-    """Compute `aten.view` for strides that torch's own operator would not have given.
+    """Compute `aten.view` also for strides that it refuses, by a copy.
 
-    A decomposition may return another layout than its operator. A later pass drops the copy.
+    Such strides occur because a decomposition may return another layout than the operator that it
+    replaces. A later pass drops the copy.
     """
     if x.is_contiguous():
         return NotImplemented

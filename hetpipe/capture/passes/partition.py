@@ -1,13 +1,13 @@
 """Divides a joint graph into a forward and a backward, which may use different weights.
 
 A tensor that depends on no sample is never saved: it depends only on parameters, constants,
-unchanging buffers or the random counter. The backward recomputes it from its own arguments, and so
-works with any version of the weights.
+unchanging buffers or the random counter. The backward recomputes it from the backward's arguments,
+and so works with any version of the weights.
 
 A minimum cut in the forward's graph chooses the cheapest tensors to keep. Every tensor is an edge
 whose capacity is its bytes. Edges lead from the source to stage inputs and costly operators, and
 from the tensors that the backward reads to the sink. The backward gets the tensors of a minimum
-cut, and computes from them all nodes between cut and sink. torch's own
+cut, and computes from them all nodes between the cut and the sink. torch's own
 `min_cut_rematerialization_partition` works in the same way.
 
 `halve` divides a backward into the programs B and W of Qi et al., "Zero bubble pipeline
@@ -79,7 +79,7 @@ def partition(
 ) -> PassPrograms:
     """Return the forward and backward of a joint graph for micro-batches of `samples`.
 
-    `recompute` is one of `recompute.MODES`. With `halves` the backward also comes in two halves.
+    `recompute` is one of `MODES`. With `halves` the backward also comes in two halves.
     The joint graph is changed and cannot be used again.
     """
     drop_unread(joint.graph)
@@ -132,7 +132,8 @@ def _tensors_to_save(joint: Joint, recompute: str) -> list[fx.Node]:
 def _accumulate(
     joint: Joint,
 ) -> tuple[list[tuple[Key, fx.Node]], list[tuple[Key, fx.Node]]]:
-    """Add each parameter's gradient to its accumulator at once. Return (accumulators, results).
+    """Add each parameter's gradient to its accumulator right after the gradient is computed. Return
+    (accumulators, results).
 
     Results are the TANGENTs, then the GRADs.
     """
@@ -158,7 +159,7 @@ def _accumulate(
 
 
 def _forget_shapes(graph: fx.Graph) -> None:
-    """Replace operands that are read for their shape alone by a number in that shape.
+    """Replace operands that are read for their shape alone by zeros of that shape.
 
     A backward then needs no saved tensor for them.
     """
@@ -187,7 +188,8 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
     sums = [(key, node) for key, node in results if key[0] == GRAD]
     outgoing = {key for key, _ in tangents}
     inputs = {node for _, node in arguments}
-    replaced = {node for key, node in arguments if key in outgoing}  # by a TANGENT of that name
+    # An outgoing TANGENT of the same name replaces these inputs.
+    replaced = {node for key, node in arguments if key in outgoing}
     first = _tangent_calls([node for _, node in tangents], inputs) | replaced
     read = _weight_half_reads(graph, arguments, [node for _, node in sums], first)
     kept = inputs - replaced
@@ -201,7 +203,7 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
 
 
 def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute the tangents, after dividing convolutions among them in two."""
+    """Return the calls that compute the tangents. Divide backwards of convolutions first."""
     for node in in_graph_order(reachable(tangents, inputs) - inputs):
         if node.target is aten.convolution_backward.default:
             _divide(node)
@@ -258,7 +260,7 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node's results need; new running statistics do not count."""
+    """Return the operands that a node's results need, except for its new running statistics."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 
@@ -322,7 +324,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Return the tensor's bytes; none for tuples and full-size views, which are never cut."""
+    """Return the tensor's bytes; no capacity for tuples and full-size views, never to be cut."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

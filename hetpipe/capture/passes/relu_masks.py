@@ -19,8 +19,8 @@ _POOL_BACKWARD = aten.max_pool2d_with_indices_backward.default
 
 
 def drop_comparisons(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
-    """Replace comparisons by their operand in the nodes to save, if the operand is available
-    anyway.
+    """In the nodes to save, replace a comparison by its operand, if the operand is available in any
+    case.
 
     The backward compares again, which costs no more than reading a saved mask.
     """
@@ -45,9 +45,9 @@ class _Mask(NamedTuple):
 def mask_pooled(graph: fx.Graph) -> None:
     """Mask gradients of maxima before they are spread over the image of a rectifier.
 
-    A maximum has the sign of its element, and all other elements get no gradient, so the result is
-    the same. The mask has the size of the maxima, which are fewer than the pixels, and the backward
-    does not need the image itself.
+    A maximum equals the element that gets its gradient, and all other elements get no gradient, so
+    the result is the same. The mask has the size of the maxima, which are fewer than the pixels,
+    and the backward does not need the image itself.
     """
     for spread in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
         pool: Any = spread.args[7].args[0]

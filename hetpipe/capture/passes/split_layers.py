@@ -79,7 +79,7 @@ class SplitParameters:
 
 
 def _parameter(name: str, known: Mapping[str, object]) -> str:
-    """Return the parameter, among the known ones, that a value with this name belongs to."""
+    """Return the name of the `known` parameter to which a value with this name belongs."""
     return name if name in known else name.rpartition("/")[2]
 
 
@@ -92,13 +92,14 @@ _CHANNELS: dict[Any, int] = {
     aten.conv2d.default: -3,
     aten.conv2d.padding: -3,
 }
-"""The operators that can be split: input, weight, bias, ...; and the channels' dimension."""
+"""The operators that can be split, with the dimension of the output channels. Their arguments are
+(input, weight, bias, ...)."""
 _GROUPS = 6
 """Index of a convolution's argument `groups`."""
 
 
 def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[str]) -> None:
-    """Split the layers that `channels` names, each after this number of output channels.
+    """Split the layers that `channels` names, each after its number of output channels there.
 
     `tied` are the parameters that have several names. `flat.rows` gets, for every split parameter,
     the number of rows in its first part. Raises `PlanError` for a layer that cannot be split.
@@ -186,7 +187,7 @@ def _product(flat: FlatGraph, layer: str, index: int) -> fx.Node:
     groups = product.args[_GROUPS] if len(product.args) > _GROUPS else 1
     if groups != 1:
         raise PlanError(
-            f"split: {layer} is a convolution of {groups} groups; only one of 1 group can be split"
+            f"split: {layer} is a convolution of {groups} groups; it can be split only if it has 1"
         )
     return product
 

@@ -23,8 +23,8 @@ from hetpipe.optim.rule import Optimizer
 
 Extra = Literal["predict", "norm", "finite"]
 EXTRAS: tuple[Extra, ...] = ("predict", "norm")
-"""Programs that only some trainings need: for predicted weights, and for a clip by norm. `finite`
-is a cheaper norm, for a training without a clip."""
+"""Programs that only some trainings need: `predict` for predicted weights, `norm` for a clip by
+norm. The extra `finite` is a cheaper `norm`, for a training without a clip."""
 
 
 def trace_stages(

@@ -1,4 +1,4 @@
-"""Programs that work on all parameters of a stage, or all their gradients, at once.
+"""Traces programs that work on all parameters or all gradients of a stage at once.
 
 An optimizer's rule is traced once for all parameters of one shape, then copied for each of them. A
 split parameter needs a rule that updates each row without reading other rows.
@@ -34,7 +34,7 @@ class Formulas:
         self._graphs: dict[Any, fx.Graph] = {}
 
     def graph(self, key: Any, formula: Formula, values: Sequence[torch.Tensor]) -> fx.Graph:
-        """Return the graph of `formula` for such `values`; formulas with one `key` are the same."""
+        """Return the graph of `formula` for such `values`; formulas of equal `key` are the same."""
         key = key, tuple((value.shape, value.dtype) for value in values)
         if key not in self._graphs:
             with FakeTensorMode(), torch.no_grad():
@@ -92,8 +92,8 @@ def trace_update(
     """Trace PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None without gradients.
 
     `updated` are the parameters that the stage owns, as tensors of their shapes. The parameters
-    `only_zeroed` are tied to an earlier stage, and only get zeroed gradients. The rule gets
-    gradients multiplied by `grad_scale`.
+    `only_zeroed` belong to an earlier stage (tied weights): only their gradients are zeroed. The
+    rule gets gradients multiplied by `grad_scale`.
     """
     if not updated and not only_zeroed:
         return None
@@ -158,9 +158,9 @@ def trace_norm(
     """Trace GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
-    `others` are gradients that do not count in the sum, but for the dtype of the scalars. Without
-    `squares` the result is the sum of the gradients themselves, which costs less, and is not finite
-    if a gradient is not.
+    `others` are gradients that are not in the sum and only count for the dtype of the scalars.
+    Without `squares` the result is the sum of the unscaled gradients, which costs less, and is not
+    finite if a gradient is not.
     """
     if not gradients:
         return None

@@ -40,7 +40,7 @@ def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
     while base not in inputs and (base.target in _VIEWS or widens(base)):
         source = base.all_input_nodes[0]
         if not is_tensor(source) and source.target not in _VIEWS:
-            break  # one result of an operator with several
+            break  # one result of an operator with several results
         base = source
     return base
 
