@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class Captured:
-    """A model and its loss as graphs. Capture neither changes nor runs the model itself.
+    """A model and its loss as graphs. Capture does not change the model.
 
     Each module trains in the mode, train or eval, that it has at capture; later changes of mode
     have no effect. Warns with `EvalModeWarning` if the whole model is in eval mode.
@@ -100,7 +100,7 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
-        self._outputs: dict[bool, Outputs] = {}  # the model's, by "in training mode"
+        self._outputs: dict[bool, Outputs] = {}  # by mode: whether the model trains
         self._identity = Identity(
             self._model, self._loss_fn, self._example, self._modes, options, self._note_output
         )
@@ -210,8 +210,8 @@ class Captured:
         bounds = [0, *cuts, count]
         if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise CaptureError(
-                f"cuts {list(cuts)} must increase strictly, and lie between 1 and the number of "
-                f"layers minus 1; there are {count} layers"
+                f"cuts {list(cuts)} must increase strictly, and each must be above 0 and below "
+                f"{count}, the number of layers"
             )
         if len(decompositions) != len(cuts) + 1:
             raise CaptureError(
@@ -233,7 +233,7 @@ class Captured:
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
 
-        The result is "" if the losses agree. Without `training` it checks the loss in eval mode.
+        The result is "" if the losses agree. Without `training`, the loss is checked in eval mode.
         See `hetpipe.capture.export.mean_loss`.
         """
         key = self._identity.key(

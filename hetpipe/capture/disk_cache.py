@@ -77,7 +77,7 @@ RECORDS = {
 }
 """Classes by name, with the names of their fields."""
 NUMBERS = "biufc"
-"""Kinds of numpy's dtypes whose elements are plain bytes."""
+"""The `kind`s of numpy's dtypes whose elements are numbers."""
 
 
 def load(key: str) -> Any:
@@ -129,7 +129,6 @@ def _to_record(parts: data_pickle.Parts) -> Any:
         return Program(graph_of_rows(rows), inputs, outputs)
     record, names = RECORDS[kind]
     instance = object.__new__(record)
-    vars(instance).update(
-        zip(names, value, strict=True)
-    )  # faster than calling the class, and there are many
+    # Faster than a call of the class; a capture has many records.
+    vars(instance).update(zip(names, value, strict=True))
     return instance

@@ -1,8 +1,8 @@
 """Programs, which capture gives to the workers: every input and output has a role and a name.
 
-A worker never looks inside a graph. It keeps its buffers by slot, reads a program's inputs from
-there and writes the outputs back. Tied weights, skips, saved tensors and optimizer state are
-ordinary slots.
+A worker never looks inside a graph. It keeps its buffers by slot: a program gets the buffers of its
+input slots, and its outputs become the buffers of its output slots. Tied weights, skips, saved
+tensors and optimizer state are ordinary slots.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Slot:
 class Program:
     """A canonical graph (see `hetpipe.sdk.graph`) with a slot per placeholder and per output.
 
-    Pickles, without torch's own pickling of graphs.
+    A program can be pickled, without torch's own pickling of graphs.
     """
 
     graph: fx.GraphModule

@@ -105,7 +105,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Drop dead code and identities. Call it only after autograd: then a detach is an identity."""
+    """Drop dead code and identities. Call this only after autograd, when detach is an identity."""
     for node in list(graph.nodes):
         source: Any = node.args[node.target is aten.copy.default] if node.args else None
         if node.target in _IDENTITIES or (
@@ -114,7 +114,7 @@ def simplify(graph: fx.Graph) -> None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         elif (
-            node.target is aten._to_copy.default  # it undoes the lossless cast of its source
+            node.target is aten._to_copy.default  # a cast that undoes the lossless cast before it
             and widens(source)
             and has_same_form(node, source.args[0])
         ):

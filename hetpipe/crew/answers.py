@@ -47,7 +47,7 @@ class Answers:
             self._squares.append(news.square)
             clip = self._request.clip
             assert clip is not None
-            if clip.undoes:  # without it, a skipped update is normal: the loss scale adapts
+            if clip.undoes:  # otherwise the loss scale adapts, and no gradient is to blame
                 self.culprit = self.culprit or news.culprit
             if len(self._squares) < self._workers:
                 return None

@@ -182,11 +182,11 @@ class Assembly:
 
     @staticmethod
     def check_rows(schedule: Schedule, rows: int) -> None:
-        """Raise `HetpipeError` if a schedule is for another number of workers."""
+        """Raise `HetpipeError` unless a schedule is for as many workers as there are `rows`."""
         workers = len(set(row_workers(schedule)))
         if workers != rows:
             raise HetpipeError(
-                f"the schedule is for {workers} workers, the stages are loaded on {rows}"
+                f"the schedule is for {workers} workers, but the stages are loaded on {rows}"
             )
 
     def check(

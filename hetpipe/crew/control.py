@@ -19,7 +19,7 @@ logger = logging.getLogger("hetpipe")
 
 TICK_S = 1.0
 PAUSE_TICKS = 3
-"""A loop that misses more ticks was itself stopped, and so were all workers."""
+"""A loop that misses more ticks than this was itself stopped, and so were all workers."""
 
 
 NOTICE_S = 60.0
@@ -34,7 +34,7 @@ _PASSES = {
 
 
 class Patience:
-    """Limits the time in which nothing moves: then workers count as stuck. Steps so far set it.
+    """The time after which workers that do not move count as stuck; longer after longer steps.
 
     The limit applies while every worker waits for another worker. A pass may take any time.
     """
@@ -111,7 +111,7 @@ class Control:
             self._changed.notify_all()
 
     def fail(self, text: str, trace: str = "") -> None:
-        """End the run at the first failure; later ones only follow from it."""
+        """End the run at the first failure; later failures only follow from the first."""
         with self._changed:
             if self._error is not None:
                 return

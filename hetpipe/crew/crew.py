@@ -56,8 +56,8 @@ class Crew(Workers):
     """Workers with their devices open, and their stages. A context manager; no process outlives
     `close`.
 
-    The first failure of a worker ends all workers; it is raised as `WorkerError`, by this and every
-    later call.
+    The first failure of a worker ends all workers. The present call and every later call raise it
+    as `WorkerError`.
     """
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
@@ -204,7 +204,7 @@ class Crew(Workers):
         if isinstance(request, StepRequest):
             assembly.check(request.samples, request.feeds, request.loss_tangents)
             if request.grad_scale is None and not assembly.has_count:
-                raise HetpipeError("grad_scale is None, but the loss has no count: give a number")
+                raise HetpipeError("grad_scale is None, but the loss has no count: give it a value")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
         # A custom schedule may leave out micro-batches, but it still has one mini-batch.
@@ -253,7 +253,7 @@ class Crew(Workers):
     ) -> dict[str, Array]:
         """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
 
-        A value on several stages (tied weights) comes from its owner, the first of them. A value of
+        A value on several stages (tied weights) comes from its owner, the first stage. A value of
         a stage with replicas comes from `replica`.
         """
         assembly = self._loaded()

@@ -164,7 +164,7 @@ class ProcessFleet(Fleet):
             return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if threading.current_thread() is not self._thread:  # it, too, may free and close the crew
+        if threading.current_thread() is not self._thread:  # else the watcher has freed the crew
             self._thread.join()
         self.keep = None
 
@@ -249,7 +249,7 @@ class ProcessFleet(Fleet):
         return f"{self.control.labels[worker]} (process {pid}{at})"
 
     def _bury(self) -> None:
-        """Ask all workers to end, kill the remaining ones, and reap all."""
+        """Ask all workers to end, kill the remaining workers, and wait until all have ended."""
         if not self.control.failed:
             for channel in self._channels:
                 with suppress(OSError):

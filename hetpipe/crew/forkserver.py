@@ -83,7 +83,7 @@ class WorkerProcess:
         if data and self._pid is None:
             (self._pid,) = STATUS.unpack(data)
             return True
-        # Without a status the server has died, and its worker too.
+        # If the pipe ends without a status, the server has died, and the worker with it.
         (self._code,) = STATUS.unpack(data) if data else (-signal.SIGKILL,)
         os.close(self._status)
         return True

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Workers:
     """Workers with their devices open. A context manager; no process outlives `close`.
 
-    The first failure of a worker ends all workers; it is raised as `WorkerError`, by this and every
-    later call.
+    The first failure of a worker ends all workers. The present call and every later call raise it
+    as `WorkerError`.
     """
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:

@@ -44,7 +44,7 @@ class _Edge:
 
     @property
     def axes(self) -> Axes:
-        """By name of a tensor that travels by rows: the dimension of its rows."""
+        """For each tensor that travels by rows, by name, the dimension of its rows."""
         return self._wire.axes
 
     def take_spans(self) -> list[Span]:

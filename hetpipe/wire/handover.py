@@ -42,7 +42,7 @@ class HandoverPort(Port):
         return _HandoverInlet(self, wire, device)
 
     def close(self) -> None:
-        """Wake the threads that wait at either end."""
+        """Wake the threads that wait at both ends."""
         self.messages.put(None)
         self.room.put(False)
 

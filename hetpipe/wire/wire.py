@@ -77,7 +77,7 @@ GRADIENTS = Kind(Content.ALL_REDUCE, 0)
 """All gradients of a stage."""
 
 Axes = Mapping[str, int]
-"""By name of a tensor: the dimension of its rows."""
+"""For each tensor, by name, the dimension of its rows."""
 
 
 @dataclass(frozen=True)

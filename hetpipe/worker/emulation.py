@@ -1,5 +1,5 @@
-"""Emulates a slower device: stretches compute actions to the time that it would take (station 7 of
-docs/life-of-a-micro-batch.md).
+"""Emulates a slower device: stretches compute actions to the time that they would take there
+(station 7 of docs/life-of-a-micro-batch.md).
 
 A worker keeps its core awake while it waits, since the first action after an idle pause is slower.
 Workers that share a core sleep instead, and each counts its time on the core. If their speeds sum
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 AWAKE_S = 1e-4
-"""Seconds at the end of a wait in which a worker stays awake, because no sleep is so exact."""
+"""Seconds at the end of a wait in which a worker stays awake, because a sleep is less exact."""
 
 
 class Moment(NamedTuple):

@@ -192,7 +192,7 @@ class Exchange:
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
-        """Send a mini-batch's gradients to the other replicas, or receive another replica's.
+        """Send a mini-batch's gradients to the other replicas, or receive gradients from a replica.
 
         Sent gradients are kept aside for their update. Received gradients overwrite the
         accumulators; the previous ones are kept aside or have been applied.

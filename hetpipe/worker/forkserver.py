@@ -35,7 +35,7 @@ SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for the compute thre
 
 
 def main(fd: int, controller: int) -> None:
-    """Fork workers until the controller (its process id) has ended or closes its channel."""
+    """Fork workers until process `controller` has ended or closes its end of the channel."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # a collection would write to memory that all workers share

@@ -13,7 +13,7 @@ Pass = tuple[int, int]
 
 
 class Held(NamedTuple):
-    """The bytes of a frame; `in_flight` is 1 if a later backward reads any of them, else 0."""
+    """The bytes of a frame; `in_flight` is 1 if a later backward reads the frame, else 0."""
 
     nbytes: int
     in_flight: int

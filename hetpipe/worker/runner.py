@@ -44,7 +44,7 @@ class Script:
 
     steps: tuple[ScriptStep, ...]
     arrivals: tuple[Message, ...]
-    """The messages to the worker in the meantime; messages of one sender are in its order."""
+    """The messages that arrive at the worker during the part, in the order of each sender."""
     closing: Closing
 
     @classmethod

@@ -57,7 +57,7 @@ class Service:
         self._scales: dict[tuple[int, bool], float] = {}
         # Held while scales are read or changed; never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
-        self._failed = threading.Lock()  # the first failure takes it and never releases it
+        self._failed = threading.Lock()  # the first failure takes this lock forever
         self._stopped = False
 
     @property
@@ -97,7 +97,7 @@ class Service:
             self._close_edges()
 
     def abort(self) -> None:
-        """End the worker from another thread: wake everything that waits in it."""
+        """End the worker from another thread: wake all threads that wait in the worker."""
         self._stopped = True
         self.deliver(say.Stop())
         with self._scaled:
@@ -105,7 +105,7 @@ class Service:
         self._close_edges()
 
     def fail(self, error: BaseException) -> None:
-        """Report the first error; later ones only follow from it."""
+        """Report the first error; later errors only follow from the first."""
         if self._stopped or not self._failed.acquire(blocking=False):
             return
         self._answer(say.Failure(self.doing, self._summary(error), trace_of(error)))

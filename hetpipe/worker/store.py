@@ -100,7 +100,7 @@ class Store:
         return table[index] if is_new else None
 
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
-        """Set the scalars that programs read, if they change. Return those set the first time."""
+        """Set the scalars that programs read, if they change. Return the buffers of new scalars."""
         new = []
         for name, value in scalars.items():
             slot = self._slots.get((SCALAR, name))
@@ -122,7 +122,7 @@ class Store:
 
     def begins_gradients(self) -> bool:
         """Return whether the next backward creates the late gradients. If it adds to them, give
-        missing ones a buffer."""
+        missing gradients a buffer."""
         if self._late and all(self.entries[index] is None for index in self._late):
             return True
         self.make_gradients()

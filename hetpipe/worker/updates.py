@@ -32,7 +32,7 @@ class Position(NamedTuple):
 class MiniBatches:
     """Mini-batches by number in the stream.
 
-    Lanes read them at once; only the thread of the walk begins and drops them.
+    Lanes read mini-batches at the same time; only the thread of the walk begins and drops them.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Updates:
     _clipped: dict[int, float] = field(default_factory=dict)  # factor of the present mini-batch
 
     def apply(self, action: Action) -> Moment:
-        """Apply a stage's gradients, or drop them. Return the begin of this, after all waits."""
+        """Apply a stage's gradients, or drop them. Return when this began, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
         # Replicas that take turns have scaled their gradients before the sum.

@@ -131,7 +131,7 @@ def test_invalid_requests_are_refused_before_they_run() -> None:
         with pytest.raises(HetpipeError, match="needs param 'w1'"):
             crew.load(make_stages(2, [2, 3]), ["m0", "m1"], {"w0": make_values(1)["w0"]})
         crew.load(make_stages(2, [2, 3]), ["m0", "m1"], make_values(2))
-        with pytest.raises(HetpipeError, match="for 3 workers, the stages are loaded on 2"):
+        with pytest.raises(HetpipeError, match="for 3 workers, but the stages are loaded on 2"):
             run(crew, generate("gpipe", 3, 3), 1)
         feed = {"x": np.zeros((3, WIDTH), np.float32), "y": np.zeros((3, WIDTH))}
         one = generate("gpipe", 2, 1)

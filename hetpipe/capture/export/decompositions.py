@@ -148,9 +148,9 @@ def attention(
 ) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by its documented definition.
 
-    Without a mask and dropout it is one operator of ours. A row without any key gives zeros, as in
-    torch, and gets no gradient: its mask is removed, so that its softmax is finite, and its result
-    is replaced by zeros.
+    Without a mask and dropout, the attention is one operator of ours. A row without any key gives
+    zeros, as in torch, and gets no gradient: its mask is removed, so that its softmax is finite,
+    and its result is replaced by zeros.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:

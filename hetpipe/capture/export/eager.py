@@ -85,7 +85,7 @@ class EagerModule:
 def _record_outputs(
     with_loss: nn.Module, outputs: list[tuple[str, torch.Tensor]], watches: bool
 ) -> Iterator[None]:
-    """Append the first tensor that each module of the model returns, if it `watches`."""
+    """With `watches`, append the first tensor that each module of the model returns."""
 
     def hook(name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, result: Any) -> None:

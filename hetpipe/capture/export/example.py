@@ -1,4 +1,4 @@
-"""The example batch: calls the model with it, names its tensors and makes other sizes of it."""
+"""The example batch: names its tensors, makes other sizes, and calls the model with a batch."""
 
 from __future__ import annotations
 

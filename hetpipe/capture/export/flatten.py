@@ -177,7 +177,7 @@ def _free(flat: FlatGraph) -> set[fx.Node]:
 
 
 def _differentiable(flat: FlatGraph, trainable: frozenset[str]) -> set[fx.Node]:
-    """Return the nodes whose value requires a gradient, by running the graph without data."""
+    """Run the graph without data, and return the nodes whose value requires a gradient."""
     differentiable: set[fx.Node] = set()
     env: dict[fx.Node, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():

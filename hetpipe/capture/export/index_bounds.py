@@ -40,7 +40,7 @@ class IndexBound:
     high: int
     ignored: int | None
     columns: tuple[int, ...] | None
-    """Positions of the used elements in a flattened sample; None for all of them."""
+    """Positions of the used elements in a flattened sample; None for all elements."""
     use: str
     """Text for messages: "embedding of wte has 256 rows"."""
     averaged: bool = False

@@ -124,7 +124,7 @@ class LossCheck:
         return outputs is None or outputs.elements(count * self._samples) >= MANY_ELEMENTS
 
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
-        """Return whether the loss of random outputs is the mean of its parts; None if it fails."""
+        """Return whether the loss of random outputs is the mean of its parts; None if unknown."""
         compared = [] if outputs is None else self._compare_random(outputs, leaves)
         return all(comparison.agrees for comparison in compared) if compared else None
 

@@ -37,7 +37,7 @@ class _ModuleRecord(NamedTuple):
 
 
 class Watch:
-    """A model and its loss at capture. Their modes may change, since capture has recorded them."""
+    """A model and its loss at capture. Modes may change, because capture has recorded the modes."""
 
     def __init__(
         self,

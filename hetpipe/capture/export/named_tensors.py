@@ -72,7 +72,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def copy_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss; if it is a module, with copies of its buffers, which a call may change."""
+    """Return the loss; of a module, a copy with copied buffers, since a call may change them."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     return deep_copy(loss_fn, loss_fn.parameters())

@@ -1,11 +1,11 @@
 """Multiplies an embedding's table, not the row of each token, if tokens outnumber the rows.
 
-A row E[i] of a table times a matrix W is row i of E W. So the pass multiplies the whole table and
-looks up rows of the product. Let G be the gradient of these rows, and S its sums over equal tokens.
-Then the gradient of W is E^T S instead of E[i]^T G, and the gradient of E is S W^T. So only one
-multiplication per row is needed, not one per token. Sums have the same terms in another order. If a
-backward has another version of the weights than the forward, it uses its own versions of both E and
-W.
+A row E[i] of a table times a matrix W is row i of E W. So the whole table is multiplied, and the
+rows of the product E W are looked up. Let G be the gradient of the looked-up rows, and S the sums
+of G over equal tokens. Then the gradient of W is E^T S instead of E[i]^T G, and the gradient of E
+is S W^T. So a multiplication is needed for each row of the table, not for each token. Sums have the
+same terms in another order. A backward with another version of the weights than the forward uses
+this version of both E and W.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ _GROUPS = 6
 
 
 def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[str]) -> None:
-    """Split the layers that `channels` names, each after its number of output channels there.
+    """Split each layer that `channels` names, after the given number of output channels.
 
     `tied` are the parameters that have several names. `flat.rows` gets, for every split parameter,
     the number of rows in its first part. Raises `PlanError` for a layer that cannot be split.
