@@ -1,7 +1,7 @@
 """Reference devices: torch's operators in float64, and in the dtypes that graphs declare.
 
-Buffers of the float64 device report the declared shapes and dtypes, but floating ones hold float64.
-A download rounds once to the declared dtype.
+A buffer of the float64 device reports the declared shape and dtype, but holds a floating tensor in
+float64. A download rounds once to the declared dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExactDevice(BlockingDevice):
     """Torch on this processor, in float64."""
 
     _as_computed = staticmethod(to_float64)
-    """Function that converts tensors and dtypes for the computation."""
+    """Convert the tensors and dtypes among an operator's arguments for the computation."""
     info = DeviceInfo(
         "exact:torch:0", "exact", "cpu", "torch in float64", "", torch.__version__, 0, HOST_MEMORY,
         tuple(DTYPE_NBYTES),
@@ -83,4 +83,5 @@ class _Run(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         called = self._as_computed(args), self._as_computed(kwargs)
         result = super().call_function(target, *called)
-        return tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)  # as graphs declare
+        # Graphs declare results in row-major order.
+        return tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)

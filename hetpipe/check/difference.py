@@ -1,4 +1,4 @@
-"""Differences of arrays from their references, and the errors that rounding explains."""
+"""Differences between arrays and their references, and the errors that rounding explains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ UNITS = 16.0
 class Difference:
     """The worst error of an array, and the allowed error of the same element.
 
-    `wrong` counts the elements beyond the allowed error; `text` describes the worst one. The error
-    is infinite for a wrong shape, or if value and reference differ and one of them is not finite.
+    `wrong` counts the elements with a larger error than allowed; `text` describes the worst
+    element. The error is infinite for a wrong shape, or if value and reference differ and one of
+    them is not finite.
     """
 
     error: float
@@ -37,8 +38,9 @@ class Difference:
 def errors_of(actual: Array, expected: Array) -> Array:
     """Return the absolute error of each element; 1 for unequal integers and bools.
 
-    The error is 0 if both values are NaN, or equal in the dtype of `actual`, where large numbers
-    become infinite. It is infinite if the values differ and one of them is not finite.
+    The error is 0 if both values are NaN, or if they are equal after `expected` is rounded to the
+    dtype of `actual`, which may turn a large number into infinity. The error is infinite if the
+    values differ and one of them is not finite.
     """
     if actual.dtype.kind != "f":
         return np.asarray(actual != expected, np.float64)
@@ -54,7 +56,8 @@ def difference(
 ) -> Difference:
     """Compare an array with its reference; integers and bools must be equal.
 
-    `allowed` is one number or an array of them; `words` replace the number in the text.
+    `allowed` is the largest error for all elements, or an array with one for each element. In the
+    text, `words` replace this number if they are given.
     """
     if actual.shape != expected.shape:
         return Difference(math.inf, 0.0, 1, f"the shape is {actual.shape}, not {expected.shape}")
@@ -85,7 +88,8 @@ def tensor_difference(
     """Compare the elements whose reference is finite.
 
     The allowed error is the tolerance for sums of `terms` terms, with the larger of `eps` and the
-    dtype's epsilon. For integers and bools the error is the number of unequal elements.
+    dtype's epsilon. For integers and bools the error is the number of unequal elements; for a wrong
+    shape or dtype it is infinite.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return Difference(math.inf, 0.0)
@@ -111,9 +115,9 @@ def tolerance(largest: float, eps: float, terms: int = 1, units: float = UNITS) 
 
 
 def case_tolerance(expected: Array, eps: float, terms: int = 1, units: float = UNITS) -> float:
-    """Return the allowed error of a result; its inputs have magnitudes of about 1.
+    """Return the allowed error of a result whose inputs have magnitudes of about 1.
 
-    The largest magnitude counts as at least 1, because terms that cancel exceed their sum.
+    The largest magnitude counts as at least 1, because terms that cancel are larger than their sum.
     """
     return tolerance(max(1.0, largest_of(expected)), eps, terms, units)
 
@@ -121,7 +125,7 @@ def case_tolerance(expected: Array, eps: float, terms: int = 1, units: float = U
 def half_digits(*dtypes: str | None) -> float:
     """Return the relative error of a value that has lost half of its digits.
 
-    The coarsest dtype among `dtypes` and float32 decides.
+    The value has the coarsest dtype among `dtypes` and float32.
     """
     return math.sqrt(eps_of("float32", *(dtype for dtype in dtypes if dtype is not None)))
 

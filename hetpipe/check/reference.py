@@ -1,8 +1,8 @@
 """The float64 reference: torch's eager operators on this processor, and their rounding noise.
 
 A node's value is the float64 result of its operator for the given inputs, rounded once to the dtype
-that the graph declares. It overflows where that dtype overflows. The reference uses no backend, so
-it can judge any device.
+that the graph declares. The value overflows where this dtype overflows. The reference uses no
+backend, so it can judge any device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONG_SUMS = ("conv", "lstm", "attention", "scatter", "put", "norm", "embedding"
 
 
 def float64_results(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Array]:
-    """Return the results of a function, with floating inputs and new tensors in float64."""
+    """Run a function with floating inputs and new tensors in float64; return its results."""
     with default_dtype(torch.float64):
         results = tensors_of(function(*to_float64(list(inputs))))
     return [tensor.detach().numpy() for tensor in results]
@@ -61,7 +61,7 @@ def reference_values(
 
 
 def exact_value(node: fx.Node, arguments: Any) -> Value:
-    """Return the exact result of a node for (args, kwargs), rounded to its dtype.
+    """Return the exact result of a node for (args, kwargs), rounded to the node's dtype.
 
     Raises `HetpipeError` if torch cannot compute it.
     """
@@ -81,7 +81,7 @@ def exact_value(node: fx.Node, arguments: Any) -> Value:
 
 
 def narrow_value(node: fx.Node, arguments: Any) -> Value:
-    """Return the result of a node in the graph's own dtypes, or in float64 if torch lacks them."""
+    """Compute a node in the graph's dtypes, or in float64 if torch's operator lacks them."""
     try:
         return _call(node, arguments)
     except (RuntimeError, TypeError):
@@ -122,7 +122,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_comparable(node: fx.Node) -> bool:
-    """Return whether a node's value is defined: not uninitialised memory, nor a workspace."""
+    """Return whether a node's value is defined: neither uninitialised memory nor a workspace."""
     return "empty" not in operator_name(node) and not is_workspace(node)
 
 
@@ -194,7 +194,7 @@ def _floats(arguments: Any) -> list[torch.Tensor]:
 def _with_overflow(exact: Value, narrow: Value, is_sum: bool) -> Value:
     """Return the exact value with the infinities that torch yields in the graph's dtypes.
 
-    An overflowing sum becomes NaN, which no comparison judges: devices add terms in different
+    A sum that overflows becomes NaN, and comparisons skip NaN: devices add terms in different
     orders, and the order decides whether infinities of both signs meet.
     """
     if isinstance(exact, tuple):
@@ -218,7 +218,7 @@ def with_rounding_errors(value: Any, generator: torch.Generator, units: float = 
 
 
 def disturb_node(generator: torch.Generator, node: fx.Node, value: Value) -> Value:
-    """Return a node's value with the rounding errors that its operator may have."""
+    """Return a node's value with random rounding errors, as large as its operator may make."""
     if isinstance(value, tuple):
         return tuple(disturb_node(generator, node, item) for item in value)
     disturbed = with_rounding_errors(value, generator)
@@ -230,10 +230,10 @@ def disturb_node(generator: torch.Generator, node: fx.Node, value: Value) -> Val
 
 
 def rounding_effects(node: fx.Node, arguments: Any, expected: Value) -> list[float]:
-    """Return the error that a device may have beyond the tolerance, for each tensor of a value.
+    """Return, for each tensor of a value, the error that a device may have beyond the tolerance.
 
-    It covers torch's error in the graph's dtypes, and the effect of rounding errors in the inputs,
-    which sums with cancelling terms amplify.
+    This error covers torch's error in the graph's dtypes, and the effect of rounding errors in the
+    inputs, which sums with cancelling terms amplify.
     """
     generator = torch.Generator().manual_seed(0)
     units = tolerance(1.0, 1.0, terms_of(node))

@@ -15,18 +15,21 @@ Fault = TypeVar("Fault")
 Item = TypeVar("Item")
 
 OTHERS = 4
-"""Other kinds of operators that must fail before a device counts as lost."""
+"""How many other operators must fail as well before a device counts as lost."""
 
 
 def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:
-    """Return the fault of the first unit or part that fails alone."""
+    """Probe each item alone; return the first fault, or None."""
     return next((fault for item in items if (fault := probe(item)) is not None), None)
 
 
 def shortest_fault(
     units: Sequence[Unit], probe: Callable[[Sequence[Unit]], Fault | None]
 ) -> Fault | None:
-    """Return the fault of the shortest faulty run of units: bisect its end, then its start."""
+    """Return the fault of the shortest faulty run of units, or None if all of them pass.
+
+    Bisect the end of the run, then its start.
+    """
     if (fault := probe(units)) is None:
         return None
     end, fault = _bisect(len(units), lambda count: probe(units[:count]), fault)
@@ -34,7 +37,7 @@ def shortest_fault(
 
 
 def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> tuple[int, Fault]:
-    """Return the smallest faulty count and its fault; `fault` belongs to `count`."""
+    """Return the smallest count that fails, and its fault; `count` fails with `fault`."""
     right, wrong = 0, count
     while wrong - right > 1:
         middle = (right + wrong) // 2
@@ -48,9 +51,9 @@ def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> t
 def others_fail(
     units: Sequence[Unit], failed: Collection[str], fails: Callable[[Unit], bool]
 ) -> bool:
-    """Return whether other kinds of operators also fail, as on a lost device.
+    """Return whether the other operators fail as well, as on a lost device.
 
-    `failed` names the operators with a known fault.
+    `failed` names the operators with a known fault. At most `OTHERS` other operators are tried.
     """
     kinds = {operator_name(unit[0]): unit for unit in units}
     others = [unit for name, unit in kinds.items() if name not in failed]

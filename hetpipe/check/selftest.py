@@ -29,7 +29,7 @@ TERMS = 16
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The result of a self-test; `message` describes the failure, or else the checks."""
+    """The result of a self-test; `message` describes the failure or, if none, the checks."""
 
     ok: bool
     message: str
@@ -178,6 +178,6 @@ def _matmul_rate(device: Device) -> float:
 
         seconds = _per_call_s(once)
         rate = max(rate, 2 * size**3 / seconds / 1e9)
-        if seconds * 64 > _EVENT_S / 10:  # the next size up costs 64 times as much
+        if seconds * 64 > _EVENT_S / 10:  # the next size, 4 times larger, takes 64 times as long
             break
     return rate

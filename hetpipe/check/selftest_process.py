@@ -41,9 +41,9 @@ _PASSED = Entries("selftests", "json", 200)
 def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (device id, result) as tests end.
 
-    A result has the fields of `SelfTest`, or `ok` and `message` alone.
+    A result has all fields of `SelfTest`, or only `ok` and `message` if the test did not end.
     """
-    limit_s = seconds(LIMIT, 60.0)  # raises for a wrong value before a device could get the blame
+    limit_s = seconds(LIMIT, 60.0)  # a wrong value raises here, not as the failure of a device
     child: Child | None = None
     try:
         for info in infos:
@@ -76,8 +76,8 @@ def _result(child: Child, reference: str, device_id: str, limit_s: float) -> dic
 def trusted(info: DeviceInfo) -> str:
     """Return the reason why a device must not join a cluster by default; empty if it may.
 
-    A device of hetpipe's backends may join, unless its capabilities say `untried`. Other devices
-    are tested once, and again after a change of their backend, driver or description.
+    A device of a backend of hetpipe may join, unless its capabilities say `untried`. Every other
+    device is tested once, and again after a change of its backend, driver or description.
     """
     provider = provider_of(info.backend)
     if provider.ours and not info.capabilities.untried:

@@ -1,9 +1,9 @@
 """Saves and loads checkpoints; at every moment the folder contains a complete checkpoint.
 
-A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names them. A
-file's name contains its checksum, so new files never overwrite the old ones. The manifest is
-replaced last, in one rename, when all its files are on the disk; then the old files are removed.
-However a save ends, the folder has the previous checkpoint or the new one.
+A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names these
+files. A file's name contains its checksum, so new files never overwrite the old files. A save
+replaces the manifest last, in one rename, when all new files are on the disk; then it removes the
+old files. However a save ends, the folder has the previous checkpoint or the new checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Checkpoint:
     manifest: dict[str, Any]
     tensors: dict[str, dict[str, Array]]
     directory: Path | None = None
-    """The folder, if it was read from one."""
+    """The folder that the checkpoint was read from, if any."""
 
 
 def save(
@@ -52,13 +52,13 @@ def save(
 ) -> None:
     """Write a checkpoint into `directory`, replacing the present one.
 
-    `tensors`: by role (param, buffer, state) and by the model's names; for state "slot/parameter".
-    A bfloat16 tensor is saved and loaded as its int16 view. `manifest`: JSON values, among them
-    "step", the number of steps done.
+    `tensors`: by role (param, buffer, state), then by the model's names; the name of a state is
+    "slot/parameter". A bfloat16 tensor is saved and loaded as its int16 view. `manifest`: JSON
+    values, among them "step", the number of steps done.
 
-    Raises `CheckpointError` for values that the files cannot contain, before anything is written,
-    and if the folder cannot be written to, or another process or thread is saving into it. The
-    previous checkpoint then stays, without any new files.
+    Raises `CheckpointError`, before it writes anything, for values that the files cannot contain.
+    Raises it also if the folder cannot be written to, or if another process or thread is saving
+    into it. After an error the previous checkpoint stays, and no new files remain.
     """
     check_values(manifest)
     check_tensors(tensors)
@@ -98,8 +98,8 @@ def load(directory: Path) -> Checkpoint:
     """Read the checkpoint in `directory` and check every byte against its checksum.
 
     If another process saves there meanwhile, the new checkpoint is read. Raises `CheckpointError`,
-    with the file's name, if there is none, if a file is missing, truncated or altered, and for
-    another version of the format.
+    with the file's name, if there is no checkpoint, if a file is missing, truncated or altered, and
+    for another version of the format.
     """
     manifest = read_manifest(directory / MANIFEST)
     while True:
@@ -123,9 +123,9 @@ def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Arra
 
 
 def _sweep(directory: Path, before: Collection[str] | None = None) -> None:
-    """Remove our files that the manifest does not name, from replaced or interrupted saves.
+    """Remove files of replaced or interrupted saves: our files that the manifest does not name.
 
-    Without a manifest, only files that are not in `before` are known to be unused.
+    Without a readable manifest, remove only files that are not in `before`; without it, none.
     """
     try:
         manifest = read_manifest(directory / MANIFEST)

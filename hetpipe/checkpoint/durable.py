@@ -16,7 +16,7 @@ _NEW = (
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file; return its size and SHA-256. Its entry in the folder needs `sync` as well."""
+    """Write a file; return its size and SHA-256. Call `sync` to write its entry in the folder."""
     digest, nbytes = hashlib.sha256(), 0
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -30,7 +30,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 
 def sync(directory: Path) -> None:
-    """Write the folder's entries, its names of files, to the disk."""
+    """Write the folder's entries (the names of its files) to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,8 +42,8 @@ def sync(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Lock the folder inside the block, against other processes and threads of this machine.
 
-    The lock ends with the process. Raises `BlockingIOError` if somebody else holds the folder.
-    Warns if the file system has no locks.
+    The lock ends with the block or with the process. Raises `BlockingIOError` if the folder is
+    already locked. Warns if the file system has no locks.
     """
     import fcntl
 
@@ -54,7 +54,7 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             raise
         except OSError as error:
-            text = f"{directory} cannot be locked ({error.strerror}): save there from one process"
+            text = f"{directory} cannot be locked ({error.strerror}); save there from one process"
             warnings.warn(text, stacklevel=4)
         yield
     finally:

@@ -22,12 +22,12 @@ from hetpipe.words import short
 
 VERSION = 1
 ROLES = (PARAM, BUFFER, STATE)
-CURE = "copy the checkpoint again from where it is whole, or load another"
+CURE = "copy the checkpoint again from an intact copy, or load another checkpoint"
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A role's file in the checkpoint's folder; `tensors` is the number of its tensors."""
+    """The file of a role in the checkpoint's folder; `tensors` is the number of its tensors."""
 
     name: str
     nbytes: Count
@@ -37,7 +37,10 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The caller's `values`, without the step, and the `files` by role; in JSON also a version."""
+    """The content of `manifest.json`, without the format's version and the checksum.
+
+    `values` are the caller's values except for the step; `files` has the file of each role.
+    """
 
     hetpipe: str
     step: Count
@@ -45,18 +48,18 @@ class Manifest:
     files: dict[str, TensorFile]
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the file. Raises `CheckpointError` for too deep a nesting."""
+        """Return the bytes of the file. Raises `CheckpointError` for values nested too deeply."""
         files = {role: asdict(file) for role, file in self.files.items()}
         return _render({"version": VERSION, **vars(self), "files": files})
 
 
 def file_name(role: str, step: int, sha256: str) -> str:
-    """Return a name that depends on the content, so that no file ever overwrites another."""
+    """Return a name that depends on the content, so that no file overwrites a different file."""
     return f"{role}-{step:08}-{sha256[:16]}.safetensors"
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for values that JSON would change, and without a step."""
+    """Raise `CheckpointError` for values that JSON would change, and if the step is missing."""
     for key, value in values.items():
         try:
             same = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value
@@ -64,7 +67,7 @@ def check_values(values: Mapping[str, Any]) -> None:
             same = False
         if not same:
             raise CheckpointError(
-                f"the manifest's {key!r} is {short(value)}, which JSON would not give back; "
+                f"the manifest's {key!r} is {short(value)}, which JSON would change; "
                 "use None, bool, int, finite float, str, list, and dict with str keys"
             )
     step = values.get("step")
@@ -105,7 +108,7 @@ def read_manifest(path: Path) -> Manifest:
     record = source.versioned(Manifest, content, VERSION)
     for role, file in record.files.items():
         if role not in ROLES:
-            raise source.fault(("files", role), f"is of no role; there are {', '.join(ROLES)}")
+            raise source.fault(("files", role), f"is no role; the roles are {', '.join(ROLES)}")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):
             why = f"is {short(file.sha256)}, it should be 64 hexadecimal digits"
             raise source.fault(("files", role, "sha256"), why)
@@ -130,17 +133,17 @@ DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""The dtypes of a file: numpy's name and safetensors' name."""
+"""The dtypes that a file can contain: numpy's name to safetensors' name."""
 
 
 def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
-    """Raise `CheckpointError` for a role, a name or a type that cannot be stored."""
+    """Raise `CheckpointError` for a role, a name or a dtype that cannot be stored."""
     for role, named in tensors.items():
         if role not in ROLES:
             raise CheckpointError(f"unknown role {role!r}; a checkpoint has {', '.join(ROLES)}")
         for name, array in named.items():
             if name == "__metadata__":
-                raise CheckpointError(f"safetensors keeps the name {name!r}; rename that {role}")
+                raise CheckpointError(f"safetensors reserves the name {name!r}; rename the {role}")
             if array.dtype.name not in DTYPES:
                 raise CheckpointError(
                     f"{role} {name!r} is of type {array.dtype}, which cannot be stored; "
@@ -149,10 +152,11 @@ def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
 
 
 def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in pieces: header's length, header, data.
+    """Yield a safetensors file in pieces: the header's length, the header, the data.
 
-    Wide elements come first, so that all are aligned. The library's writer needs a second copy of
-    all tensors, or temporary files that a killed process would leave.
+    Tensors with wide elements come first, so that all tensors are aligned. The library's writer is
+    not used: it needs a second copy of all tensors, or temporary files that a killed process would
+    leave behind.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
@@ -170,7 +174,7 @@ def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
-    """Read the tensors in `path`. Raises `CheckpointError` if the file was changed."""
+    """Read the tensors in `path`. Raises `CheckpointError` if it is missing or was changed."""
     try:
         nbytes = path.stat().st_size
         if nbytes != file.nbytes:

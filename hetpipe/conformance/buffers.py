@@ -33,7 +33,7 @@ def _(rig: Rig) -> None:
 
 
 def _folded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return updates of several parameters, which read two inputs each, and the sum of all."""
+    """Return the updates of several parameters, from two inputs each, and the sum of all inputs."""
     sums = [a + b * 0.5 for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
     return *sums, reduce(torch.add, tensors)
 
@@ -82,10 +82,10 @@ def _(rig: Rig) -> None:
     expected = [each.contiguous().numpy() for each in views(a)]
     rig.run(overwriting, [source], [0])  # may overwrite the memory of the donated input
     for index, (result, array) in enumerate(zip(results, expected, strict=True)):
-        same(rig.get(result), array, f"result {index}, after its input was donated elsewhere")
+        same(rig.get(result), array, f"result {index}, after a later run overwrote its input")
     rig.run(flat, [results[0]], [0])
     for index in range(1, len(results)):
-        same(rig.get(results[index]), expected[index], f"result {index}, after 0 was donated")
+        same(rig.get(results[index]), expected[index], f"result {index}, after a run overwrote 0")
 
 
 @check(
@@ -155,7 +155,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/scalars",
-    "every run reads all of its inputs, also inputs without dimensions",
+    "every run reads all of its inputs, even inputs without dimensions",
     "a learning rate or a step number that is kept from the first run",
 )
 def _(rig: Rig) -> None:
@@ -188,7 +188,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/steady inputs",
-    "a device may keep a result of steady inputs alone only while it receives the same Buffer",
+    "a device may reuse a value computed from steady inputs only if it receives the same Buffers",
     "values that the device keeps for one weight and uses for the next weight",
 )
 def _(rig: Rig) -> None:
@@ -232,5 +232,5 @@ def _(rig: Rig) -> None:
     gc.collect()
     junk = [rig.put(np.full(x.shape, np.nan, np.float32)) for _ in range(8)]
     last.wait(WAIT_S)
-    compare(rig.get(results[0]), expected + 1.0, 1e-4, "a pass whose input was another's result")
+    compare(rig.get(results[0]), expected + 1.0, 1e-4, "a pass on the result of another pass")
     del junk

@@ -1,4 +1,4 @@
-"""A check: one rule of the contract, and a function that tests whether a device keeps it."""
+"""A check: one rule of the contract, and a function that tests whether a device keeps the rule."""
 
 from __future__ import annotations
 

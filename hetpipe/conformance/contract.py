@@ -181,7 +181,7 @@ def _(rig: Rig) -> None:
             for index, (actual, right) in enumerate(
                 zip(rig.results(executable, *inputs), expected, strict=True)
             ):
-                where = f"graphs with other {name}, compiled {how}: result {index} of one of them"
+                where = f"graphs that differ in {name}, compiled {how}: result {index} of one graph"
                 expect(actual.dtype == right.dtype, f"{where} is {actual.dtype}, not {right.dtype}")
                 compare(actual, right, 1e-5, where)
 
@@ -206,7 +206,7 @@ def _(rig: Rig) -> None:
     for name, inputs in wrong.items():
         expect_refusal(partial(rig.run, executable, inputs), f"a run with {name}")
     (result,) = rig.run(executable, right)
-    compare(rig.get(result), (a + b).numpy(), 1e-5, "a right run after the wrong ones")
+    compare(rig.get(result), (a + b).numpy(), 1e-5, "a run with right inputs after the others")
 
 
 @check(

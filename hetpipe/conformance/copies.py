@@ -113,7 +113,7 @@ def _(rig: Rig) -> None:
             f"{where} reads its source after its event, when the caller has already "
             "changed the source",
         )
-        same(taken, sent, f"{where}, at the moment of done,")
+        same(taken, sent, f"{where}, as soon as done() is true")
 
 
 @check(

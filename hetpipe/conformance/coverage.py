@@ -37,7 +37,8 @@ def matrix(results: Sequence[Result]) -> list[Family]:
 def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
     """Return the refused operators, each with the number of checks that it prevented.
 
-    Operators of the three models come first, then operators that prevented the most checks.
+    Operators of the models (checks `programs/...`) come first. Among them, and among the others,
+    the operators that prevented the most checks come first.
     """
     counts = Counter[str]()
     models = Counter[str]()
@@ -51,7 +52,7 @@ def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
 
 
 def next_steps(results: Sequence[Result], level: str) -> list[str]:
-    """Return advice for the backend's author, as sentences."""
+    """Return advice for the backend's author."""
     failed = [result for result in results if result.failed]
     if failed:
         first = failed[0]
@@ -71,7 +72,7 @@ _NOT_XML = {code: "?" for code in range(32) if code not in (9, 10, 13)}
 
 
 def write_junit(path: Path, device: str, results: Sequence[Result]) -> None:
-    """Write a test suite with one test case per check. Raises `HetpipeError` if it cannot."""
+    """Write JUnit XML, a test case per check. Raises `HetpipeError` if the file is not writable."""
     suite = ET.Element(
         "testsuite",
         {

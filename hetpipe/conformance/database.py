@@ -18,12 +18,12 @@ from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.sdk.graph import graph_calls
 
 LOOKED_AT = 24
-"""Number of samples per entry, from the start; the largest of them comes first."""
+"""How many of an entry's first samples are used; the largest of these comes first."""
 SEED = 0
 """Random seed, so that every run gets the same samples."""
 
 
-class Unasked(Exception):
+class UnusableSample(Exception):
     """No device can run the sample, for a reason in torch; the message gives the reason."""
 
 
@@ -39,7 +39,8 @@ def entries() -> dict[str, Any]:
 class Question:
     """A function of tensors with its results in float64 (`wide`) and in torch's dtypes (`near`).
 
-    The first `values` results are the operator's; the others are gradients by floating inputs.
+    The first `values` results are the operator's; the remaining results are the gradients with
+    respect to the floating inputs.
     """
 
     fn: Callable[..., Any]
@@ -51,10 +52,10 @@ class Question:
     """The same question without gradients."""
 
     def traced(self, table: Any) -> tuple[Question, fx.GraphModule]:
-        """Return this question, or `forward` if torch cannot trace gradients; and its graph.
+        """Return a question and its graph: this one, or `forward` if torch cannot trace gradients.
 
-        Raises `Unasked` if torch cannot trace either question, and `NotAsked` if only the trace
-        with the backend's decompositions fails.
+        Raises `UnusableSample` if torch cannot trace either question or its results are random, and
+        `NotAsked` if only the trace with the backend's decompositions fails.
         """
         try:
             graph = trace(self.fn, self.tensors, table)
@@ -64,16 +65,16 @@ class Question:
             except Exception as reason:
                 if self.forward is not None:
                     return self.forward.traced(table)
-                raise Unasked(f"torch cannot trace it: {_first_line(reason)}") from None
+                raise UnusableSample(f"torch cannot trace it: {_first_line(reason)}") from None
             text = _first_line(error)
             raise NotAsked(f"refused: traced with the backend's decompositions, {text}") from error
         if any(map(_is_random, graph_calls(graph))):
-            raise Unasked("its results are random")
+            raise UnusableSample("its results are random")
         return self, graph
 
 
-def questions(name: str) -> Iterator[Question | Unasked]:
-    """Yield a question for each sample of an entry, or the reason why a sample is none.
+def questions(name: str) -> Iterator[Question | UnusableSample]:
+    """Yield, for each sample of an entry, a question or the reason why no device can run it.
 
     A question has gradients if torch can compute them.
     """
@@ -87,7 +88,7 @@ def questions(name: str) -> Iterator[Question | Unasked]:
     for sample, tensors in samples:
         try:
             yield _question(entry, sample, tensors)
-        except Unasked as reason:
+        except UnusableSample as reason:
             yield reason
 
 
@@ -99,22 +100,25 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
 def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
     fn = _function(entry, sample)
     if entry.formatted_name.startswith(("empty", "new_empty")):
-        raise Unasked("its results are not initialised")
+        raise UnusableSample("its results are not initialised")
     try:
         near = [each.numpy() for each in tensors_of(fn(*tensors))]
         wide = float64_results(fn, tensors)
     except Exception as error:
-        raise Unasked(f"torch cannot run it: {_first_line(error)}") from error
+        raise UnusableSample(f"torch cannot run it: {_first_line(error)}") from error
     if any(array.dtype.kind == "c" for array in near):
-        raise Unasked("its results are complex")
+        raise UnusableSample("its results are complex")
     if not near:
-        raise Unasked("it has no tensor as a result")
+        raise UnusableSample("it has no tensor as a result")
     alone = Question(fn, tensors, wide, near, len(near))
     return (entry.supports_autograd and _with_gradients(alone)) or alone
 
 
 def _with_gradients(alone: Question) -> Question | None:
-    """Return the question with gradients of the sum of squares; None if torch cannot run it."""
+    """Return the question with the gradients of the sum of all results' squares.
+
+    Return None if torch cannot compute them.
+    """
     fn, tensors = alone.fn, alone.tensors
     places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
@@ -159,7 +163,10 @@ def _function(entry: Any, sample: Any) -> Callable[..., Any]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Return whether an operator draws random numbers: each device has its own generator."""
+    """Return whether an operator draws random numbers.
+
+    Its results cannot be compared, because each device has its own generator.
+    """
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -172,26 +179,26 @@ SAMPLES = 3
 PATIENCE = 4
 """Number of untraceable samples after which an entry without a traced sample is abandoned."""
 ILL_CONDITIONED = 8
-"""Allowed error as a multiple of torch's float32 error, if larger than the usual tolerance."""
+"""A result may differ by this multiple of torch's float32 error, if the tolerance is smaller."""
 
 
 def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
     """Run the first `samples` traceable samples of an entry, forward and with gradients.
 
-    Raises `BrokenRule` for a wrong result, and `NotAsked` if the device refuses a sample. An entry
-    counts as refused if its first sample is refused.
+    Raises `BrokenRule` for a wrong result, and `NotAsked` if the device refuses a sample or no
+    sample is usable. An entry counts as refused if the device refuses its first sample.
     """
-    asked, refused, unasked = 0, dict[int, str](), list[str]()
+    asked, refused, unusable = 0, dict[int, str](), list[str]()
     for question in questions(name):
         try:
-            if isinstance(question, Unasked):
+            if isinstance(question, UnusableSample):
                 raise question
             asked_now, graph = question.traced(rig.table)
             rig.require(graph)
             _compare(asked_now, rig.results(rig.device.compile(graph), *asked_now.tensors))
-        except Unasked as reason:
-            unasked.append(str(reason))
-            if len(unasked) == PATIENCE and not asked:
+        except UnusableSample as reason:
+            unusable.append(str(reason))
+            if len(unusable) == PATIENCE and not asked:
                 break
             continue
         except NotAsked as reason:
@@ -200,7 +207,7 @@ def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
         if asked == samples:
             break
     if not asked:
-        raise NotAsked(f"not asked: {unasked[0] if unasked else 'it has no samples'}")
+        raise NotAsked(f"not asked: {unusable[0] if unusable else 'it has no samples'}")
     if 0 in refused:
         raise NotAsked(f"refused: {refused[0]}")
     if refused:
@@ -217,7 +224,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
         limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
         if near.dtype.kind == "f":  # torch's error is also large for ill-conditioned functions
             if near.shape != wide.shape:
-                raise BrokenRule(f"torch itself gives {near.shape}, in float64 {wide.shape}")
+                raise BrokenRule(f"torch's shape is {near.shape}, but {wide.shape} in float64")
             limit = max(limit, ILL_CONDITIONED * largest_of(errors_of(near, wide)))
         place = index - question.values
         what = f"result {index}" if place < 0 else f"gradient {place}"
@@ -226,7 +233,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
 
 @cache
 def add_checks() -> None:
-    """Add a check per entry of the database, or one skipped check if torch's tests are missing."""
+    """Add a check per entry of the database, or one check that is skipped without torch's tests."""
     try:
         names = list(entries())
     except ImportError as error:

@@ -31,10 +31,10 @@ def _(rig: Rig) -> None:
         end_s = time.monotonic() + WAIT_S
         while not event.done():  # polls, as a scheduler does
             expect(time.monotonic() < end_s, f"the event has not happened after {WAIT_S:.0f} s")
-        compare(rig.get(outputs[0]), expected, 1e-4, f"the result at the moment of done, {turn}")
+        compare(rig.get(outputs[0]), expected, 1e-4, f"the result when done() is true, turn {turn}")
         outputs, event = rig.begin(heavy, [buffer])
         event.wait(WAIT_S)
-        compare(rig.get(outputs[0]), expected, 1e-4, f"the result at the end of wait, {turn}")
+        compare(rig.get(outputs[0]), expected, 1e-4, f"the result when wait() returns, turn {turn}")
         expect(event.done(), "done() is false after wait()")
 
 
@@ -51,7 +51,7 @@ def _(rig: Rig) -> None:
         event = rig.device.download(buffer, array)
         while not event.done():
             time.sleep(0)
-        same(array, sent, "a download of 8 MiB at the moment of done")
+        same(array, sent, "a download of 8 MiB as soon as done() is true")
 
 
 @check(
@@ -73,7 +73,8 @@ def _(rig: Rig) -> None:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=start, daemon=True)  # run() may block until `after` happened
+    # On a thread, because run() may block until all events in `after` have happened.
+    thread = threading.Thread(target=start, daemon=True)
     thread.start()
     thread.join(0.05)
     if begun:
@@ -126,7 +127,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "events/no operators",
-    "the event of a run happens also for a graph without calls, whose outputs are its inputs",
+    "the event of a run happens, even if the graph has no calls and returns only its inputs",
     "an event that waits for work that never began",
 )
 def _(rig: Rig) -> None:
@@ -137,11 +138,11 @@ def _(rig: Rig) -> None:
     event.wait(WAIT_S)
     expect(event.done(), "done() is false after wait()")
     for place, index in enumerate((1, 0, 1)):
-        expect(outputs[place] is buffers[index], f"result {place} is not the Buffer of {index}")
+        expect(outputs[place] is buffers[index], f"result {place} is not input {index} itself")
     empty = torch.zeros(0, 3)
     outputs, event = rig.begin(rig.compile(lambda x: x + 1.0, empty), [rig.put(empty)])
     event.wait(WAIT_S)
-    expect(outputs[0].shape == (0, 3), f"a result without elements has {outputs[0].shape}")
+    expect(outputs[0].shape == (0, 3), f"a result of shape (0, 3) has {outputs[0].shape}")
 
 
 @check(
@@ -174,4 +175,4 @@ def _(rig: Rig) -> None:
     else:
         expect(event.done(), "wait(1e-6) returned without an error, but done() is false")
     event.wait(WAIT_S)
-    compare(rig.get(outputs[0]), expected, 1e-4, "the result after a wait that was cut short")
+    compare(rig.get(outputs[0]), expected, 1e-4, "the result after a wait that reached its limit")

@@ -91,7 +91,7 @@ def _(rig: Rig) -> None:
 def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
     """Run cycles with Python's collector off.
 
-    Raises `BrokenRule` if only the collector frees the buffers; it names the types in their
+    Raises `BrokenRule` if only the collector frees the buffers; the error names the types in the
     reference cycle.
     """
     gc.collect()
@@ -105,7 +105,7 @@ def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
         if _settled(lambda: _alive(Buffer) - before, limit) < limit:
             return
         left = _alive(Buffer) - before
-        gc.set_debug(gc.DEBUG_SAVEALL)  # keeps the found objects in gc.garbage, to name them
+        gc.set_debug(gc.DEBUG_SAVEALL)  # keeps found objects in gc.garbage, to name their types
         gc.collect()
         types = Counter(type(each).__name__ for each in gc.garbage)
         found = any(issubclass(type(each), Buffer) for each in gc.garbage)
@@ -166,13 +166,13 @@ def _(rig: Rig) -> None:
 @check(
     "memory/counter",
     "memory_used_nbytes counts bytes: at least the bytes of all existing "
-    "buffers, and not many times as many",
+    "buffers, and not many times more",
     "a counter of elements, pages or blocks instead of bytes",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
     if rig.device.memory_used_nbytes() is None:
-        raise NotAsked("it counts no memory")
+        raise NotAsked("the device counts no memory")
     gc.collect()
     rig.device.trim()
     before = _counted(rig)
@@ -182,7 +182,7 @@ def _(rig: Rig) -> None:
     now = _counted(rig)
     expect(
         now >= held,
-        f"it counts {now} bytes, but the existing buffers have {held} bytes",
+        f"the device counts {now} bytes, but the existing buffers have {held} bytes",
     )
     expect(
         now - before <= 4 * held + SLACK_NBYTES,
@@ -190,7 +190,7 @@ def _(rig: Rig) -> None:
     )
     expect(
         now <= rig.info.memory_nbytes,
-        f"it counts {now} bytes, but the device has only {rig.info.memory_nbytes}",
+        f"the device counts {now} bytes, but has only {rig.info.memory_nbytes} bytes",
     )
     del buffers
 

@@ -1,4 +1,4 @@
-"""Checks of reductions and products of all lengths, and of tensors with many elements."""
+"""Checks of reductions and products of many lengths, and of tensors with many elements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _(rig: Rig) -> None:
 
 
 LONG_SUMS = ((3, 1101, 5), (5, 1537, 7), (2, 4099, 3), (17, 9001, 2), (1, 70_001, 1))
-"""Products (m, k, n) with more terms than the usual K blocks of kernels."""
+"""Products (m, k, n) whose sums are longer than the blocks into which kernels usually cut K."""
 WIDE = ((256, 256, 256), (257, 300, 272), (130, 1024, 64))
 """Products large enough for a device's matrix units, which may round operands."""
 WIDE_CONVOLUTIONS = (
@@ -58,8 +58,8 @@ WIDE_CONVOLUTIONS = (
     ((2, 64, 12, 12), (256, 64, 3, 3), 1),
     ((2, 256, 144), (256, 256, 1), 0),
 )
-"""Input shapes, weight shapes and padding. As products they are as large as `WIDE`; their sums are
-short, so that rounded operands show."""
+"""Input shapes, weight shapes and padding. As matrix products, the convolutions are as large as
+`WIDE`, but their sums are short, so that errors of rounded operands exceed the tolerance."""
 MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
 """Element counts beyond 16-bit indices and beyond the usual limits of a launch."""
 
@@ -102,7 +102,7 @@ def _(rig: Rig) -> None:
 @check(
     "lengths/wide product",
     "a product of float32 is computed in float32, whatever its size",
-    "TF32 or half precision inside a product: units of a matrix core round the operands",
+    "TF32 or half precision inside a product: the device's matrix units round the operands",
 )
 def _(rig: Rig) -> None:
     _not_interpreted(rig)
@@ -113,11 +113,11 @@ def _(rig: Rig) -> None:
 @check(
     "lengths/wide convolution",
     "a convolution of float32 and its gradients are computed in float32, whatever their size",
-    "TF32 or half precision inside a convolution: units of a matrix core round the operands",
+    "TF32 or half precision inside a convolution: the device's matrix units round the operands",
 )
 def _(rig: Rig) -> None:
     if rig.info.capabilities.emulated:
-        raise NotAsked("a large case; an emulated device has no units that round")
+        raise NotAsked("a large case; an emulated device has no matrix units that round operands")
     questions: list[Question] = []
     for x, weight, padding in WIDE_CONVOLUTIONS:
         convolve = torch.conv1d if len(x) == 3 else torch.conv2d

@@ -1,4 +1,4 @@
-"""Checks of operators against torch in float64: all cases, and inputs that kernels often miss."""
+"""Checks of operators against torch in float64: all cases, and inputs that break many kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _in_dtype(case: Case, dtype: str, rig: Rig) -> None:
     generator = torch.Generator().manual_seed(len(case.name))
     inputs = [feed.make(generator) for feed in case.feeds]
     if case.large or not any(tensor.is_floating_point() for tensor in inputs):
-        raise NotAsked("a case without floating inputs, or a large one")
+        raise NotAsked("a case without floating inputs, or a large case")
     kind = getattr(torch, dtype)
     cast = [t.to(kind) if t.is_floating_point() else t for t in inputs]
     judge(rig, case.fn, cast, case.terms, 4 * case.tolerance)
@@ -100,7 +100,7 @@ CHECKS += [
     Check(
         f"precision/{case.name}, {dtype}",
         Level.FULL,
-        f"an operator that `supports` accepts in {dtype} computes in it",
+        f"an operator that `supports` accepts in {dtype} computes in {dtype}",
         f"a kernel that computes in another dtype than {dtype}, or has float32 constants",
         partial(_in_dtype, case, dtype),
         f"{case.family}, {dtype}",
@@ -242,8 +242,8 @@ def _(rig: Rig) -> None:
         expect(
             not off.any() or rig.info.capabilities.flushes_denormals,
             f"{name} of denormal numbers: {int(off.sum())} of {x.numel()} elements are 0, the "
-            f"first one should be {right[int(np.argmax(off))]:.4g}; if the device cannot keep "
-            "them, declare capabilities.flushes_denormals",
+            f"first of them should be {right[int(np.argmax(off))]:.4g}; if the device cannot keep "
+            "such numbers, declare capabilities.flushes_denormals",
         )
 
 

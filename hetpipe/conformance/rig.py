@@ -1,4 +1,4 @@
-"""The device under test, with the basic operations of all checks."""
+"""The device under test, with the basic operations that all checks use."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Rig:
 
     def get(self, buffer: Buffer) -> Array:
         """Return a buffer's values in a host array."""
-        # Not zeros: a missing copy must show.
+        # The array is not zero before the copy, so that a missing copy shows.
         array = np.full(buffer.shape, 77, host_dtype(buffer.dtype))
         self.device.download(buffer, array).wait(WAIT_S)
         return array
@@ -100,10 +100,10 @@ class Rig:
         return outputs, event
 
     def heavy(self, rows: int = 192, depth: int = 12) -> tuple[Executable, Array, Array]:
-        """Return a chain of products that takes milliseconds, an input, and its result.
+        """Return a chain of products that takes milliseconds, an input, and the chain's result.
 
-        Each product is scaled by its size, so values stay below one. An interpreter gets a short
-        chain.
+        Each product is divided by its size, so values stay below one. An interpreter gets a short
+        chain of small products.
         """
         if self.is_interpreter:
             rows, depth = 16, 3
@@ -119,7 +119,7 @@ class Rig:
 
 
 def host_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype for a buffer's dtype; bfloat16 comes as 16-bit integers."""
+    """Return numpy's dtype for a buffer's dtype; a bfloat16 value is a 16-bit integer."""
     return np.dtype("uint16" if name == "bfloat16" else name)
 
 
@@ -133,7 +133,7 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
         return tuple(tensors_of(fn(*args)))
 
     own = [tensor.clone() for tensor in inputs]  # a repeated tensor would become one input
-    # Without changes in place, as in captured graphs.
+    # Captured graphs have no changes in place, so these must go, too.
     functional = functionalize(make_fx(flat)(*own), remove="mutations")
     try:
         graph = make_fx(functional, decomposition_table=dict(table))(*own)
@@ -147,7 +147,7 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
 
 
 def _drop_unread_writes(graph: fx.Graph) -> None:
-    """Drop in-place writes of decompositions to tensors that nothing reads afterwards."""
+    """Drop a decomposition's in-place writes to tensors that no node reads afterwards."""
     place = {node: at for at, node in enumerate(graph.nodes)}
     for node in reversed(graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:

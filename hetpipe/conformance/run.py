@@ -2,7 +2,7 @@
 
     this process  <--one message per check--  the child, which runs the checks
         |
-        `--if the child ends or is late: a new child runs the checks after that one
+        `--if the child ends or is late: a new child runs the remaining checks
 
 `python -m hetpipe.conformance.run LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` runs the checks.
 """
@@ -44,14 +44,14 @@ LIMIT_S = 300.0
 GRACE_S = 60.0
 """Seconds for a process to start, and for a late process to report where it hangs."""
 HANG_S = 60.0
-"""A failure after this time counts as a hang."""
+"""A check that fails after this time counts as a hang."""
 MOST_HANGS = 5
 """Number of hangs after which the remaining checks are skipped, to save hours."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a check: passed, failed, skipped, or crashed with its process."""
+    """The outcome of a check: passed, failed, skipped, or crashed (its process ended or hung)."""
 
     name: str
     outcome: str
@@ -77,7 +77,7 @@ def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
 
     Raises `BackendError` for a group that is not in `GROUPS`.
     """
-    for module in CHECKED:  # each adds its checks
+    for module in CHECKED:  # each module adds its checks to CHECKS
         import_module(f"hetpipe.conformance.{module}")
 
     if unknown := [group for group in groups if group not in GROUPS]:
@@ -148,7 +148,7 @@ def run_suite(
 def _results(
     arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
-    """Yield the results of one child: up to the last check, or to the check that ends it."""
+    """Yield the results of one child: up to the last check, or to the check that ends the child."""
     with Child("hetpipe.conformance.run", limit_s, *arguments, first) as child:
         for check in checks[first:]:
             try:
@@ -160,7 +160,7 @@ def _results(
 
 
 def _crash(check: Check, error: ChildError, limit_s: float) -> Result:
-    """Return the result of a check in which the child ended or is late."""
+    """Return the result of a check during which the child has ended or is late."""
     text, seconds = f"has not ended after {limit_s:g} s", limit_s
     if isinstance(error, ChildEnded):
         if place := hangs.place(error.log):

@@ -60,7 +60,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "threads/two executables",
-    "two executables run on two threads, each with buffers of its own",
+    "two executables run on two threads, each with separate buffers",
     "scratch memory that two passes share",
 )
 def _(rig: Rig) -> None:
@@ -103,7 +103,7 @@ def _(rig: Rig) -> None:
 def _(rig: Rig) -> None:
     queues = rig.info.capabilities.queues
     if queues < 2:
-        raise NotAsked("it declares one queue")
+        raise NotAsked("the device declares only one queue")
     x = torch.rand(128, 128, generator=torch.Generator().manual_seed(0))
     wide = x.double()
     programs = []
@@ -140,7 +140,7 @@ def _(rig: Rig) -> None:
 )
 def _(rig: Rig) -> None:
     if not rig.info.capabilities.chunks:
-        raise NotAsked("it declares no chunks")
+        raise NotAsked("the device declares no chunks")
     x = normal(1024, 96)
     weight = normal(96, 640, seed=1)
     executable = rig.compile(lambda x, w: torch.mm(x, w) + 1.0, x, weight)
@@ -163,7 +163,7 @@ def _(rig: Rig) -> None:
         end.wait(WAIT_S)
         compare(rig.get(outputs[0]).flatten(), expected, 1e-4, "the whole result")
     if not reported:
-        raise BrokenRule("it declares chunks, but reports none for a product of 1024 x 96 x 640")
+        raise BrokenRule("it declares chunks, but reports none for a product 1024 x 96 x 640")
 
 
 @check(
@@ -191,7 +191,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "determinism/stress",
-    "the same inputs give the same bits, also during other work",
+    "the same inputs give the same bits, even while the device does other work",
     "a race between passes, or with copies",
     Level.FULL,
 )

@@ -201,7 +201,7 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
 
 
 def _reference(rig: Rig) -> str:
-    """Return the id of another device of hetpipe's backends, preferably a reference.
+    """Return the id of another device of hetpipe's backends, preferably a reference device.
 
     Raises `NotAsked` if there is none.
     """
@@ -219,7 +219,7 @@ for _model in MODELS:
     check(
         f"programs/{_model.name}",
         "forward, backward, evaluation and update of a model compute what torch does in float64",
-        "a gradient of one operator, or operators that are right alone and wrong together",
+        "a wrong gradient of one operator, or operators that are right alone but wrong together",
         Level.TRAINING,
     )(partial(_program_check, _model))
 for _model in MODELS:
@@ -251,5 +251,5 @@ def _(rig: Rig) -> None:
     missing = "; ".join(lacking[least])
     expect(
         not missing,
-        f"it trains none of them; {least} needs the fewest further operators: {missing}",
+        f"the device trains none of them; {least} lacks the fewest operators: {missing}",
     )

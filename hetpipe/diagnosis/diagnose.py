@@ -1,6 +1,6 @@
 """Diagnosis of a mini-batch: runs every program on its device and compares it with the reference.
 
-The reference values ("the judge's") come from torch in float64 on this processor.
+The reference values come from torch in float64 on this processor.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A program on its device: `terms` in its longest sum, `eps` of its coarsest dtype."""
+    """A compiled program: the terms of its longest sum, and the epsilon of its coarsest dtype."""
 
     name: str
     terms: int
@@ -72,9 +72,10 @@ class _Compiled:
 
 
 class _Examination:
-    """Comparison of the runs, one by one; `not_finite` is torch's first value that is not finite.
+    """Compares the runs with the reference, one by one.
 
-    `count` is the number of compared runs.
+    `not_finite` is the first reference value that is not finite; `count` is the number of compared
+    runs.
     """
 
     def __init__(self, crew: Workers, rehearsal: Rehearsal) -> None:
@@ -86,7 +87,7 @@ class _Examination:
             Trials(crew, member, f"{n} on {member}: ")
             for n, member in enumerate(rehearsal.start.members)
         ]
-        self._compiled: dict[int, _Compiled] = {}  # by the identity of programs
+        self._compiled: dict[int, _Compiled] = {}  # by id() of the program
 
     def close(self) -> None:
         """Free the graphs and values on the devices."""
@@ -94,7 +95,7 @@ class _Examination:
             trials.forget()
 
     def outputs(self, run: Run) -> list[torch.Tensor]:
-        """Return a run's outputs from its device, or the reference's for the device's workspaces.
+        """Return a run's outputs from its device; for a workspace, return the reference value.
 
         Raises `_FoundError` if device and reference differ.
         """
@@ -162,7 +163,10 @@ class _Examination:
         self._blame("program", run, beyond[0], search)
 
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
-        """Run on other inputs, then on the same inputs. Raise `_FoundError` if results differ."""
+        """Run on halved inputs, then on the inputs again.
+
+        Raise `_FoundError` if the last results differ from `outputs`, the results of the first run.
+        """
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
         self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)
@@ -177,7 +181,7 @@ class _Examination:
         outputs: Outputs,
         expected: Callable[[fx.Node], torch.Tensor | None],
     ) -> list[Finding]:
-        """Return the outputs whose difference from the expected ones exceeds the tolerance."""
+        """Return the outputs whose difference from the expected values exceeds the tolerance."""
         compiled, parted = self._program(run, search), []
         for node, actual in zip(graph_outputs(search.graph), outputs, strict=True):
             right = expected(node)
@@ -189,20 +193,20 @@ class _Examination:
 
     @staticmethod
     def _is_beyond(search: Search, finding: Finding) -> bool:
-        """Return whether the errors of all earlier operators cannot explain the difference."""
+        """Return whether the difference is larger than rounding in all operators explains."""
         found = finding.difference
         return found.error > found.allowed + search.allowed(finding.output)
 
     def _fail(self, run: Run, search: Search, text: str) -> NoReturn:
-        """Raise `_FoundError` for an error of the device, with the operator if one is found."""
+        """Raise `_FoundError` for an error of the device, with the faulty operator if found."""
         finding = search.alone() or search.together()
         if finding is None:
             whole = Difference(math.inf, 0.0)
             finding = Finding((), graph_outputs(search.graph)[0], whole, failure=text)
-        elif not finding.failure:  # the operator is wrong, and a reader of its result raises
+        elif not finding.failure:  # the operator's wrong result makes a later operator raise
             self._blame("operator", run, finding, search)
         elif search.fails_elsewhere(finding):
-            text = f"{text}; it raises in every other operator now, so the device may be lost"
+            text = f"{text}; the device now raises in other operators, too, so it may be lost"
             finding = Finding((), finding.output, finding.difference, failure=text)
         self._blame("failed", run, finding, search)
 
@@ -212,12 +216,12 @@ class _Examination:
         raise _FoundError(verdict, culprit_of(run, device, finding, search.values))
 
     def _watch(self, run: Run, search: Search, nodes: Sequence[fx.Node]) -> None:
-        """Record the first value of torch that is not finite."""
+        """Record the first reference value that is not finite."""
         for node, slot in zip(nodes, run.program.outputs, strict=True):
             value = search.values[node]
             if self.not_finite is not None or slot.role not in CHECKED or is_finite(value):
                 continue
             if slot.role == CUT and bool((value.isfinite() | value.isneginf()).all()):
-                continue  # an attention mask
+                continue  # minus infinity may come from an attention mask
             device = self._devices[run.member]
             self.not_finite = source_of(run, device, search.graph, search.values, node)

@@ -1,6 +1,6 @@
 """Comparison of a rehearsal with the user's module in eager torch.
 
-It finds errors of the capture, which no comparison of the captured programs can show.
+This comparison finds errors of the capture. Comparisons of the captured programs cannot show them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
 from hetpipe.sdk.graph import graph_outputs, of_one_replica
 
 ROUNDING = 8.0
-"""Allowed error as a multiple of eager torch's error in the model's dtype, relative to float64."""
+"""Allowed error as a multiple of eager torch's error: in the model's dtype, against float64."""
 LARGE = 0.375
 """Values beyond this power of a dtype's largest number may overflow in products and sums."""
 FLOOR = 1e-3
@@ -31,8 +31,8 @@ FLOOR = 1e-3
 class ModuleComparison:
     """Comparison of a rehearsal's captured programs with the user's module.
 
-    `detail` describes the difference; it is empty if they agree. `notes` lists the comparisons that
-    were impossible, with the reasons.
+    `detail` describes the difference; it is empty if programs and module agree. `notes` lists the
+    comparisons that were impossible, with the reasons.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ModuleComparison:
         smallest_max = min(torch.finfo(getattr(torch, name)).max for name in dtypes if name)
         if _draws_numbers(rehearsal.start):
             self.notes = (
-                "the module itself by eager torch, since dropout draws other masks there",
+                "the module itself by eager torch, because dropout draws different masks there",
             )
             return
         try:
@@ -83,7 +83,7 @@ class ModuleComparison:
             if self._differs(torch.tensor(actual), torch.tensor(near), torch.tensor(exact)):
                 layer = self._first_layer() if number == 0 else ""
                 return (
-                    f"its loss of micro-batch {number} is {actual:.6g}, the module's {exact:.6g}"
+                    f"its loss of micro-batch {number} is {actual:.6g}, the module's is {exact:.6g}"
                     f"{layer}"
                 )
         return ""
@@ -105,8 +105,8 @@ class ModuleComparison:
             if self._differs(actual, near[name], exact[name], FLOOR * largest):
                 error = largest_magnitude(actual.double() - exact[name].double())
                 return (
-                    f"its gradient of {name} is off by {error:.3g}, where the module's largest is "
-                    f"{largest_magnitude(exact[name]):.3g}"
+                    f"its gradient of {name} is off by {error:.3g}; the largest element of the "
+                    f"module's gradient is {largest_magnitude(exact[name]):.3g}"
                 )
         return ""
 
@@ -115,14 +115,14 @@ class ModuleComparison:
     ) -> bool:
         """Return whether a value differs from the exact one by more than rounding explains."""
         if self._may_overflow and not bool(actual.isfinite().all()):
-            return False  # whether it overflows depends on the order of a sum
+            return False  # the order of a sum decides whether it overflows
         error = largest_magnitude(actual.double() - exact.double())
         spread = largest_magnitude(near.double() - exact.double())
         allowed = self._digits * max(largest_magnitude(exact), floor) + ROUNDING * spread
         return not (torch.equal(actual, near) or error <= allowed)
 
     def _first_layer(self) -> str:
-        """Name the first module after the last one whose output agrees with a program's value."""
+        """Name the module that follows the last module whose output agrees with the programs."""
         values = _forward_values(self._rehearsal.start)
         first = ""
         for name, output in self._exact.outputs:

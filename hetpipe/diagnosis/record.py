@@ -14,9 +14,9 @@ Verdict = Literal[
 
 _MEANING: Mapping[str, str] = {
     "operator": "computes this operator wrong, for the same inputs that torch had",
-    "combination": "computes these operators right one by one, and wrong in one graph",
-    "program": "computes this program wrong, though each of its operators is right by itself",
-    "unsteady": "gives other results for the same inputs when it runs them again",
+    "combination": "computes these operators right one by one, but wrong in one graph",
+    "program": "computes this program wrong, although each of its operators is right by itself",
+    "unsteady": "gives different results when it runs again on the same inputs",
     "failed": "raises an error here",
 }
 
@@ -71,7 +71,7 @@ class Diagnosis:
       graph, or a whole program wrong.
     - `unsteady`: a device's results change from run to run.
     - `failed`: a device raises an error.
-    - `between`: all programs are right, but the pipeline's pass is wrong.
+    - `between`: all programs are right by themselves, but the pipeline's own pass is wrong.
     - `capture`: all stages run their programs right, but the programs differ from the module.
     - `numbers`: a value is not finite, in torch as well.
 
@@ -105,23 +105,23 @@ class Diagnosis:
             return [f"every stage agrees with torch: {compared}, loss {self.loss:.6g}"]
         if self.verdict == "between":
             return [
-                f"every stage agrees with torch, {compared}, and the pipeline's own pass does not: "
-                f"{self.detail}. Memory that is used again too early, an event that happens before "
-                "the end of its work, or a transfer may be the cause"
+                f"every stage agrees with torch ({compared}), but the pipeline's own pass does "
+                f"not: {self.detail}. Memory that is used again too early, an event that happens "
+                "before the end of its work, or a transfer may be the cause"
             ]
         if self.verdict == "capture":
-            place = "" if self.culprit is None else f"; not finite first at {self.culprit.place}"
+            place = "" if self.culprit is None else f"; first not finite at {self.culprit.place}"
             return [
                 f"the captured program differs from the module itself in eager torch: {self.detail}"
                 f"{place}",
-                f"every stage runs that program as torch does, {compared}: this is no fault of a "
-                "device. Report it, or look for state that the module keeps between calls",
+                f"every stage runs that program as torch does ({compared}), so no device is at "
+                "fault. Report it, or look for state that the module keeps between calls",
             ]
         culprit = self.culprit
         assert culprit is not None
         if self.verdict == "numbers":
             return [
-                f"every stage agrees with torch, where the value is not finite either: "
+                f"every stage agrees with torch, but a value is not finite, in torch as well: "
                 f"{culprit.place}",
                 culprit.not_finite,
                 "lower the learning rate or the loss scale, clip gradients (clip_norm), or look at "

@@ -1,7 +1,7 @@
 """Rehearsal: one mini-batch through all programs of a pipeline.
 
-Programs get the same inputs as in training: the results of the earlier devices. So no stage gets
-the blame for an error of another stage. All values are copies.
+As in training, a program's inputs are the results of the devices that ran the earlier programs. So
+no stage gets the blame for an error of another stage. All values are copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
 PREDICTION = "prediction"
 LATER_UPDATE = "update at a later step"
-"""A second update with another learning rate and step number, which a device may have cached."""
+"""A second update with another learning rate and step number.
+
+It reveals a device that has kept these numbers from the first update.
+"""
 LATER_STEPS = 9
 LATER_LR = 0.25
 
@@ -61,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a program; `is_first` marks the first run for a size of micro-batches."""
+    """A run of a program; `is_first` marks the first run with a size of micro-batch."""
 
     stage: int
     member: str
@@ -88,9 +91,9 @@ class Rehearsal:
     frames: list[dict[Key, torch.Tensor]] = field(default_factory=list)
     """Tensors at cuts, losses, counts and tangents, by micro-batch."""
     saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
-    """Saved tensors by stage, micro-batch and name: the device's values, or the reference's if only
-    the device can read them."""
-    _squares: list[float] = field(default_factory=list)  # by stage with a norm
+    """Saved tensors by stage, micro-batch and name: the device's values, or reference values if
+    only the device can read its values."""
+    _squares: list[float] = field(default_factory=list)  # one for each stage with a norm program
     _grad_scale: float = 1.0
     _clip: dict[int, float] = field(default_factory=dict)  # by stage
     _is_later: bool = False
@@ -116,7 +119,11 @@ class Rehearsal:
         return sum(loss * size for loss, size in pairs) / sum(samples)
 
     def runs(self) -> Iterator[Run]:
-        """Yield all runs; skip backwards if a loss, and updates if a gradient, is not finite."""
+        """Yield all runs.
+
+        If a loss is not finite, skip backwards and updates. If a gradient is not finite, or no loss
+        has terms, skip the updates.
+        """
         stages, microbatches = self.start.stages, range(len(self.start.request.samples))
         for stage in stages:
             for m in microbatches:
@@ -166,7 +173,7 @@ class Rehearsal:
         inputs = [self._value(stage, slot, m) for slot in program.inputs]
         replaced = {slot.key for slot in program.outputs if slot.role in (GRAD, STATE, PARAM)}
         donate = frozenset(i for i, slot in enumerate(program.inputs) if slot.key in replaced)
-        if name == PREDICTION:  # the current weights must survive
+        if name == PREDICTION:  # a prediction must not overwrite the current weights
             donate = frozenset()
         samples = self.start.request.samples
         is_first = m is None or m == 0 or samples[m] != samples[m - 1]

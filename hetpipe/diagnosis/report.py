@@ -38,9 +38,10 @@ def culprit_of(run: Run, device: str, finding: Finding, values: Values) -> Culpr
 def source_of(
     run: Run, device: str, graph: fx.GraphModule, values: Values, output: fx.Node
 ) -> Culprit:
-    """Return the first culprit on the way to `output`, whose value is not finite.
+    """Return the culprit for `output`, whose value is not finite.
 
-    It is an operator with finite inputs, or an input of the program.
+    The culprit is the operator with finite inputs, or the input of the program, from which the
+    value comes.
     """
     node = output
     while sources := [each for each in inputs_of(node) if not is_finite(values[each])]:
@@ -81,7 +82,7 @@ def is_finite(value: object) -> bool:
 
 
 def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:
-    """Return the layers of nodes; for nodes of an update, the parameters."""
+    """Return the layers of nodes; nodes of an update have none, so return their parameters."""
     named = dict.fromkeys(layer_of(node) for node in nodes)
     if set(named) <= {"?"}:
         named = dict.fromkeys(name for node in nodes for name in _parameters(program, node))

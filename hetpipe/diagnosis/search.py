@@ -1,7 +1,6 @@
-"""Trials of graphs on a member's device, and the search for the operators whose results there
-differ from the reference.
+"""Trials of graphs on a member's device, and the search for operators whose results are wrong.
 
-"The judge's" values are the reference: torch in float64 on this processor.
+A result is wrong if it differs from the reference: torch in float64 on this processor.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ class Trials:
     ) -> list[torch.Tensor | None]:
         """Run a graph and return its outputs; None for the indices in `unread`.
 
-        Outputs in `kept` also stay on the device under these names, see `held`. Raises
-        `DeviceFailedError` if the device raises.
+        `kept` maps indices of outputs to names, under which they also stay on the device: see
+        `held`. Raises `DeviceFailedError` if the device raises.
         """
         given = [value if isinstance(value, Held) else array_of(value) for value in inputs]
         names = {index: self._prefix + own for index, own in (kept or {}).items()}
         outputs = self._call("run_graph", name, given, donate, names, unread)
-        return [  # writable tensors
+        return [  # a read-only array is copied, because torch's tensors are writable
             None if a is None else torch.from_numpy(a if a.flags.writeable else a.copy())
             for a in outputs
         ]
@@ -108,12 +107,14 @@ def declared(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | 
 
 
 NOISY_RUNS = 3
+"""Runs of the reference with random rounding errors, to measure their effects."""
 REPEATS = 6
+"""Runs of an operator on the same inputs, to see whether its results change."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Nodes that are wrong in one graph, with the wrong tensor or the device's error."""
+    """Nodes whose graph gives a wrong result, with the wrong tensor or the device's error."""
 
     nodes: tuple[fx.Node, ...]
     output: fx.Node
@@ -123,7 +124,7 @@ class Finding:
 
 
 class Search:
-    """Search in one run of a program: its graph, and the judge's value of every node.
+    """Search in one run of a program: its graph, and the reference value of every node.
 
     `held` maps placeholders to values that only the device can read.
     """
@@ -139,7 +140,7 @@ class Search:
         self._units = units_of(graph)
 
     def alone(self, outputs: Iterable[fx.Node] | None = None) -> Finding | None:
-        """Return the first operator that is wrong alone, with the judge's inputs.
+        """Return the first operator that is wrong alone, on the reference values of its inputs.
 
         With `outputs`, search only the operators on which these outputs depend.
         """
@@ -165,7 +166,7 @@ class Search:
         return True
 
     def unsteady(self) -> Finding | None:
-        """Return the first operator that is wrong after other inputs, or occasionally."""
+        """Return the first operator that is wrong after a run on other inputs, or in some runs."""
         return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
@@ -182,12 +183,12 @@ class Search:
         return others_fail(self._units, {operator_name(node) for node in finding.nodes}, fails)
 
     def allowed(self, node: fx.Node) -> float:
-        """Return the error of a node that rounding in it and all earlier nodes explains."""
+        """Return the largest error of a node that rounding in it and in earlier nodes explains."""
         return 2 * self._spreads.get(node, 0.0)
 
     @cached_property
     def _spreads(self) -> dict[fx.Node, float]:
-        """The effect of rounding errors in all nodes on each node, by node."""
+        """By node: the largest effect that rounding errors in all nodes have on its value."""
         inputs = [self.values[node] for node in graph_inputs(self.graph)]
         worst: dict[fx.Node, float] = {}
         for seed in range(NOISY_RUNS):
@@ -206,7 +207,7 @@ class Search:
         return self._run(part, [self.values], len(units) == 1)
 
     def _probe_again(self, unit: Unit) -> Finding | None:
-        """Run a unit several times, alternately on its inputs and on half their values."""
+        """Run a unit several times, in turns on its inputs and on half of its inputs."""
         if (part := self._part([unit])) is None:
             return None
         if any(source in self._held for source in part.sources):
@@ -218,7 +219,10 @@ class Search:
         return self._run(part, [self.values, halved] * REPEATS, True)
 
     def _run(self, part: Part, runs: Sequence[Values], single: bool) -> Finding | None:
-        """Run a part on each of these values, and return its first fault; None if it is refused."""
+        """Run a part on the values of each run; return its first fault, or None.
+
+        Return None also if the device refuses the part.
+        """
         try:
             name = self._trials.compile(part.graph)
             wrong = next(self._wrong(part, name, runs, single), None)
@@ -241,7 +245,7 @@ class Search:
                     yield Finding(part.nodes, node, found, actual)
 
     def _part(self, units: Sequence[Unit]) -> Part | None:
-        """Return units as a graph; None if the graph has no result, or unknown inputs."""
+        """Return units as a graph; None if the graph has no result, or an input is unknown."""
         part = part_of(self.graph, units, is_comparable)
         if part is None or any(is_workspace(s) and s not in self._held for s in part.sources):
             return None
@@ -256,7 +260,7 @@ class Search:
     def _compare(
         self, node: fx.Node, output: torch.Tensor | None, values: Values, single: bool
     ) -> tuple[Difference, torch.Tensor]:
-        """Compare a node's value; `single` if its operator ran alone, not after others."""
+        """Compare a node's value; `single`: its operator ran alone, not after others."""
         actual, expected = declared(output, node.meta["val"].dtype), values[node]
         assert actual is not None
         call = call_of(node)

@@ -1,4 +1,4 @@
-"""Accepts hetpipe's optimizers, and refuses others with the line to write instead."""
+"""Accepts hetpipe's optimizers; refuses other objects with the line to write instead."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_optimizer(value: object, parameters: Collection[object] = ()) -> Optim
     """Return `value`, if it is one of hetpipe's optimizers.
 
     Raises `HetpipeError` for everything else, with the line to write. For an optimizer of
-    `torch.optim` the line has its settings; if some would be lost, the error names them.
-    `parameters` are the model's trained parameters.
+    `torch.optim` the line has the optimizer's settings; if hetpipe lacks some of them, the error
+    names the lacking settings instead. `parameters` are the model's trained parameters.
     """
     if isinstance(value, Optimizer):
         return value
@@ -55,14 +55,14 @@ def _cure(value: object, parameters: Collection[object]) -> str:
     if name == "adam" and groups[0].get("decoupled_weight_decay"):
         name = "adamw"
     if lost := list(_lost(value, groups, name, parameters)):
-        return f"hp.optim.{name} trains otherwise, because it lacks {', '.join(lost)}"
+        return f"hp.optim.{name} trains differently, because it lacks {', '.join(lost)}"
     return f"write hp.optim.{name}({_settings(groups[0], name)})"
 
 
 def _lost(
     value: object, groups: list[Mapping[str, Any]], name: str, parameters: Collection[object]
 ) -> Iterator[str]:
-    """Yield the settings of a torch optimizer that ours with this name would not keep."""
+    """Yield the settings and state of a torch optimizer that hetpipe's optimizer `name` lacks."""
     known = {*_SETTINGS, *_WITHOUT_EFFECT, *_LOST, "initial_lr", "decoupled_weight_decay"}
     known |= {"lr_decay"} if name == "adagrad" else set()
     first = groups[0]
@@ -85,7 +85,7 @@ def _lost(
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     if left_out := sum(id(parameter) not in trained for parameter in parameters):
         yield f"a choice of parameters: it leaves {left_out} out (freeze them by requires_grad_)"
-    # Adagrad has a state before its first step.
+    # Adagrad has a state before its first step; in this state, "step" is 0.
     if any(bool(state.get("step", 1)) for state in getattr(value, "state", {}).values()):
         yield "the state of its earlier steps"
 
@@ -95,22 +95,22 @@ def _class(value: object) -> type:
 
 
 def _of_torch(value: object) -> bool:
-    """Return whether it is an optimizer of torch's, or such a class; without importing torch."""
+    """Return, without importing torch, whether a value is an optimizer or optimizer class of it."""
     return any(cls.__module__.startswith("torch.optim") for cls in _class(value).__mro__)
 
 
 def _ours(value: object) -> str:
-    """Return the name of a function of `hp.optim` that the user passed without calling it."""
+    """Return the name of a function of `hp.optim` that was passed without a call, or ""."""
     inside = str(getattr(value, "__module__", "")).startswith("hetpipe.optim")
     name = str(getattr(value, "__name__", ""))
     return name if inside and callable(value) and name in _OURS else ""
 
 
 def _settings(group: Mapping[str, Any], name: str) -> str:
-    """Return the settings of a group of a torch optimizer as keywords of ours."""
+    """Return the settings of a torch optimizer's group as keywords of hetpipe's optimizer."""
     pairs = {key: group[key] for key in _SETTINGS if key in group}
     pairs["lr"] = as_number("lr", pairs["lr"])
-    decays = name == "adamw"  # it decays by default, so 0 is a setting
+    decays = name == "adamw"  # adamw decays by default, so the line must say weight_decay=0
     pairs = {k: v for k, v in pairs.items() if _OFF.get(k) != v or (decays and k == "weight_decay")}
     texts = {key: repr(pair) for key, pair in pairs.items()}
     if decay := group.get("lr_decay"):

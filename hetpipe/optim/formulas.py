@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import LearningRate, Predict, Tensors
 
 TINY = 1e-30
-"""Far below any root of a float32 square: prevents 0 / 0 in predictions if eps is 0."""
+"""Least eps in predictions, to prevent 0 / 0; far below the root of any positive float32."""
 
 
 def check(lr: LearningRate, **settings: float) -> None:
-    """Raise `HetpipeError` for a negative setting, or one that is no number.
+    """Raise `HetpipeError` for a setting that is negative, not finite or no number.
 
     The learning rate may be a function.
     """
@@ -34,7 +34,7 @@ def check(lr: LearningRate, **settings: float) -> None:
 
 
 def check_betas(betas: tuple[float, float]) -> None:
-    """Raise `HetpipeError` unless they are two factors of moving averages."""
+    """Raise `HetpipeError` unless `betas` are two factors of moving averages."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise HetpipeError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999)")
     check_below_one("betas", *betas)
@@ -77,5 +77,5 @@ def repeated(direction: Callable[[Tensors], Tensor]) -> Predict:
 
 
 def zero_before_start(step: Tensor, ahead: Tensor) -> Tensor:
-    """Return `ahead`, but 0 before the first update: then the state has no direction."""
+    """Return `ahead`, but 0 before the first update, when the state has no direction yet."""
     return ahead * step.clamp(max=1)

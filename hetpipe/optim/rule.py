@@ -1,6 +1,6 @@
 """Optimizers as pure functions: `(param, grad, state, step, lr) -> (param', state')`.
 
-Written once in torch operations; capture traces a rule into an update graph for every backend.
+A rule is written once, in torch operations; capture traces it into an update graph for any backend.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Optimizer:
     """An optimizer. `update` works on one parameter; `state` names its state tensors.
 
     Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d) counts
-    updates from 1; `lr` is 0-d, and both are float64 for a float64 parameter, else float32. As a
-    field, `lr` may be a function of that count.
+    updates from 1; `lr` is 0-d, and both are float64 for a float64 parameter, else float32. The
+    field `lr` may be a function of the update's number.
 
     `predict(param, state, step, lr, ahead)` returns the weights expected after `ahead` (0-d) more
-    updates, from the state after `step` updates; param itself if `step` or `ahead` is 0. It is None
-    if the state has no direction to predict from. `predict_steps` predicts every single update: see
-    `multi_step`.
+    updates, from the state after `step` updates; `param` itself if `step` or `ahead` is 0. The
+    field is None if the state has no direction to predict from. `predict_steps` predicts every
+    single update: see `multi_step`.
 
     Parameters whose names `decay_exclude` picks follow `undecayed`: see `rule_for`.
     """
@@ -55,8 +55,10 @@ class Optimizer:
             object.__setattr__(self, "lr", as_number("lr", self.lr))
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid
-        rate."""
+        """Return the learning rate of update number `step`; the first update has number 1.
+
+        Raises `HetpipeError` for an invalid rate.
+        """
         value: object = self.lr(step) if callable(self.lr) else self.lr
         rate = _only_element(value)
         rate = float(rate) if isinstance(rate, Real) else math.nan
@@ -82,13 +84,13 @@ def as_number(name: str, value: object) -> float:
     if isinstance(number, Real):
         return number  # type: ignore[return-value]
     is_text = isinstance(value, str) and _is_number_text(value)
-    hint = f", as float({value!r}) is (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+    hint = f", such as float({value!r}) (YAML reads 1e-3 as text, 1.0e-3 as a number)"
     hint = hint if is_text else ""
     raise HetpipeError(f"{name} is {value!r}, a {type(value).__name__}: give a number{hint}")
 
 
 def _only_element(value: object) -> object:
-    """Return the only element of a tensor or array; return any other value unchanged."""
+    """Return the only element of a tensor or array; return everything else unchanged."""
     if getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
         return value.item()
     return value
@@ -116,15 +118,15 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
     """Return `optimizer`, predicting every update ahead instead of repeating the last one.
 
     Like FTPipe (Eliad et al., ATC'21), it expects further gradients to be zero except for weight
-    decay, so the momentum m fades. With s = ahead, b its factor, w the weight decay, p the weights
-    and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
+    decay, so the momentum m fades. With s = ahead, b the momentum's factor, w the weight decay, p
+    the weights and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
 
     - sgd: p - lr V, V = A m + w p (s - A) / (1 - b); with nesterov p - lr (b V + s w p);
     - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
     - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
 
-    It expects squared gradients to equal v_hat again, so v_hat stays; bias corrections, lr and the
-    p in a sum stay at their present values. FTPipe steps through their changes.
+    It expects squared gradients to equal v_hat again, so v_hat stays. Bias corrections, lr and the
+    p in a sum stay at their present values; FTPipe instead computes their value for each update.
 
     Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
     """
@@ -139,6 +141,6 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """Return the optimizer with a hyperparameter set to 1, which separates it in caches."""
+    """Return the optimizer with a further hyperparameter of 1, so that caches tell them apart."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

@@ -1,6 +1,6 @@
 """Optimizers as torch.optim defines them, and Lion and LAMB as their papers define them.
 
-Predictions: PipeOptim's, param - lr * ahead * dW, with dW the direction of the last update.
+Predictions follow PipeOptim: param - lr * ahead * dW, where dW is the direction of the last update.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent, `torch.optim.SGD` without dampening.
 
-    Prediction: dW is the velocity v. Nesterov's direction g + u v is v too, for the gradient
-    g = (1 - u) v. Without momentum there is no state, and no prediction.
+    Prediction: dW is the velocity v. Nesterov's direction g + u v also equals v, for a momentum u
+    and the gradient g = (1 - u) v. Without momentum there is neither state nor prediction.
     """
     check(lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and momentum == 0:
@@ -104,7 +104,7 @@ def adamw(
     weight_decay: float = 0.01,
     decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay is apart.
+    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay skips the gradient.
 
     Prediction: dW = m_hat / (sqrt(v_hat) + eps); the decay is not predicted.
     """
@@ -203,8 +203,8 @@ def adagrad(
 ) -> Optimizer:
     """Adagrad (Duchi, Hazan and Singer, JMLR'11), `torch.optim.Adagrad` whose sum starts at 0.
 
-    For its `lr_decay` give a function as `lr`. The state holds sizes but no signs, so nothing is
-    predicted.
+    In place of torch's `lr_decay`, give a function as `lr`. The state holds sizes but no signs, so
+    nothing is predicted.
     """
     check(lr, eps=eps, weight_decay=weight_decay)
 
@@ -255,11 +255,11 @@ def lamb(
 ) -> Optimizer:
     """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, scaled to the weights' norm.
 
-    A layer is one parameter tensor and the paper's phi is the identity. If the weights or their
+    A layer is one parameter tensor, and the paper's phi is the identity. If the weights or the
     direction are all zero, the ratio of their norms counts as 1.
 
-    Prediction: dW is the update's direction from the present weights and moments; it includes the
-    decay, which is part of the norm.
+    Prediction: dW is the update's direction from the present weights and moments. It includes the
+    decay, because the decay is part of the direction's norm.
     """
     check(lr, eps=eps, weight_decay=weight_decay)
     check_betas(betas)
@@ -289,6 +289,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _ratio(weights: Tensor, direction: Tensor) -> Tensor:
-    """Return weights / direction, both norms; 1 if either is 0."""
+    """Return the ratio of two norms, weights / direction; 1 if one of them is 0."""
     positive = torch.logical_and(weights > 0, direction > 0)
     return torch.where(positive, weights / direction, torch.ones_like(weights))

@@ -1,8 +1,8 @@
 """The backend contract, which hardware makers implement; `API_VERSION` counts its changes.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
-runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is
-row-major.
+runs a compiled graph. Host tensors are C-contiguous numpy arrays; every input and output of a graph
+is row-major.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Event(ABC):
-    """The end of work on a device. Several threads may ask at once.
+    """The end of work on a device. Several threads may call its methods at once.
 
-    `hetpipe.sdk.events` has ready ones.
+    `hetpipe.sdk.events` has ready-made event classes.
     """
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether the work has ended. Raises the device's error if it failed."""
+        """Return whether the work has ended. Raises the device's error if the work failed."""
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -57,7 +57,7 @@ DONE = DoneEvent()
 class Buffer(ABC):
     """A row-major tensor in a device's memory. Immutable unless donated.
 
-    The device may free its memory when nobody holds the object *and* all work on it has ended:
+    The device may free the memory when nobody holds the object *and* all work on it has ended:
     the engine drops buffers while passes that read them are still queued.
     """
 
@@ -72,7 +72,8 @@ class Buffer(ABC):
 
 
 Chunk = tuple[int, int, int, Event]
-"""(output, lo, hi, event): elements lo..hi of that output, in row-major order, are ready."""
+"""(output, lo, hi, event): at the event, elements lo..hi of the output, in row-major order, are
+ready."""
 
 
 class Executable(ABC):
@@ -86,16 +87,16 @@ class Executable(ABC):
         after: Sequence[Event] = (),
         queue: int = 0,
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
-        """Run on `inputs` (one per placeholder, in order) once `after` has happened.
+        """Run on `inputs` (one per placeholder, in order) once all events in `after` have happened.
 
-        Returns the outputs, the event of completion and the chunks (may be empty). It may return
-        at once, or block until the work is done. An input whose index is in `donate` may be
+        Returns the outputs, the event of completion and the chunks (may be empty). The call may
+        return at once, or block until the work is done. An input whose index is in `donate` may be
         overwritten and returned; the caller never reads it again. Outputs of different nodes or
         runs share no memory. An output shares no memory with an input that was not donated, with
-        one exception: for a placeholder that the graph returns, the output is that very `Buffer`.
-        One thread at a time calls an executable, not always the same thread.
+        one exception: for a placeholder that the graph returns, the output is the input's `Buffer`.
+        Only one thread at a time calls an executable, but not always the same thread.
 
-        Raises `BackendError` for inputs of other shapes, dtypes or devices. If work fails later,
+        Raises `BackendError` for inputs of wrong shapes, dtypes or devices. If work fails later,
         its event raises the error.
         """
 
@@ -110,7 +111,7 @@ class Device(ABC):
         """Return None if the device can run this node, else the reason why not.
 
         The answer depends on the node alone: its operator, its arguments, and shapes and dtypes in
-        `meta["val"]`. It is asked thousands of times while planning, so it must take microseconds.
+        `meta["val"]`. Planning calls this thousands of times, so a call must take microseconds.
         """
 
     @abstractmethod
@@ -128,24 +129,24 @@ class Device(ABC):
         return [self.compile(graph) for graph in graphs]
 
     def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:  # noqa: B027
-        """Start work on graphs that will be compiled soon, while others are being traced.
+        """Start work on graphs that will be compiled soon, while other graphs are being traced.
 
-        Called if `capabilities.compiles_ahead` is true. Override it if something that it keeps,
-        such as built programs, makes the later `compile_all` quick. Raises like `compile`.
+        Called if `capabilities.compiles_ahead` is true. Override it if the device can keep results,
+        such as built programs, that make the later `compile_all` quick. Raises like `compile`.
         """
 
     def export(self, programs: Mapping[str, torch.fx.GraphModule]) -> Exported:
         """Return the kernels of these graphs, given by name, as sources for an offline compiler.
 
         Called, like `build`, if `capabilities.exports` is true. It compiles nothing, and raises
-        like `compile`. For a board that holds one binary at a time, write one source.
+        like `compile`. For a board that holds only one binary at a time, return only one source.
         """
         raise BackendError(f"{self.info.id} exports no kernels: its backend lacks `export`")
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
         """Compile an exported source with the device's driver, and return the binary.
 
-        A vendor's offline compiler would do the same. Raises `BackendError`.
+        The result is as from the vendor's offline compiler. Raises `BackendError`.
         """
         raise BackendError(f"{self.info.id} compiles no bundles: its backend lacks `build`")
 
@@ -157,8 +158,8 @@ class Device(ABC):
     def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
         """Copy a host array of any shape and strides to a new buffer on the device.
 
-        The caller keeps `src` alive and unchanged until the event, and may then reuse it. Raises
-        `BackendError` if the device lacks memory; the device must still work afterwards.
+        The caller keeps `src` alive and unchanged until the event happens, and may then reuse it.
+        Raises `BackendError` if the device lacks memory; the device must still work afterwards.
         """
 
     @abstractmethod
@@ -166,7 +167,7 @@ class Device(ABC):
         """Copy a buffer into a C-contiguous host array of the same shape and dtype.
 
         All work that writes `buf` has ended before the call. The event happens when `dst` is
-        filled; the caller keeps both until then.
+        filled; the caller keeps `buf` and `dst` until then.
         """
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
@@ -178,24 +179,24 @@ class Device(ABC):
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, operations), or None. `run` does that many float32 operations and waits.
+        """Return (run, operations), or None. `run` does these float32 operations and waits.
 
-        The operations are multiply-adds in registers alone: their rate is a ceiling for the
-        device's matrix product.
+        `operations` is their number. They are multiply-adds that read only registers, so their rate
+        is a ceiling for the device's matrix product.
         """
         return None
 
     def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, launches), or None. `run` launches an empty kernel that often and waits.
+        """Return (run, launches), or None. `run` launches an empty kernel `launches` times.
 
-        Its time is a floor for the launches of a compiled graph.
+        `run` waits for the end of the launches; its time is a floor for the launches of a graph.
         """
         return None
 
     def memory_used_nbytes(self) -> int | None:
         """Return the bytes that this process holds on the device; None if it does not count them.
 
-        A training's report shows the largest number after a mini-batch, which reveals leaks.
+        The report of a training shows the largest number after any mini-batch, to reveal leaks.
         """
         return None
 
@@ -206,7 +207,7 @@ class Device(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Wait for all work, and release the device. It is not used afterwards."""
+        """Wait for all work, and release the device. Nobody uses the device afterwards."""
 
 
 Finding = tuple[str, str, str]
@@ -217,7 +218,7 @@ Finding = tuple[str, str, str]
 class UserKernel:
     """A user's kernel, which a backend runs instead of its stock kernel.
 
-    `runs` tells whether it runs a node of `operator`; the stock kernel runs the other nodes.
+    `runs(node)` is true if the kernel runs a node of `operator`; the stock kernel runs the others.
     """
 
     operator: str
@@ -226,15 +227,16 @@ class UserKernel:
 
 
 class Backend(ABC):
-    """A family of devices and how to reach them."""
+    """A family of devices: finds them and opens them."""
 
     name: str
     """The first part of its devices' ids: lower-case letters, digits, - and _."""
     api_version: int = 1
-    """The version of this contract that the backend was written for: write the number down."""
+    """The version of this contract that the backend was written for: a literal number."""
     lends: str = ""
-    """The backend, or device id, that runs operators that its devices refuse; empty for none.
-    Values cross through the host's memory. Plans and `hetpipe coverage` name these operators."""
+    """The backend, or the id of the device, that runs the operators that this backend's devices
+    refuse; empty for none. Values cross through the host's memory. Plans and `hetpipe coverage`
+    name these operators."""
     discover_limit_s: float = 20.0
     """Most seconds for `discover`; a slower backend is disabled, and a message names it."""
     open_limit_s: float = 120.0
@@ -252,7 +254,7 @@ class Backend(ABC):
         """Open a device that `discover` returned. A process may open it several times."""
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """Apply the table `[backend.NAME]` of a cluster file; it replaces an earlier one.
+        """Apply the table `[backend.NAME]` of a cluster file; it replaces an earlier table.
 
         Called before `discover`, in the controller and in every worker of the backend. Relative
         paths start at `folder`. Raises `BackendError` for unknown options.
@@ -260,7 +262,7 @@ class Backend(ABC):
         raise BackendError(f"backend {self.name!r} takes no options; it got {', '.join(options)}")
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return the decompositions of graphs for these devices; default: down to core ATen.
+        """Return the decompositions to apply to graphs for these devices; default: to core ATen.
 
         Called once; see `hetpipe.sdk.core_decompositions`.
         """
@@ -276,9 +278,9 @@ class Backend(ABC):
         return None
 
     def user_kernels(self) -> Sequence[UserKernel]:
-        """Return the user's kernels that its devices run; default: none.
+        """Return the user's kernels that the backend's devices run; default: none.
 
-        Plans and `hetpipe devices` name them.
+        Plans and `hetpipe devices` name these kernels.
         """
         return ()
 

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 class BlockingDevice(Device):
-    """A device whose calls return when their work is done: write `supports` and four methods.
+    """A device whose calls return when their work is done.
 
-    It keeps small backends short: events have already happened, and there are no chunks. `_run`,
-    `_to_device` and `_to_host` may be called at the same time, with different buffers.
+    A subclass defines only `supports` and the four abstract methods below: all events have already
+    happened, and there are no chunks. `_run`, `_to_device` and `_to_host` may be called at the same
+    time, with different buffers.
     """
 
     @abstractmethod
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
-        """Run a result of `_compile` on `inputs`, and return its outputs."""
+        """Run `program`, a result of `_compile`, on `inputs`, and return its outputs."""
 
     @abstractmethod
     def _compile(self, graph: torch.fx.GraphModule) -> Any:

@@ -52,8 +52,9 @@ class Signal(Event):
 class FdEvent(Event):
     """An event that has happened once a file descriptor is readable: a fence, a pipe, an eventfd.
 
-    The event owns the descriptor, reads nothing from it, and closes it when it is dropped; give it
-    `os.dup(fd)` to keep yours. `check`, called once at the end, raises if the work failed.
+    The event owns the descriptor: it reads nothing from it, and closes it when the event is
+    dropped. Pass `os.dup(fd)` to keep your descriptor. The event calls `check` once, at the end;
+    `check` raises if the work failed.
     """
 
     def __init__(self, fd: int, doing: str, check: Callable[[], None] = lambda: None) -> None:
@@ -61,7 +62,7 @@ class FdEvent(Event):
         self._doing = doing
         self._check = check
         self._outcome = Signal(doing)
-        self._finishing = threading.Lock()  # held while `check` is called: by one thread, once
+        self._finishing = threading.Lock()  # so that only one thread calls `check`, and only once
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -85,10 +86,10 @@ class FdEvent(Event):
 
 
 class PolledEvent(Event):
-    """An event that has happened once `poll()` is true; it raises if the work failed.
+    """An event that has happened once `poll()` is true; `poll` raises if the work failed.
 
-    Any thread may call `poll`, until it returns true once. A wait pauses between two calls for 20
-    microseconds at first, and for a millisecond at most.
+    Any thread may call `poll`, until `poll` has returned true once. A wait pauses between two calls
+    for 20 microseconds at first, and for a millisecond at most.
     """
 
     def __init__(self, poll: Callable[[], bool], doing: str) -> None:
@@ -115,10 +116,10 @@ class PolledEvent(Event):
 
 
 class WorkQueue:
-    """A thread that calls functions one after the other, with an event for each.
+    """A thread that calls functions one after another, with an event for each.
 
-    It turns a driver's blocking calls into an asynchronous device: one queue for passes, say, and
-    one for copies.
+    Queues turn a driver's blocking calls into an asynchronous device; for example, one queue runs
+    passes and another runs copies.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,8 +135,8 @@ class WorkQueue:
     ) -> Event:
         """Call `work` when all earlier work of this queue and all of `after` have ended.
 
-        Returns the event of its end. If an event in `after` fails, `work` is not called, and the
-        returned event fails with the same error.
+        Returns the event of the work's end. If an event in `after` fails, `work` is not called, and
+        the returned event fails with the same error.
         """
         ended = Signal(doing or f"work of {self._name}")
         self._jobs.put((work, tuple(after), ended))
@@ -156,7 +157,7 @@ class WorkQueue:
                 work()
 
             finish(ended, follow)
-            del job, work, after, ended, follow  # free their memory before the next job comes
+            del job, work, after, ended, follow  # frees their memory before the next job comes
 
 
 def finish(outcome: Signal, work: Callable[[], None]) -> None:

@@ -2,20 +2,20 @@
 
 A graph is a `torch.fx.GraphModule` with
 - placeholders: the inputs, in order;
-- `call_function` nodes only: ATen or `hetpipe` operators (`torch._ops.OpOverload`) or
-  `operator.getitem`; functional, shapes static, no mutation, no `get_attr`;
+- `call_function` nodes: ATen or `hetpipe` operators (`torch._ops.OpOverload`), or
+  `operator.getitem`. They have static shapes and change no tensor. No node is a `get_attr`;
 - arguments: nodes, numbers, bools, None, strings, `torch.dtype`, and lists of these;
 - `meta["val"]` on every node: a tensor on the meta device (row-major at inputs and outputs), or a
-  tuple of them; strides of other values are torch's and do not bind a backend, which may treat
-  `aten.view` as a reshape of the row-major tensor;
+  tuple of such tensors. Strides of values inside the graph are torch's and do not bind a backend,
+  which may treat `aten.view` as a reshape of the row-major tensor;
 - one output: a flat tuple of nodes, which may repeat and may be placeholders.
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
-`meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so
-results computed from it alone may be kept until another buffer comes.
+`meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so a
+device may keep results that it computes from steady inputs alone, until another buffer comes.
 `meta["together"]` on the output node is a set of indices of results. The caller donates these
-results together to one later run, so they may share a piece of memory. `dump_graph` drops it.
-`meta["checked"]` on a placeholder of integers is a range that the caller has checked, as
-(low, size, ignored), see `hetpipe.sdk.indices`.
+results together to one later run, so they may share a piece of memory. `dump_graph` drops this set.
+`meta["checked"]` on a placeholder of integers is the range (low, size, ignored) that the caller has
+checked: see `hetpipe.sdk.indices`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return `aten.add.Tensor` for a call of that operator, `getitem` for `operator.getitem`."""
+    """Return the name of a call's operator, such as `aten.add.Tensor`, or `getitem`."""
     if node.target is operator.getitem:
         return "getitem"
     return str(node.target)
@@ -70,8 +70,8 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions down to core ATen, except for the operators named in `keep`.
 
-    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
-    hetpipe's own operators have decompositions here too: `hetpipe.attention`, `hetpipe.lstm_layer`.
+    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`. The operators
+    `hetpipe.attention` and `hetpipe.lstm_layer` are also decomposed.
     """
     from torch._decomp import core_aten_decompositions
 
@@ -101,10 +101,10 @@ _FURTHER = (
 
 
 def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Return decompositions to the fewest operators: beyond core ATen, and of dropout's masks.
+    """Return decompositions that leave the fewest operators, so a device needs the fewest kernels.
 
-    With them, a device needs the fewest kernels; masks then need int64 arithmetic, with shifts and
-    bitwise operators. `keep` is as for `core_decompositions`.
+    They decompose operators of core ATen and dropout's masks as well. The decomposed masks need
+    int64 arithmetic, with shifts and bitwise operators. `keep` is as for `core_decompositions`.
     """
     from torch._decomp import get_decompositions
 
@@ -136,7 +136,7 @@ def why_not_strided(node: fx.Node) -> str | None:
 
 
 def strided_offset(node: fx.Node) -> int:
-    """Return the first element that an `as_strided` reads."""
+    """Return the index of the first element that an `as_strided` reads."""
     offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     return int(offset or 0)
 
@@ -166,7 +166,7 @@ def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 
 _DRAWING = ("hetpipe.keep_mask.default", "hetpipe.uniform.default")
-_SITE = 1  # the argument of these operators that numbers the call in the model
+_SITE = 1  # index of their argument that numbers the call in the model
 
 
 def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
@@ -262,7 +262,7 @@ def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
 
 
 def resolve_operator(name: str) -> Any:
-    """Return the operator of a name, the inverse of `operator_name`.
+    """Return the operator with a name; the inverse of `operator_name`.
 
     Raises `BackendError` if this process has no such operator or overload.
     """
@@ -272,7 +272,7 @@ def resolve_operator(name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None) if part.isidentifier() else None
     if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
-        raise BackendError(f"a graph calls {name!r}, and torch has no operator of that name here")
+        raise BackendError(f"a graph calls {name!r}, but torch has no operator of that name here")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Operators that read or write at the places of an index tensor, and bounds of their indices."""
+"""Operators that read or write at the places in an index tensor, and the bounds of the indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name, operator_name
 
 Range = tuple[int, int, int | None]
-"""(low, size, ignored): integers in low..size-1, or equal to `ignored`."""
+"""(low, size, ignored): each integer is in low..size-1, or equal to `ignored`."""
 MOVES = frozenset(
     f"aten.{name}"
     for name in ("alias", "chunk", "clone", "contiguous", "detach", "expand", "flatten", "flip",
@@ -78,7 +78,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """Return the bounds that a call's index tensors must keep, except for checked ones."""
+    """Return the bounds that a call's index tensors must keep and the caller has not checked."""
     return [bound for bound in all_bounds(node) if not bound.holds]
 
 
@@ -96,7 +96,7 @@ def _along(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
     """Yield the bound of `gather(x, dim, index)` and similar calls; a 0-d tensor has one row."""
     dim = arguments["dim"]
     size = (_shape(arguments["self"]) or (1,))[dim]
-    low = -size if name_of(node) == "aten.index_fill" else 0  # it counts them from the end
+    low = -size if name_of(node) == "aten.index_fill" else 0  # it takes negative indices, too
     yield Bound(node, arguments["index"], size, low, noun=f"entries in dimension {dim}")
 
 
@@ -104,7 +104,7 @@ def _places(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
     """Yield the bounds of `index(x, [index, ...])`, whose negative indices count from the end."""
     pairs = zip(arguments["indices"], _shape(arguments["self"]), strict=False)
     for dim, (index, size) in enumerate(pairs):
-        # Elements of bool and uint8 are masks.
+        # Index tensors of bool and uint8 are masks.
         if index is not None and dtype_name(index.meta["val"].dtype) not in ("bool", "uint8"):
             yield Bound(node, index, size, -size, noun=f"entries in dimension {dim}")
 
@@ -115,7 +115,7 @@ def _one_hot(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
 
 
 def _classes(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
-    """Yield the bound of a loss of classes; a floating target has their probabilities instead."""
+    """Yield the bound of a classification loss, unless its target has probabilities (floats)."""
     shape, target = _shape(arguments["self"]), arguments["target"]
     if not target.meta["val"].is_floating_point():
         classes, ignored = shape[min(1, len(shape) - 1)], int(arguments["ignore_index"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 API_VERSION = 2
-"""The version of the contract; `Backend.api_version` says which one a backend was written for.
+"""The version of the contract. `Backend.api_version` is the version that a backend was written for.
 
 Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
 `Capabilities.flushes_denormals` and `Capabilities.untried`.
@@ -41,22 +41,25 @@ class Capabilities:
     """Optional abilities of a device. Every default is safe for any device."""
 
     queues: int = 1
-    """Number of passes that may run at once, each on its own thread.
+    """Number of passes that may run at the same time, each on a separate thread.
 
-    Their `queue` in `Executable.run` is below this number.
+    The `queue` of a pass in `Executable.run` is below this number.
     """
     chunks: bool = False
     """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
-    """Whether it emulates other hardware: its times say nothing about that hardware."""
+    """Whether the device emulates other hardware; its times say nothing about that hardware."""
     reference: bool = False
-    """Whether it is a reference: correct, not fast."""
+    """Whether the device is a reference: correct, but not fast."""
     compiles_ahead: bool = False
     """Whether `compile_ahead` makes a later compilation quick."""
     exports: bool = False
-    """Whether `export` writes kernels as sources, and `build` compiles these."""
+    """Whether `export` writes kernels as sources, and `build` compiles the sources."""
     untried: bool = False
-    """Whether its backend does not know the runtime: it joins unasked only after a self-test."""
+    """Whether the backend does not know the device's runtime.
+
+    By default, such a device joins a cluster only after a self-test.
+    """
     flushes_denormals: bool = False
     """Whether results, or operands, below the smallest normal number may become zero."""
 
@@ -66,8 +69,9 @@ class DeviceInfo:
     """A device that a backend found; enough to choose it without opening it.
 
     `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
-    that the device shares with others: capacity is counted once per domain. Graphs compute in
-    `dtypes`. Inputs of `cast_dtypes` may only be cast to one of `dtypes`, and outputs from one.
+    that the device shares with other devices: capacity is counted once per domain. Graphs compute
+    in `dtypes`. A graph can only cast inputs of `cast_dtypes` to one of `dtypes`, and results from
+    one of `dtypes` to outputs of `cast_dtypes`.
     """
 
     id: str

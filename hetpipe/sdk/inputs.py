@@ -39,5 +39,5 @@ def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]
         if buffer.shape != shape or buffer.dtype != dtype:
             raise BackendError(
                 f"{device_id}: input {number} is {buffer.dtype}{list(buffer.shape)}, but the graph "
-                f"was compiled for {dtype}{list(shape)}: compile it for the other sizes too"
+                f"was compiled for {dtype}{list(shape)}: compile the graph for these inputs too"
             )

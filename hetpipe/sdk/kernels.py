@@ -86,10 +86,10 @@ class KernelRunner(ABC):
 
     @abstractmethod
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
-        """Run a kernel once. Return at least its outputs, and observed accesses beyond tensors.
+        """Run a kernel once. Return arrays by name, and flaws such as accesses beyond tensors.
 
-        Raises `KernelFaultError` if the kernel cannot be built or launched, and
-        `DeviceLacksError` if it cannot because the device lacks a feature.
+        The arrays include at least the outputs. Raises `KernelFaultError` if the kernel cannot be
+        built or launched, but `DeviceLacksError` if the reason is a feature that the device lacks.
         """
 
     @abstractmethod
@@ -112,7 +112,7 @@ class KernelRunner(ABC):
         raise BackendError(f"the kernels of {device_id} have no tuning {name!r}")
 
     def checks(self, device_id: str) -> bool:
-        """Whether a device is a checker: an interpreter that sees every access; default: no."""
+        """Return whether a device is a checker: an interpreter that sees every access."""
         return False
 
     def checker_environment(self, log: Path) -> Mapping[str, str]:
@@ -129,7 +129,7 @@ class KernelRunner(ABC):
 
 
 class KernelFaultError(Exception):
-    """A kernel cannot be built, or not with these arguments; `flaw` says why."""
+    """A kernel cannot be built, or not launched with its arguments; `flaw` gives the reason."""
 
     def __init__(self, flaw: Flaw) -> None:
         super().__init__(flaw.text)

@@ -1,4 +1,4 @@
-"""The question whether a device runs an operator, with a check of its answer."""
+"""Asks a device whether it runs an operator, and checks the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetpipe.sdk.graph import graph_calls, operator_name
 def refusal(device: Device, node: fx.Node) -> str | None:
     """Return the reason why a device cannot run a node, or None.
 
-    Raises `BackendError` if `supports` of the device fails or returns something else.
+    Raises `BackendError` if `supports` of the device fails, or returns neither a text nor None.
     """
     device_id, backend = device.info.id, device.info.backend
     try:
@@ -28,8 +28,8 @@ def refusal(device: Device, node: fx.Node) -> str | None:
         return reason
     raise BackendError(
         f"backend {backend!r}: supports of device {device_id} returns {reason!r} for "
-        f"{operator_name(node)}; it returns None where the device runs the node, else the reason "
-        "why not, a text"
+        f"{operator_name(node)}; it must return None if the device runs the node, else a text with "
+        "the reason why not"
     )
 
 

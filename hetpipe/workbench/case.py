@@ -19,9 +19,10 @@ from hetpipe.words import short
 MOST_ELEMENTS = 1 << 26
 """Most elements of a tensor."""
 POISONS = (0xFF, 0x3D)
-"""Bytes that fill outputs before a launch; as floats they are NaN, or small."""
+"""Bytes that fill outputs before a launch; as floats, the first is NaN, the second a small number.
+"""
 SCALES = {"float16": 4.0}
-"""Factors of normal values in the run `VALUES`, by dtype; `SCALE` for other dtypes."""
+"""Factors of normal values in the run `VALUES`, by dtype; other dtypes have the factor `SCALE`."""
 SCALE = 100.0
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
@@ -104,7 +105,7 @@ def _argument(
     assert spec.shape is not None
     shape = tuple(size.value(sizes) for size in spec.shape)
     if math.prod(shape) > MOST_ELEMENTS:
-        raise BackendError(f"it has {math.prod(shape)} elements, {MOST_ELEMENTS} at most")
+        raise BackendError(f"it has {math.prod(shape)} elements; {MOST_ELEMENTS} are allowed")
     if spec.is_input:
         return _values(spec, shape, generator, run == Run.VALUES)
     filled = np.full(math.prod(shape) * itemsize, POISONS[run % 2], np.uint8)
@@ -159,7 +160,7 @@ def expected(
         shape, result = argument.shape, np.asarray(results[name])
         if result.shape != shape:
             raise BackendError(
-                f"the reference of {name} has the shape {list(result.shape)}, the argument "
+                f"the reference of {name} has the shape {list(result.shape)}, but the argument has "
                 f"{list(shape)}"
             )
         results[name] = result
@@ -178,7 +179,8 @@ def _by_expression(spec: KernelSpec, names: Mapping[str, Any]) -> dict[str, Any]
     for name, text in spec.expect.items():
         try:
             with np.errstate(all="ignore"):
-                # The scope is global, for comprehensions; numpy itself needs the builtins.
+                # Pass the names as globals, so that comprehensions see them. Builtins stay, because
+                # numpy's functions need them.
                 results[name] = eval(text, scope)
         except Exception as error:
             raise BackendError(

@@ -93,7 +93,7 @@ class _Bench:
             except BackendError as error:
                 if run == Run.LISTED:
                     raise BackendError(f"case {number}: {error}") from error
-                notes.append(f"{_words(run, sizes)} it is not tried: {error}")
+                notes.append(f"{_words(run, sizes)} the kernel is not tried: {error}")
                 continue
             again = call_for(Run.AGAIN) if run == Run.LISTED else None
             try:
@@ -118,7 +118,7 @@ class _Bench:
     ) -> tuple[list[Flaw], dict[str, OutputError]]:  # fmt: skip
         """Return the flaws of a run, and the error of each output.
 
-        `again` is the same launch with other bytes in the outputs.
+        `again` is the same launch, but with different bytes in the outputs before the launch.
         """
         spec = self._spec
         after, seen = self._runner.run(self._device_id, call)
@@ -149,7 +149,7 @@ class _Bench:
                 text = (
                     f"element {list(at)} of {name} was {before[at]:.8g} and is "
                     f"{after[name][at]:.8g} after the run; {int(differs.sum())} of {before.size} "
-                    f"elements; if that is meant, write output = true in [argument.{name}]"
+                    f"elements; if it should, write output = true in [argument.{name}]"
                 )
                 yield Flaw("overwrites an input", call.function, text, self._line(call, name))
 
@@ -168,7 +168,7 @@ class _Bench:
 class OutputError:
     """The largest errors of an output, in units in the last place and as shares of the limit.
 
-    `wrong` counts the elements beyond the limit; `text` describes the worst one.
+    `wrong` counts the elements whose error exceeds the limit; `text` describes the worst element.
     """
 
     ulp: float
@@ -224,7 +224,7 @@ def _constant(name: str, references: Sequence[Array]) -> str | None:
         return None
     return (
         f"{name} should be {values[0]:.8g} in every element: a kernel that writes this number "
-        "passes; give its inputs other values"
+        "passes; give the kernel's inputs other values"
     )
 
 

@@ -76,7 +76,7 @@ class Trial:
 
 
 def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -> Trial:
-    """Read a source and its specification; without a name, the source's only kernel is chosen.
+    """Read a source and its specification; without a function's name, take the only kernel.
 
     Raises `BackendError` if a file is missing or wrong, or if the source lacks the kernel.
     """
@@ -112,11 +112,11 @@ def runners() -> Iterator[tuple[str, KernelRunner]]:
 
 
 def _runner_of(source: Path) -> KernelRunner:
-    """Return the runner for a file's suffix. Raises `BackendError` if no backend has one."""
+    """Return the runner for a file's suffix. Raises `BackendError` if no backend has a runner."""
     known = [runner for _, runner in runners() if runner.suffix == source.suffix]
     if not known:
         suffixes = ", ".join(sorted({runner.suffix for _, runner in runners()})) or "none"
-        raise BackendError(f"no backend runs kernels of {source}; files with {suffixes} are run")
+        raise BackendError(f"no backend runs kernels of {source}; backends run files {suffixes}")
     return known[0]
 
 
@@ -176,7 +176,7 @@ def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[O
     count = len(trial.spec.cases)
     numbers = list(cases) or list(range(count))
     if beyond := [number for number in numbers if not 0 <= number < count]:
-        raise BackendError(f"no case {beyond[0]} in {trial.spec_path}; it has {count}, from 0")
+        raise BackendError(f"no case {beyond[0]} in {trial.spec_path}; it has cases 0 to {count - 1}")
     if not runner.checks(device_id):
         yield from _run(trial, device_id, numbers, {})
         return
@@ -256,7 +256,7 @@ def _process(
     except ChildEnded as error:
         has_ended = True
         if error.code != 0:
-            last = error.last_line or "nothing was said"
+            last = error.last_line or "no output"
             text = f"ended the process with {error.how} on {device_id}: {last}"
             yield _failed(trial, device_id, current, Flaw("crashes", trial.function, text))
     finally:
@@ -267,7 +267,7 @@ def _process(
 
 
 _idle: list[Child] = []
-"""Children that have imported every module of a trial, and run no trial now."""
+"""Children that have imported every module of a trial, but run no trial now."""
 
 
 def _idle_child() -> Child:

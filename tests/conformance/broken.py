@@ -680,7 +680,7 @@ FAULTS = {
         Fault(LaunchLimit, "lengths/many elements", "2^20 elements"),
         Fault(SourceKept, "buffers/large copies", "reads its source after its event"),
         Fault(EarlyDownload, "buffers/large copies", "whose event happens early"),
-        Fault(ShortCopy, "buffers/large copies", "at the moment of done"),
+        Fault(ShortCopy, "buffers/large copies", "as soon as done() is true"),
         Fault(FailureIgnored, "events/failed before", "the device ignores an error in `after`"),
         Fault(FlushesDenormals, "values/denormals", "declare capabilities.flushes_denormals"),
         Fault(LeaksDescriptors, "memory/nothing kept per run", "file descriptors more"),

@@ -102,7 +102,7 @@ def test_a_lost_device_is_reported(crews: Crews) -> None:
     with open_pipeline(crews, "dies") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "failed"
-    assert "it raises in every other operator now, so the device may be lost" in str(found)
+    assert "the device now raises in other operators, too, so it may be lost" in str(found)
 
 
 def test_operators_wrong_only_in_combination(crews: Crews) -> None:
@@ -111,7 +111,7 @@ def test_operators_wrong_only_in_combination(crews: Crews) -> None:
     assert found.verdict == "combination"
     assert found.culprit is not None
     assert found.culprit.operators == ("aten.addmm.default", "aten.sigmoid.default")
-    assert "right one by one, and wrong in one graph" in str(found)
+    assert "right one by one, but wrong in one graph" in str(found)
 
 
 def test_passes_wrong_only_in_the_pipeline(crews: Crews) -> None:
@@ -119,7 +119,7 @@ def test_passes_wrong_only_in_the_pipeline(crews: Crews) -> None:
     with open_pipeline(crews, "between") as pipe:
         found = pipe.diagnose(X, Y)
     assert found.verdict == "between"
-    assert "and the pipeline's own pass does not: its gradient of layers." in str(found)
+    assert "but the pipeline's own pass does not: its gradient of layers." in str(found)
 
 
 @pytest.mark.slow
@@ -386,4 +386,4 @@ def test_a_module_with_dropout_is_not_compared(crews: Crews) -> None:
     model = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 5))
     found = diagnosis_of(crews, model, X)
     assert found.verdict == "healthy"
-    assert "not compared: the module itself by eager torch, since dropout draws" in str(found)
+    assert "not compared: the module itself by eager torch, because dropout draws" in str(found)

@@ -28,7 +28,8 @@ from hetpipe.sdk.formats.serialised_reader import deserialise
 from hetpipe.sdk.graph import core_decompositions
 
 BY_PYTHON = (
-    r"no operator|has no argument|has the name|a call is an item|arguments; it takes|not in UTF-8"
+    r"no operator|has no argument|has the name|has the operator getitem|arguments; it takes|"
+    r"not in UTF-8"
 )
 """Damage that C cannot detect: it knows no operators and accepts any bytes as a name."""
 

@@ -98,7 +98,8 @@ def test_a_wrong_result_of_supports_is_refused(
 ) -> None:
     device.supports = lambda node: answer  # type: ignore[method-assign]
     text = (
-        f"supports of device numpy:cpu:0 returns {answer!r} for aten.neg.default; it returns None"
+        f"supports of device numpy:cpu:0 returns {answer!r} for aten.neg.default; "
+        "it must return None"
     )
     with pytest.raises(BackendError, match=text):
         require_support(device, graph)

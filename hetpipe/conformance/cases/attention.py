@@ -1,4 +1,4 @@
-"""Cases of attention: lengths and widths that fill no tile, causal or not, with gradients."""
+"""Cases of attention, causal or not, with gradients; most sizes do not fill a kernel's tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ own = torch.ops.hetpipe
 def attention(is_causal: bool) -> Callable[..., Any]:
     """Return a function that computes both results and the gradients of query, key and value.
 
-    Only the first result has gradients.
+    The gradients are of the first result, the attention's output.
     """
 
     def run(*args: torch.Tensor) -> Any:
@@ -36,7 +36,7 @@ def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return result.transpose(1, 2).flatten(2)
 
 
-# front dimensions, queries, keys, width of query and key, width of value
+# Each row: front dimensions, queries, keys, width of query and key, width of value.
 SHAPES = [
     ((1, 2), 3, 3, 4, 4),
     ((2,), 5, 5, 3, 3),

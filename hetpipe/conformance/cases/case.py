@@ -1,6 +1,7 @@
 """Operator cases: functions of torch tensors, their inputs, and the length of their sums.
 
-Checks trace a function into a canonical graph and expect the function's results in float64.
+A check traces the function into a canonical graph, runs the graph on the device, and compares the
+results with the function's results in float64.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Feed:
-    """A random input: float, positive, int (below `high`), bool, or rng (a dropout state)."""
+    """An input. `kind`: float, positive, int (0 to below `high`), bool, or rng (dropout's state).
+
+    Values are random, except for rng.
+    """
 
     shape: tuple[int, ...]
     kind: str = "float"
     high: int = 0
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Return a new tensor; floating ones are float32."""
+        """Return a new tensor; a floating tensor is float32."""
         if self.kind == "rng":
             return torch.tensor([-0x123456789ABCDEF, 3, 5])
         if self.kind == "int":
@@ -37,10 +41,10 @@ class Feed:
 
 @dataclass(frozen=True)
 class Case:
-    """A function of tensors with its inputs.
+    """A function of tensors, with its inputs.
 
-    `terms` is the number of terms in the longest sum, which sets the tolerance. Reference devices,
-    which are slow, skip `large` cases.
+    `terms` is the number of terms in the longest sum; the tolerance depends on it. Reference
+    devices skip `large` cases, because they are slow.
     """
 
     family: str
@@ -64,8 +68,8 @@ def r(*shape: int) -> Feed:
 def feeds(shapes: str) -> Iterator[Feed]:
     """Yield the inputs that a row of a table names.
 
-    `2x3` is a tensor of floats, `()` a scalar, `+2x3` positive, `?2x3` bools, `9:2x3` integers
-    below 9, and `rng` a state of dropout.
+    `2x3` is a tensor of floats, `()` a scalar, `+2x3` has positive floats, `?2x3` bools, `9:2x3`
+    integers below 9, and `rng` is a state of dropout.
     """
     for word in shapes.split():
         if word == "rng":
@@ -98,7 +102,10 @@ CASES: list[Case] = []
 
 
 def table(family: str) -> Callable[..., None]:
-    """Return a function that adds a case of a family: name, function, inputs, `Case` fields."""
+    """Return a function that adds a case to a family.
+
+    The function takes the case's name, function and inputs, and further fields of `Case`.
+    """
 
     def case(name: str, fn: Callable[..., Any], *inputs: Feed | str, **settings: Any) -> None:
         each = [feeds(row) if isinstance(row, str) else (row,) for row in inputs]

@@ -1,4 +1,4 @@
-"""Cases of an LSTM layer: batches and widths that fill no tile, forward and backward."""
+"""Cases of an LSTM layer, forward and backward; most sizes do not fill a kernel's tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def layer(
     w_hh: torch.Tensor,
     *bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y and the last c. Scale the weights like torch's initial ones to limit rounding."""
+    """Return y and the last c.
+
+    The weights are scaled to the size of torch's initial weights, to limit rounding errors.
+    """
     scale = w_hh.shape[1] ** -0.5
     y, last_c, *_ = own.lstm_layer(x, h0, c0, w_ih * scale, w_hh * scale, *bias or (None,))
     return y, last_c
@@ -44,7 +47,7 @@ def layer_feeds(t: int, n: int, i: int, h: int) -> tuple[Feed, ...]:
     return r(t, n, i), r(n, h), r(n, h), r(4 * h, i), r(4 * h, h)
 
 
-# steps, batch, hidden
+# Each shape: steps, batch, hidden width.
 SHAPES = [(1, 1, 1), (3, 2, 5), (2, 13, 4), (4, 3, 17), (5, 4, 16)]
 for t, n, h in SHAPES:
     name, feeds = f"lstm_{t}x{n}x{h}", layer_feeds(t, n, h + 2, h)

@@ -30,8 +30,8 @@ FROM_TORCH = (
 def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions of sorting, searching, resizing, special functions and others.
 
-    Add them to `core_decompositions` or `primitive_decompositions`, which decompose their results.
-    `keep` names the operators that have a kernel, as for `core_decompositions`.
+    Add them to `core_decompositions` or `primitive_decompositions`, which decompose the resulting
+    operators further. `keep` names the operators that have a kernel, as for `core_decompositions`.
     """
     from torch._decomp import get_decompositions
 

@@ -12,12 +12,12 @@ Tensor = torch.Tensor
 
 
 def _slabs(volume: Tensor, first: int, count: int, stride: int) -> Tensor:
-    """Return every `stride`th slab of a padded volume, which an element of the kernel reads."""
+    """Return the slabs of a padded volume, `stride` apart, that one slab of the kernel reads."""
     return volume[:, :, first : first + (count - 1) * stride + 1 : stride]
 
 
 def _spread(slabs: Tensor, first: int, depth: int, stride: int) -> Tensor:
-    """Return a volume with these slabs and zeros; `_slabs` would read them again."""
+    """Return a volume of zeros that has the slabs at the places where `_slabs` reads them."""
     room = slabs.new_zeros([*slabs.shape[:2], depth, *slabs.shape[3:]])
     end = first + (slabs.shape[2] - 1) * stride + 1
     spread: Tensor = aten.slice_scatter(room, slabs, 2, first, end, stride)
@@ -37,7 +37,7 @@ def _flat(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the settings of the convolutions of images."""
+    """Return the settings for convolutions of images: without the first number, for the depth."""
     stride, padding, dilation = (list(each)[1:] for each in (stride, padding, dilation))
     return (stride, padding, dilation, transposed, list(output_padding)[1:], groups)
 
@@ -51,7 +51,7 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
-    """Convolve volumes: add the convolutions of images by each slab of the kernel."""
+    """Convolve volumes: add up one convolution of images for each slab of the kernel."""
     if x.dim() != 5:
         return NotImplemented
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
@@ -80,11 +80,12 @@ def convolution_backward(
     padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int, mask: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """Return the gradients of `convolution` by volume, weight and bias."""
+    """Return the gradients of `convolution` with respect to volume, weight and bias."""
     if x.dim() != 5:
         return NotImplemented
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
-    few, many = (x, gradient) if transposed else (gradient, x)  # `few` gives slabs, `many` windows
+    # Each slab of the kernel joins all slabs of `few` with slabs of `many`, `stride` apart.
+    few, many = (x, gradient) if transposed else (gradient, x)
     count, kernel = few.shape[2], weight.shape[2]
     reach = (count - 1) * stride[0] + dilation[0] * (kernel - 1) + 1
     before = padding[0]
@@ -115,4 +116,4 @@ VOLUME_CONVOLUTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
 }
-"""Decompositions for a device that convolves images only. Convolutions of images stay whole."""
+"""Decompositions for a device that convolves only images. Convolutions of images stay whole."""

@@ -19,7 +19,7 @@ def round_decimals(x: Tensor, *, decimals: int) -> Tensor:
 
 
 def shrink_backward(gradient: Tensor, x: Tensor, lambd: float) -> Tensor:
-    """Return the gradient, 0 where the function is 0."""
+    """Return the gradient of `hardshrink` or `softshrink`: 0 where the function is 0."""
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(gradient), gradient)
 
 
@@ -52,7 +52,7 @@ def trilinear(
 
 
 def cdist(a: Tensor, b: Tensor, p: float, mode: int | None = None) -> Tensor:
-    """Return the distances of all rows of `a` from all rows of `b`, in the norm p."""
+    """Return the distances between all rows of `a` and all rows of `b`, in the p-norm."""
     gaps = (a.unsqueeze(-2) - b.unsqueeze(-3)).abs()
     if p == 0:
         return (gaps != 0).to(a.dtype).sum(-1)
@@ -64,7 +64,7 @@ def cdist(a: Tensor, b: Tensor, p: float, mode: int | None = None) -> Tensor:
 
 
 def cdist_backward(gradient: Tensor, a: Tensor, b: Tensor, p: float, distance: Tensor) -> Tensor:
-    """Return the gradient by `a`; it is 0 where two rows are equal."""
+    """Return the gradient with respect to `a`; equal rows contribute 0."""
     gaps = a.unsqueeze(-2) - b.unsqueeze(-3)
     sign, size, d = gaps.sign(), gaps.abs(), distance.unsqueeze(-1)
     if p == 0:
@@ -91,14 +91,14 @@ def _pairs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def pdist(x: Tensor, p: float = 2) -> Tensor:
-    """Return the distances of all pairs of rows, in the norm p."""
+    """Return the distances of all pairs of rows, in the p-norm."""
     first, second = _pairs(x.shape[0], x.device)
     apart: Tensor = aten._cdist_forward(x, x, p, None)
     return apart.reshape(-1).index_select(0, first * x.shape[0] + second)
 
 
 def pdist_backward(gradient: Tensor, x: Tensor, p: float, distance: Tensor) -> Tensor:
-    """Return the gradient by the rows, through the matrix of all distances."""
+    """Return the gradient with respect to the rows, through the matrix of all distances."""
     rows = x.shape[0]
     first, second = _pairs(rows, x.device)
     places = [torch.cat([first, second]), torch.cat([second, first])]
@@ -115,7 +115,8 @@ def multi_margin_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of `multi_margin_loss`.
 
-    The loss of a row is the sum over other classes of max(0, margin - x[target] + x)^p / classes.
+    The loss of a row is the sum over all classes except for the target of
+    max(0, margin - x[target] + x)^p / classes.
     """
     rows, classes = x.reshape(-1, x.shape[-1]), x.shape[-1]
     target = target.reshape(-1, 1)
@@ -138,7 +139,7 @@ def multilabel_margin_backward(
     """
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1, x.shape[-1])
     other = is_target.reshape(rows.shape) == 0
-    # Labels end before the first negative one.
+    # The labels of a row end before its first negative number.
     known = (labels < 0).to(torch.int64).cumsum(1) == 0
     place = labels.clamp(min=0)
     gap = 1 - torch.gather(rows, 1, place).unsqueeze(2) + rows.unsqueeze(1)
@@ -150,7 +151,7 @@ def multilabel_margin_backward(
 
 
 def _shared(gradient: Tensor, rows: int, reduction: int) -> Tensor:
-    """Return the gradient by the loss of each row; `reduction` is none (0), mean (1) or sum (2)."""
+    """Return the gradient of each row's loss; `reduction` is none (0), mean (1) or sum (2)."""
     if reduction == 0:
         return gradient.reshape(-1, 1)
     return gradient / rows if reduction == 1 else gradient

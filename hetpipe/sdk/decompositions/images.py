@@ -1,10 +1,10 @@
-"""Pooling of images and volumes, gradients of resizing, and gradients of padding by the border.
+"""Pooling of images and volumes, and gradients of resizing and of padding with border elements.
 
 Pooling reads from windows: element k of window o is element `place[o, k]` of a dimension, where
 `inside[o, k]` is true.
 
 Resizing is linear and separable: y = M1 x M2^T for two dimensions, where M[o, i] is the share of
-input i in output o. Its gradient takes the transposed matrices, as the gradient of a mean does.
+input i in output o. Its gradient uses the transposed matrices, as the gradient of a mean does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of one dimension: `place` and `inside` [windows, elements], `count` [windows]."""
+    """The windows of one dimension: `place` and `inside` [windows, elements], `count` [windows].
+
+    `count` is the divisor of a mean; `size` is the size of the dimension.
+    """
 
     place: Tensor
     inside: Tensor
@@ -56,7 +59,7 @@ def _covering(x: Tensor, dim: int, out: int) -> Windows:
 
 
 def _seen(x: Tensor, windows: Sequence[Windows], outside: float) -> Tensor:
-    """Return the elements of each window in the last dimension, `outside` beyond the border."""
+    """Return the elements of each window, in a new last dimension; `outside` beyond the border."""
     count = len(windows)
     first = x.dim() - count
     for at, each in enumerate(windows):
@@ -71,7 +74,7 @@ def _seen(x: Tensor, windows: Sequence[Windows], outside: float) -> Tensor:
 
 
 def _largest(x: Tensor, windows: Sequence[Windows]) -> tuple[Tensor, Tensor]:
-    """Return the largest element of each window, the first of equal ones, and its place in x."""
+    """Return the largest element of each window, and its place in x; the first if several tie."""
     lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     value, which = _seen(x, windows, lowest).max(-1)
     count = len(windows)
@@ -94,7 +97,7 @@ def _mean(x: Tensor, windows: Sequence[Windows], divisor: int | None) -> Tensor:
 
 
 def _mean_backward(gradient: Tensor, windows: Sequence[Windows], divisor: int | None) -> Tensor:
-    """Return the gradient by the input."""
+    """Return the gradient of `_mean` with respect to its input."""
     matrices = []
     for each in windows:
         number = torch.arange(each.size, device=gradient.device)
@@ -184,7 +187,7 @@ def adaptive_avg_pool_backward(count: int, gradient: Tensor, x: Tensor) -> Tenso
 
 
 def max_pool_backward(count: int, gradient: Tensor, x: Tensor, *settings: Any) -> Tensor:
-    """Add the gradient at the places of the largest elements; windows may share one.
+    """Add the gradient at the places of the largest elements; windows may share an element.
 
     The places are the last of the `settings`; the pooling runs over the last `count` dimensions.
     """
@@ -198,7 +201,7 @@ CUBIC = -0.75
 
 
 def _sources(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | None) -> Tensor:
-    """Return the position in the input of each output; it may be outside or between elements."""
+    """Return each output's position in the input, which may be outside or between elements."""
     number = torch.arange(outputs, device=like.device).to(like.dtype)
     if align:
         return number * ((inputs - 1) / (outputs - 1) if outputs > 1 else 0.0)
@@ -207,7 +210,7 @@ def _sources(like: Tensor, inputs: int, outputs: int, align: bool, scale: float 
 
 
 def _linear(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | None) -> Tensor:
-    """Return the matrix of a linear interpolation: two neighbours, by their distance."""
+    """Return the matrix of a linear interpolation: two neighbours, weighted by distance."""
     at = _sources(like, inputs, outputs, align, scale).clamp(min=0, max=inputs - 1)
     number = torch.arange(inputs, device=like.device).to(like.dtype)
     return (1 - (at.unsqueeze(1) - number.unsqueeze(0)).abs()).clamp(min=0)
@@ -241,7 +244,7 @@ def _nearest(
 
 
 def _border(like: Tensor, inputs: int, outputs: int, before: int) -> Tensor:
-    """Return the matrix that takes the element itself, outside the element at the border."""
+    """Return the matrix that takes the element itself; outside the input, the border element."""
     at = (torch.arange(outputs, device=like.device) - before).clamp(min=0, max=inputs - 1)
     return _taking(like, inputs, at)
 
@@ -253,7 +256,7 @@ def _taking(like: Tensor, inputs: int, at: Tensor) -> Tensor:
 
 
 def _transposed(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return the gradient by the input: each of the last dimensions times its matrix."""
+    """Return the gradient of the input: multiply each of the last dimensions by its matrix."""
     first = gradient.dim() - len(matrices)
     for dim, matrix in enumerate(matrices, first):
         gradient = torch.matmul(gradient.movedim(dim, -1), matrix).movedim(-1, dim)
@@ -279,7 +282,7 @@ def nearest_backward(
 
 
 def border_backward(gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Return the gradient of padding by the border.
+    """Return the gradient of padding with the elements at the border.
 
     `padding` has two numbers for each dimension, the last dimension first.
     """

@@ -30,7 +30,7 @@ def scatter_mean(
 def index_reduce(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """Reduce whole slices by one index each, as a scatter with that index repeated."""
+    """Reduce slices, each with one index, as a scatter that repeats the index for each element."""
     if x.dim() == 0:
         x, source = x.unsqueeze(0), source.reshape(1)
         return index_reduce(x, 0, index, source, reduce, include_self=include_self).squeeze(0)
@@ -41,7 +41,7 @@ def index_reduce(
 
 
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Write elements of the flat tensor."""
+    """Write `source` to elements of the flat tensor."""
     flat = x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate)
     return flat.reshape(x.shape)
 
@@ -62,7 +62,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 
 def masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the gradient by `source`: the elements where the mask is true, then zeros."""
+    """Return the gradient of `source`: the elements where the mask is true, then zeros."""
     count = math.prod(sizes)
     flat = mask.expand_as(gradient).reshape(-1)
     number = (flat.to(torch.int64).cumsum(0) - 1).clamp(min=0, max=count - 1)
@@ -73,7 +73,7 @@ def masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]
 def diagonal_scatter(
     x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
-    """Return `x` with another diagonal."""
+    """Return `x` with `source` as its diagonal."""
     number = torch.arange(source.shape[-1], device=x.device)
     places = [*[None] * (x.dim() - 2), number + max(-offset, 0), number + max(offset, 0)]
     moved = x.movedim((dim1, dim2), (-2, -1))
@@ -85,7 +85,7 @@ def as_strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `x` with other elements at the places that the strides name."""
+    """Return `x` with `source` at the places that size, strides and offset name."""
     place = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
     for count, step in zip(size, stride, strict=True):
         place = place.unsqueeze(-1) + torch.arange(count, device=x.device) * step
@@ -97,8 +97,8 @@ def as_strided_scatter(
 def unfold(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """Return all windows of `size` elements, `step` apart, in a new last dimension.
 
-    torch's own decomposition takes `as_strided` with the strides of the tensor in torch's memory.
-    A slice or a channels-last tensor has other strides there than on a device.
+    torch's own decomposition uses `as_strided` with the strides of the tensor in torch's memory.
+    There, a slice or a channels-last tensor has different strides than on a device.
     """
     if x.dim() == 0:
         return x.expand(1)[:size]

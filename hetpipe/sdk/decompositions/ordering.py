@@ -66,8 +66,8 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
 def median(skips_nan: bool, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """Return the median, the lower one of two middle elements, and its index along `dim`.
 
-    It is NaN if an element is, unless it skips NaN. Without `dim`, return the median of all
-    elements alone.
+    The median is NaN if an element is NaN, unless `skips_nan` is true. Without `dim`, return only
+    the median of all elements.
     """
     if dim is None:
         return median(skips_nan, x.reshape(-1), 0)[0]
@@ -132,13 +132,13 @@ def bucketize(
 
 
 def _reached(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return all elements j beside each element i, in the last dimension, and whether j <= i."""
+    """Return all elements j for each element i, in the last dimension, and whether j <= i."""
     number = torch.arange(x.shape[dim], device=x.device)
     return x.movedim(dim, -1).unsqueeze(-2), number.unsqueeze(0) <= number.unsqueeze(1)
 
 
 def running_extreme(largest: bool, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the largest element so far, or the smallest one, and its last index."""
+    """Return the largest (or smallest) element so far, and its last index."""
     if x.dim() == 0 or x.numel() == 0:
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     seen, reached = _reached(x, dim)

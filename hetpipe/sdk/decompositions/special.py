@@ -27,7 +27,8 @@ I0_NEAR = (
     -2.37374148058994688156e-2, 4.93052842396707084878e-2, -9.49010970480476444210e-2,
     1.71620901522208775349e-1, -3.04682672343198398683e-1, 6.76795274409476084995e-1,
 )  # fmt: skip
-"""exp(-x) I0(x) for x in [0, 8], in Chebyshev polynomials of x / 2 - 2, the highest first."""
+"""Coefficients of exp(-x) I0(x) for x in [0, 8], for Chebyshev polynomials of x / 2 - 2. In this
+and the next three tables, the highest degree comes first."""
 I0_FAR = (
     -7.23318048787475395456e-18, -4.83050448594418207126e-18, 4.46562142029675999901e-17,
     3.46122286769746109310e-17, -2.82762398051658348494e-16, -3.42548561967721913462e-16,
@@ -39,7 +40,7 @@ I0_FAR = (
     2.89137052083475648297e-6, 6.88975834691682398426e-5, 3.36911647825569408990e-3,
     8.04490411014108831608e-1,
 )  # fmt: skip
-"""exp(-x) sqrt(x) I0(x) for x beyond 8, in Chebyshev polynomials of 32 / x - 2."""
+"""Coefficients of exp(-x) sqrt(x) I0(x) for x beyond 8, for polynomials of 32 / x - 2."""
 I1_NEAR = (
     2.77791411276104639959e-18, -2.11142121435816608115e-17, 1.55363195773620046921e-16,
     -1.10559694773538630805e-15, 7.60068429473540693410e-15, -5.04218550472791168711e-14,
@@ -52,7 +53,7 @@ I1_NEAR = (
     2.47264490306265168283e-2, -5.29459812080949914269e-2, 1.02643658689847095384e-1,
     -1.76416518357834055153e-1, 2.52587186443633654823e-1,
 )  # fmt: skip
-"""exp(-x) I1(x) / x for x in [0, 8]."""
+"""Coefficients of exp(-x) I1(x) / x for x in [0, 8]."""
 I1_FAR = (
     7.51729631084210481353e-18, 4.41434832307170791151e-18, -4.65030536848935832153e-17,
     -3.20952592199342395980e-17, 2.96262899764595013876e-16, 3.30820231092092828324e-16,
@@ -64,7 +65,7 @@ I1_FAR = (
     -3.88256480887769039346e-6, -1.10588938762623716291e-4, -9.76109749136146840777e-3,
     7.78576235018280120474e-1,
 )  # fmt: skip
-"""exp(-x) sqrt(x) I1(x) for x beyond 8."""
+"""Coefficients of exp(-x) sqrt(x) I1(x) for x beyond 8."""
 BORDER = 8.0
 ZETA_TERMS = 10
 """Terms of Hurwitz' zeta function to add one by one."""
@@ -73,7 +74,7 @@ BERNOULLI = (
     -2.950130727918164224e12, 1.1646782814350067249e14, -4.5979787224074726105e15,
     1.8152105401943546773e17, -7.1661652561756670113e18,
 )  # fmt: skip
-"""(2k)! / B_2k, for the remaining terms of the sum."""
+"""(2k)! / B_2k, in the formula for the remaining terms of the zeta function."""
 
 
 def _floating(x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def _floating(x: Tensor) -> Tensor:
 
 
 def _chebyshev(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Evaluate Clenshaw's recurrence, without terms below the precision of the dtype."""
+    """Evaluate a Chebyshev sum by Clenshaw's recurrence, without terms too small for the dtype."""
     least = torch.finfo(x.dtype).eps / 16
     first = next(at for at, each in enumerate(coefficients) if abs(each) > least)
     now = before = last = torch.zeros_like(x)
@@ -127,7 +128,7 @@ def i1(x: Tensor) -> Tensor:
 def _zeta(x: float, q: Tensor) -> Tensor:
     """Return Hurwitz' zeta function for positive q, the sum of (q + k)^-x.
 
-    The first terms are added; Euler and Maclaurin's formula gives the other terms.
+    The first terms are added one by one; Euler and Maclaurin's formula sums the remaining terms.
     """
     total = torch.zeros_like(q)
     for k in range(ZETA_TERMS):
@@ -146,7 +147,8 @@ def _zeta(x: float, q: Tensor) -> Tensor:
 def _cotangent_derivative(n: int, t: Tensor) -> Tensor:
     """Return the n-th derivative of cot at t.
 
-    It is a polynomial of c = cot t; its derivative by t is -(1 + c^2) times its derivative by c.
+    Every derivative is a polynomial of c = cot t. The derivative of a polynomial with respect to t
+    is -(1 + c^2) times its derivative with respect to c.
     """
     polynomial = [0.0, 1.0]
     for _ in range(n):
@@ -208,7 +210,7 @@ def polygamma(n: int, x: Tensor) -> Tensor:
 
 
 def erfinv(y: Tensor) -> Tensor:
-    """Return the inverse of erf: a rational function (G. L. Pavlis), then two steps of Newton's."""
+    """Return the inverse of erf, by a rational function (G. L. Pavlis) and two Newton steps."""
     y = _floating(y)
     size = y.abs()
     z = y * y
@@ -220,7 +222,7 @@ def erfinv(y: Tensor) -> Tensor:
     tail = torch.copysign(above, y) / ((1.637067800 * z + 3.543889200) * z + 1)
     x = torch.where(size <= 0.7, central, tail)
     for _ in range(2):
-        # Near 1 erf loses the digits that 1 - erf has.
+        # Near 1, erf loses digits that erfc = 1 - erf keeps.
         beyond = torch.sign(y) * ((1 - size) - torch.erfc(x.abs()))
         error = torch.where(size <= 0.5, torch.erf(x) - y, beyond)
         x = x - error / (2 / math.sqrt(math.pi) * torch.exp(-x * x))
@@ -235,7 +237,7 @@ FRACTION_TERMS = 30
 def erfcx(x: Tensor) -> Tensor:
     """Return exp(x^2) erfc(x).
 
-    From 2 on it is a continued fraction (Abramowitz and Stegun, 7.1.14).
+    For x of 2 or more, use a continued fraction (Abramowitz and Stegun, 7.1.14).
     """
     x = _floating(x)
     size = x.abs()

@@ -1,6 +1,6 @@
 """The specification of a user's kernel, a TOML file: arguments, sizes and expected results.
 
-Sizes are numbers or expressions, as people write them: `round_up(n, 64) / 4`.
+Sizes are numbers or expressions, as people write them: `round_up(n, 64) // 4`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 MOST = 2**31 - 1
-"""The largest size: an int of OpenCL C."""
+"""The largest size, which is also the largest int of OpenCL C."""
 MOST_LETTERS = 200
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -76,7 +76,8 @@ class Size:
     def _tree(self) -> ast.expr:
         if len(self.text) > MOST_LETTERS:
             raise BackendError(
-                f"a size has {len(self.text)} letters, {MOST_LETTERS} at most; name a part of it"
+                f"a size has {len(self.text)} letters; at most {MOST_LETTERS} are allowed, so give "
+                "a part of it a name"
             )
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
@@ -147,14 +148,17 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Argument:
-    """A parameter of a kernel: a tensor (`shape`), a number (`value`) or local memory (`local`)."""
+    """A kernel's parameter: a tensor (`shape`), int (`value`), float (`number`) or `local` memory.
+
+    Exactly one of these four fields is given.
+    """
 
     shape: tuple[Size, ...] | None = None
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))] = "float32"
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """The factor of `normal` values in the run that changes values; 1 also keeps `ones`."""
+    """In the run with other values: the factor of `normal` values. 1 also leaves `ones` at 1."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which stay below `high`."""
@@ -165,7 +169,7 @@ class Argument:
     """Number of elements in local memory."""
     input: Annotated[int, Whole(0, 99)] | None = None
     result: Annotated[int, Whole(0, 99)] | None = None
-    """In a training: the number of the operator's input or result that this tensor is."""
+    """In a training: the place of this tensor among the operator's inputs or results."""
 
     def __post_init__(self) -> None:
         """Raise `BackendError` unless the argument has exactly one of its forms."""
@@ -181,7 +185,9 @@ class Argument:
         if self.scale is not None and not self.is_input:
             raise BackendError("scale is for the values of an input")
         if self.low > self.high:
-            raise BackendError(f"low is {self.low:g}, above high, {self.high:g}")
+            raise BackendError(
+                f"low is {self.low:g}, but high is {self.high:g}: give low at most high"
+            )
 
     @property
     def is_input(self) -> bool:
@@ -193,8 +199,8 @@ class Argument:
 class Tolerance:
     """How far an output may be off.
 
-    `exact`: not at all. `ulp`: by `units` units in the last place of each element. `sum`: by
-    16 * sqrt(terms) * eps * the largest magnitude of the output, the error of a sum of `terms`.
+    `exact`: not at all. `ulp`: by `units` units in the last place of each element. `sum`: by the
+    error of a sum of `terms` terms, 16 * sqrt(terms) * eps * the largest magnitude of the output.
     """
 
     error: Annotated[str, OneOf(CLASSES)] = "sum"
@@ -204,7 +210,7 @@ class Tolerance:
 
 Sizes = dict[str, Annotated[int, Whole(0, 2**31 - 1)]]
 MOST_CASES = 10_000
-"""The most cases of a specification, counted with each combination of the defined values."""
+"""The most cases of a specification; each combination of defined values counts as a case."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,8 @@ class Beside:
 def _same_dimensions(global_size: Sequence[Size], local_size: Sequence[Size]) -> None:
     if local_size and len(local_size) != len(global_size):
         raise BackendError(
-            f"local_size has {len(local_size)} dimensions, global_size {len(global_size)}"
+            f"local_size has {len(local_size)} dimensions, global_size {len(global_size)}: give "
+            "both the same number"
         )
 
 
@@ -256,7 +263,7 @@ class KernelSpec:
     )
     """Values of macros: every case runs with each combination of them."""
     beside: dict[str, Annotated[Beside, Placed()]] = field(default_factory=dict)
-    """Further kernels by name, which run at the same time: the other end of a channel."""
+    """Further kernels by name, which run at the same time, such as the other end of a channel."""
 
     def __post_init__(self) -> None:
         """Raise `BackendError` if parts of the specification do not fit together."""
@@ -266,7 +273,7 @@ class KernelSpec:
         if bool(self.expect) == bool(self.reference):
             raise BackendError(
                 "it needs a table [expect] with an expression for each output, or reference = "
-                '"FILE.py:FUNCTION", and not both'
+                '"FILE.py:FUNCTION", but not both'
             )
         for table in ("expect", "tolerance"):
             if unknown := [name for name in getattr(self, table) if name not in outputs]:
@@ -288,7 +295,8 @@ class KernelSpec:
         count = len(self.case) * math.prod(map(len, self.define.values()))
         if count > MOST_CASES:
             raise BackendError(
-                f"the cases with all values of define are {count}, {MOST_CASES} at most"
+                f"cases and values of define make {count} combinations; at most {MOST_CASES} are "
+                "allowed"
             )
 
     @cached_property
@@ -322,7 +330,7 @@ class KernelSpec:
 def read_spec(path: Path) -> KernelSpec:
     """Read the specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
     text = read_text(path, BackendError)
-    data = parse_toml(text, path, BackendError)  # it refuses texts that are nested too deeply
+    data = parse_toml(text, path, BackendError)  # refuses texts that are nested too deeply
     lines = Lines(text)
     source = Source(
         "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES

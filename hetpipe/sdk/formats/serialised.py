@@ -75,7 +75,7 @@ def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
     body = counts + strings + bytes(writer.data)
     nbytes = CHECKED_FROM + len(body)
     if nbytes > NONE:
-        raise BackendError(f"a graph of {nbytes} bytes is too large: the form takes {NONE}")
+        raise BackendError(f"a graph of {nbytes} bytes is too large: {NONE} bytes are allowed")
     return struct.pack("<8sIII", MAGIC, VERSION, nbytes, zlib.crc32(body)) + body
 
 
@@ -90,7 +90,7 @@ class _Writer:
     def node(self, row: tuple[Any, ...]) -> None:
         op, name, target, args, kwargs, val, layer, steady, checked = row
         kind = {"placeholder": INPUT, "output": OUTPUT}.get(op, CALL)
-        if kind == CALL and target == "getitem":  # an input may have the same name
+        if kind == CALL and target == "getitem":  # the name of an input may also be getitem
             kind = ITEM
         self.data.append(kind)
         self._text(name)
@@ -183,7 +183,7 @@ class _Writer:
             return
         shape, dtype = val
         if len(shape) > MOST_RANK:
-            raise BackendError(f"a tensor has {len(shape)} dimensions; the form takes {MOST_RANK}")
+            raise BackendError(f"a tensor has {len(shape)} dimensions; {MOST_RANK} are allowed")
         self.data += bytes([_dtype_code(dtype), len(shape)])
         for size in shape:
             self._i64(size)

@@ -114,7 +114,7 @@ class _Reader:
     def _call(self) -> tuple[str, Any, dict[str, Any], Any]:
         target = self._text()
         if target == "getitem":
-            raise _damaged("a call is an item")
+            raise _damaged("a call has the operator getitem, as only items have")
         names = [argument.name for argument in resolve_operator(target)._schema.arguments]
         args = [self._argument(0) for _ in range(self._count(1))]
         kwargs = {}

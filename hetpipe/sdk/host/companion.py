@@ -1,11 +1,11 @@
-"""A companion: a second device for the operators that a device lacks, if its author asks for one.
+"""A companion: a second device for the operators that a device lacks, if its backend names one.
 
     parts of a graph     device      | companion     a value that the other side reads is copied
                          mm, relu    |               to the host's memory, and from there
                                      | gelu
                          mm          |
 
-The device alone compiles a graph without lent operators, as if there were no companion.
+A graph without lent operators is compiled whole for the device, as if there were no companion.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _ask_device(name: str) -> Any:
 
 
 class CompanionDevice(Device):
-    """A device, and another one for the operators that it refuses."""
+    """A device with its companion, which runs the operators that the device refuses."""
 
     def __init__(self, device: Device, companion: Device) -> None:
         self.device, self.companion = device, companion
@@ -155,7 +155,10 @@ class CompanionDevice(Device):
         self.companion.close()
 
     def _parts(self, graph: fx.GraphModule) -> list[tuple[Part, bool]]:
-        """Return the graph's parts, and whether the companion runs each; empty if it runs none."""
+        """Return each part of a graph, and whether the companion runs it.
+
+        Return an empty list if the companion runs no part.
+        """
         units = units_of(graph)
         lends = [self.lends(unit[0]) is not None for unit in units]
         if not any(lends):
@@ -220,7 +223,7 @@ class _Divided(Executable):
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         check_inputs(self._owner.info.id, inputs, self._forms)
         own = dict(zip(self._placeholders, inputs, strict=True))
-        free = {  # another part may read a buffer that has two names
+        free = {  # except for a buffer that is two inputs: another part may still read it
             self._placeholders[i] for i in donate if sum(each is inputs[i] for each in inputs) == 1
         }
         lent: dict[fx.Node, Buffer] = {}
@@ -258,7 +261,7 @@ class _Divided(Executable):
         return [own[node] for node in self._outputs], event, ()
 
     def _may_go(self, node: fx.Node, number: int, free: set[fx.Node], lends: bool) -> bool:
-        """Whether part `number` may overwrite a value: no later part reads it, on either side."""
+        """Return whether part `number` may overwrite a value, because nobody reads it later."""
         if self._last[node] != number or node in self._outputs or node in self._steady:
             return False
         return node.op != "placeholder" or (node in free and not lends)

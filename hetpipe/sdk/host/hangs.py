@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parents[2]
 def watch(limit_s: float, log: TextIO) -> None:
     """End this process after `limit_s`, with its threads' stacks in `log`.
 
-    A second call starts the time again.
+    A later call restarts the time.
     """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
 
@@ -23,13 +23,13 @@ def watch(limit_s: float, log: TextIO) -> None:
 def place(log: str) -> str | None:
     """Return the function that hung, in words; None if `watch` has not ended the process.
 
-    It is the backend's function that hetpipe called, in the main thread or in a thread for which
-    the main thread waits.
+    This function is the backend's function that hetpipe called, in the main thread or in a thread
+    for which the main thread waits.
     """
     if "Timeout (" not in log:
         return None
     threads = [_FRAME.findall(stack) for stack in log.split("Thread 0x")[1:]]
-    for frames in reversed(threads):  # the main thread comes last, and its latest call first
+    for frames in reversed(threads):  # the main thread is last; a stack begins with its latest call
         called = 0
         while called < len(frames) and not _is_core(Path(frames[called][0])):
             called += 1
@@ -40,5 +40,5 @@ def place(log: str) -> str | None:
 
 
 def _is_core(file: Path) -> bool:
-    """Whether a file belongs to hetpipe, and not to one of its backends."""
+    """Return whether a file belongs to hetpipe, and not to one of its backends."""
     return file.is_relative_to(_PACKAGE) and not file.is_relative_to(_PACKAGE / "backends")

@@ -11,6 +11,7 @@ from torch import fx
 from hetpipe.sdk.graph import canonical, graph_calls, graph_outputs, operator_name
 
 Unit = list[fx.Node]
+"""An operator's call, with the `getitem` nodes that read its results."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def reachable(
 
 
 def dependents(graph: fx.Graph, starts: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on one of `starts`, these included."""
+    """Return the nodes that depend on one of `starts`, including `starts`."""
     dependent = set(starts)
     for node in graph.nodes:
         if not dependent.isdisjoint(node.all_input_nodes):

@@ -67,7 +67,7 @@ def load_reference(reference: str) -> type[Backend]:
 def operator_origins(operators: Iterable[str]) -> list[str]:
     """Return the modules, scripts and libraries that define operators (`mine.square.default`).
 
-    Operators of torch and hetpipe have none.
+    The result has no entry for operators of torch and hetpipe.
 
     Raises `BackendError` for an operator whose origin is unknown.
     """
@@ -130,7 +130,10 @@ def _is_there(operator: str) -> bool:
 
 
 def check_not_loading() -> None:
-    """Raise `BackendError` if this process only loads a script's backend: it must not train."""
+    """Raise `BackendError` if this process is loading a script to find its backend.
+
+    Such a process must not train.
+    """
     if _executing:
         raise BackendError(
             f"{_executing[-1]} trains while a worker loads the backend that it defines: put the "

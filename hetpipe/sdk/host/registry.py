@@ -1,7 +1,7 @@
-"""The registry of backends: entry points of the group `hetpipe.backends`, and user's classes.
+"""The registry of backends: entry points of the group `hetpipe.backends`, and users' classes.
 
-A backend is imported on first use. It is other people's code: an exception, a result other than a
-list of devices, or no answer within some seconds disables that backend alone.
+A backend is imported on first use. It may be other people's code: an exception, a result other than
+a list of devices, or no answer within some seconds disables only this backend.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def backend_names() -> list[str]:
 
 
 def provider_of(name: str) -> Provider:
-    """Return the origin of a backend, which is not loaded. Raises `BackendError` if unknown."""
+    """Return the origin of a backend without loading it. Raises `BackendError` if unknown."""
     if point := _entry_point(name):
         distribution = point.dist
         package = "" if distribution is None else distribution.metadata["Name"]
@@ -84,7 +84,7 @@ def provider_of(name: str) -> Provider:
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of that name, which the first call loads and creates.
+    """Return the backend of that name; the first call loads and creates it.
 
     Raises `BackendError` with the reason if the backend is unknown or cannot be loaded.
     """
@@ -105,7 +105,7 @@ def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> No
     backend = get_backend(name)
     with blamed(name, "fails to take its options"):
         backend.configure(options, folder)
-    _decompositions.cache_clear()  # options may change them
+    _decompositions.cache_clear()  # the options may change the decompositions
     _options[name] = (options, folder)
 
 
@@ -117,7 +117,7 @@ def forget_options(name: str) -> None:
 
 
 def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:
-    """Return a backend's decompositions, the same object until options change.
+    """Return a backend's decompositions; the same object until the backend's options change.
 
     Raises `BackendError`.
     """
@@ -193,7 +193,7 @@ def devices_of(name: str) -> list[DeviceInfo]:
 
 
 def findings_of(name: str) -> list[Finding]:
-    """Return the findings of `Backend.describe`, and the error of its search for devices, if any.
+    """Return the findings of `Backend.describe`, and the error of `discover`, if it fails.
 
     Raises `BackendError` if `describe` itself fails.
     """
@@ -255,7 +255,7 @@ def open_device(device_id: str) -> Device:
 def companion_of(name: str) -> DeviceInfo | None:
     """Return the device that runs the operators that a backend's devices lack, or None.
 
-    Raises `BackendError`, which names both, if there is no such device.
+    Raises `BackendError`, which names the backend and its `lends`, if there is no such device.
     """
     lends = get_backend(name).lends
     if not lends:

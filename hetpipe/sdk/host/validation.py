@@ -25,29 +25,29 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 def check_class(backend: Any, source: str) -> type[Backend]:
-    """Return `backend` if it is a backend's class.
+    """Return `backend` if it is a subclass of `Backend`.
 
-    Raises `BackendError`, which begins with `source`, for anything else, for a name that ids cannot
-    have, and for an unsupported version of the contract.
+    Raises `BackendError`, whose text begins with `source`, for anything else, for a name that ids
+    cannot have, and for an unsupported version of the contract.
     """
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(f"{source} is not a Backend class")
     check_name(getattr(backend, "name", None), source)
     if backend.api_version not in range(OLDEST_API_VERSION, API_VERSION + 1):
         raise BackendError(
-            f"{source} was written for version {backend.api_version} of the backend contract, this "
-            f"hetpipe has version {API_VERSION} and runs backends from version "
-            f"{OLDEST_API_VERSION}: install a matching version of either"
+            f"{source} was written for version {backend.api_version} of the backend contract, but "
+            f"this hetpipe runs versions {OLDEST_API_VERSION} to {API_VERSION}: install a matching "
+            "version of the backend or of hetpipe"
         )
     return backend
 
 
 def check_name(name: Any, source: str) -> None:
-    """Raise `BackendError`, which begins with `source`, if a backend cannot have that name."""
+    """Raise `BackendError`, beginning with `source`, if a backend cannot have that name."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise BackendError(
-            f"{source} has the name {name!r}; a name is a small letter, then small letters, "
-            "digits, - and _"
+            f"{source} has the name {name!r}; a name is a lower-case letter, then lower-case "
+            "letters, digits, - and _"
         )
 
 
@@ -137,14 +137,14 @@ def _wrong_value(name: str, info: DeviceInfo) -> str:
     if info.kind not in KINDS:
         return f"{device} is of kind {info.kind!r}; the kinds are {', '.join(KINDS)}"
     if info.memory_nbytes <= 0:
-        return f"{device} has {info.memory_nbytes} bytes of memory"
+        return f"{device} has {info.memory_nbytes} bytes of memory; memory_nbytes must exceed 0"
     if not info.memory_domain:
         return f'{device} has no memory_domain; write "host", or an id for separate memory'
     if problem := _wrong_dtypes(info.dtypes, info.cast_dtypes):
         return f"{device} {problem}"
     problem = _wrong_type(can, "capability")
     if not problem and can.queues < 1:
-        problem = f"{can.queues} queues; at least 1"
+        problem = f"{can.queues} queues; a device needs at least 1"
     return f"capabilities of {device}: {problem}" if problem else ""
 
 

@@ -105,12 +105,12 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's fused kernel takes these tensors: it needs equal widths."""
+    """Return whether torch's fused kernel takes these tensors: the kernel needs equal widths."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def _flash_form(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with four dimensions, the last contiguous."""
+    """Return the tensors with four dimensions; the last dimension is contiguous."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
 
@@ -157,4 +157,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.attention.default: plain_attention,
     torch.ops.hetpipe.attention_backward.default: plain_attention_backward,
 }
-"""Decompositions to core ATen, after their operators are decomposed in turn."""
+"""Decompositions; core ATen remains after the resulting operators are decomposed in turn."""

@@ -13,8 +13,9 @@ Tensor = torch.Tensor
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Return the loss, and a mask with 1 at each label; `x` and `target` are [..., classes].
 
-    The loss sums max(0, 1 - x[j] + x[i]) / classes over labels j and other classes i. `target` ends
-    before its first negative entry; torch 2.13 also counts labels after it.
+    The loss sums max(0, 1 - x[j] + x[i]) / classes over labels j and all classes i without a label.
+    The labels in `target` end before its first negative entry; torch 2.13 also counts labels after
+    this entry.
     """
     classes = x.shape[-1]
     rows, labels = x.reshape(-1, classes), target.reshape(-1, classes)

@@ -24,9 +24,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def function_of(target: OpOverload) -> Callable[..., Any] | None:
-    """Return the Python function of one of these operators; None for any other.
+    """Return the Python function of an operator of hetpipe; None for any other operator.
 
-    It takes the operator's arguments. A call of the operator itself would first import torch's
-    compiler, which takes a second.
+    The function takes the operator's arguments. Its call saves time: a call of the operator itself
+    would first import torch's compiler, which takes a second.
     """
     return _functions.get(str(target).rpartition(".")[0])

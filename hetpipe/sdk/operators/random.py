@@ -33,7 +33,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have broadcast all four
+    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have given all four one shape
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def draw(rng: Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> Tensor:
     """Return a float32 tensor of `size`, uniform in [0, 1): multiples of 2^-24.
 
-    `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
+    `rng` is int64 (3,): the seed, the step, and the index of the first sample in the mini-batch.
     `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
     """
     seed, step, first_sample = rng.unbind()

@@ -28,7 +28,10 @@ aten = torch.ops.aten
 
 @operator("lstm")
 def lstm(gates_x: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, c, gates); see the module for shapes. `gates` is i, f, g, o. No derivative."""
+    """Return (y, c, gates); see the module for shapes. `gates` has i, f, g, o side by side.
+
+    The operator has no derivative.
+    """
     y = gates_x.new_empty((gates_x.shape[0], *h0.shape))
     c, gates = torch.empty_like(y), gates_x.new_empty(gates_x.shape)
     weight, h, cell, hidden = w_hh.t(), h0, c0, h0.shape[1]
@@ -98,8 +101,9 @@ def unrolled_lstm_backward(
 def _slopes(gates: Tensor, c: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three derivatives for all steps.
 
-    They are c (for i, f, g) or h (for o) by the gates before squashing [T, N, 4H], h by c
-    [T, N, H], and c by the previous c, which is f [T, N, H].
+    The first is of c (for i, f, g) or h (for o) with respect to the gates before squashing
+    [T, N, 4H]. The second is of h with respect to c [T, N, H]. The third is of c with respect to
+    the previous c; it equals f [T, N, H].
     """
     i, f, g, o = gates.chunk(4, 2)
     before = torch.cat([c0.unsqueeze(0), c[:-1]])
@@ -165,7 +169,7 @@ kernel for the layer may return other tensors, of any shape, instead."""
 
 
 def is_workspace(node: fx.Node) -> bool:
-    """Whether a node is `c` or `gates` of `lstm_layer`, which only the same backend can read."""
+    """Return whether a node is `c` or `gates` of `lstm_layer`: only the same backend reads them."""
     source = node.args[0] if node.target is getitem else None
     if not isinstance(source, fx.Node) or source.target is not torch.ops.hetpipe.lstm_layer.default:
         return False
@@ -219,4 +223,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.lstm.default: unrolled_lstm,
     torch.ops.hetpipe.lstm_backward.default: unrolled_lstm_backward,
 }
-"""Decompositions to core ATen, after their operators are decomposed in turn."""
+"""Decompositions; core ATen remains after the resulting operators are decomposed in turn."""

@@ -15,14 +15,14 @@ _PLACES = {
     "backend.py": "hetpipe_{module}/__init__.py",
     "test_conformance.py": "tests/test_conformance.py",
 }
-"""Path of each of our files in a new package."""
+"""For each file of this folder: its path in a new package."""
 
 
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a package with backend `name` into `folder`, and return its files.
 
-    Raises `HetpipeError` for a name that ids cannot have, and if one of the files exists already:
-    it overwrites nothing.
+    Raises `HetpipeError` for a name that ids cannot have, and if one of the files exists already.
+    No file is overwritten.
     """
     check_name(name, "a new backend")
     module = name.replace("-", "_")

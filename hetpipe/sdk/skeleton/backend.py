@@ -57,7 +57,7 @@ class SkeletonBuffer(sdk.Buffer):
 
 
 class SkeletonDevice(sdk.BlockingDevice):
-    """Its calls return when their work is done. Derive from `sdk.Device` if yours queues work."""
+    """Calls return when their work is done. If your device queues work, derive from sdk.Device."""
 
     def __init__(self, info):
         self.info = info

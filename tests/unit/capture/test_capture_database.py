@@ -29,7 +29,7 @@ from hetpipe.capture.slots import Key, drop_dead, placeholders, results
 from hetpipe.check.difference import case_tolerance, eps_of
 from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule
-from hetpipe.conformance.database import Question, Unasked, entries, questions
+from hetpipe.conformance.database import Question, UnusableSample, entries, questions
 from hetpipe.conformance.rig import compare
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.host.registry import get_backend
@@ -111,9 +111,9 @@ class Case:
         program = program.run_decompositions(before_cut())
         signature = program.graph_signature
         if any(spec.kind is not InputKind.USER_INPUT for spec in signature.input_specs):
-            raise Unasked("it makes tensors while it is exported")
+            raise UnusableSample("it makes tensors while it is exported")
         if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-            raise Unasked("it changes its inputs")
+            raise UnusableSample("it changes its inputs")
         graph = program.graph_module.graph
         write_by_where(graph)
         drop_dead(graph)
@@ -166,7 +166,7 @@ class Case:
 def case_of(name: str) -> tuple[Case, StagePiece] | None:
     """Return the first sample of an entry that torch can export and differentiate."""
     for question, _ in zip(questions(name), range(LOOKED_AT), strict=False):
-        if isinstance(question, Unasked):
+        if isinstance(question, UnusableSample):
             continue
         try:
             case = Case(question.forward or question)

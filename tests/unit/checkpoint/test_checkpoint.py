@@ -274,7 +274,7 @@ def with_role(role, entry):
         (lambda d: d["files"].update(param=3), r"files\.param is 3, it should be an object"),
         (
             lambda d: d["files"].update(grad=with_role("grad", d["files"]["param"])),
-            r"files\.grad is of no role; there are param",
+            r"files\.grad is no role; the roles are param",
         ),
         (lambda d: d["files"]["param"].update(name="../x"), "'../x', not 'param-00000007-"),
         (lambda d: d["files"]["param"].update(tensors=3), "has 2 tensors, not 3"),
@@ -316,7 +316,7 @@ def circle():
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_the_manifest_holds_json_values_only(saved, value):
-    with pytest.raises(CheckpointError, match=r"manifest's 'extra' is .*, which JSON would not"):
+    with pytest.raises(CheckpointError, match=r"manifest's 'extra' is .*, which JSON would change"):
         checkpoint.save(saved, arrays(8), {"step": 8, "extra": value})
     assert_holds(saved, 7)
 
@@ -359,7 +359,7 @@ def test_a_manifest_too_deep_for_the_stack(saved):
         ({"grad": {}}, "unknown role 'grad'; a checkpoint has param, buffer, state"),
         ({"param": {"w": np.ones(2, "complex64")}}, "param 'w' is of type complex64, .*; use one"),
         ({"state": {"w": np.array([None])}}, "state 'w' is of type object"),
-        ({"param": {"__metadata__": np.ones(2)}}, "safetensors keeps the name '__metadata__'"),
+        ({"param": {"__metadata__": np.ones(2)}}, "safetensors reserves the name '__metadata__'"),
     ],
 )
 def test_tensors_that_cannot_be_stored(saved, tensors, match):

@@ -69,7 +69,7 @@ def test_nothing_is_overwritten(language: list[str]) -> None:
 @pytest.mark.parametrize("name", ["My", "7up", "a b", "../x"])
 def test_a_name_that_ids_cannot_have(language: list[str], name: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["new-backend", name, *language])
-    assert "a name is a small letter" in str(done.exception)
+    assert "a name is a lower-case letter" in str(done.exception)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -110,7 +110,7 @@ INVALID = [
     (replace(GOOD, dtypes=("float32", "fp8")), "dtype 'fp8'"),
     (replace(GOOD, dtypes=("int64",)), "the dtypes int64; every device needs float32"),
     (replace(GOOD, cast_dtypes=("float32",)), "names float32 in dtypes and in cast_dtypes"),
-    (replace(GOOD, capabilities=Capabilities(queues=0)), "0 queues; at least 1"),
+    (replace(GOOD, capabilities=Capabilities(queues=0)), "0 queues; a device needs at least 1"),
     (replace(GOOD, capabilities=replace(GOOD.capabilities, chunks=1)), "chunks .* is int 1"),
 ]
 
@@ -142,7 +142,7 @@ def test_the_result_of_open_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["", "Mine", "a:b", "a b", 7])
 def test_an_invalid_name_is_refused(name: Any) -> None:
-    with pytest.raises(BackendError, match="a name is a small letter"):
+    with pytest.raises(BackendError, match="a name is a lower-case letter"):
         registry.register_backend(type("Bad", (NumpyBackend,), {"name": name}))
 
 

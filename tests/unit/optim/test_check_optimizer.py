@@ -110,7 +110,7 @@ GROUPS: Any = [{"params": WEIGHTS}, {"params": [torch.zeros(2)], "lr": 1.0, "wei
 def test_settings_that_would_be_lost_are_named_without_a_line(theirs: Any, lost: str) -> None:
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(theirs)
-    assert f"trains otherwise, because it lacks {lost}" in str(caught.value)
+    assert f"trains differently, because it lacks {lost}" in str(caught.value)
     assert "write" not in str(caught.value)
 
 
