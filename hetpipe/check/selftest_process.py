@@ -41,7 +41,8 @@ _PASSED = Entries("selftests", "json", 200)
 def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (device id, result) as tests end.
 
-    A result has all fields of `SelfTest`, or only `ok` and `message` if the test did not end.
+    A result has all fields of `SelfTest`; if the test raised or did not end, it has only `ok` and
+    `message`.
     """
     limit_s = seconds(LIMIT, 60.0)  # a wrong value raises here, not as the failure of a device
     child: Child | None = None
@@ -76,7 +77,7 @@ def _result(child: Child, reference: str, device_id: str, limit_s: float) -> dic
 def trusted(info: DeviceInfo) -> str:
     """Return the reason why a device must not join a cluster by default; empty if it may.
 
-    A device of a backend of hetpipe may join, unless its capabilities say `untried`. Every other
+    A device of hetpipe's own backends may join, unless its capabilities say `untried`. Every other
     device is tested once, and again after a change of its backend, driver or description.
     """
     provider = provider_of(info.backend)

@@ -59,7 +59,7 @@ def file_name(role: str, step: int, sha256: str) -> str:
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for values that JSON would change, and if the step is missing."""
+    """Raise `CheckpointError` for values that JSON would change, and without a valid step."""
     for key, value in values.items():
         try:
             same = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value

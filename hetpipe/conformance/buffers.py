@@ -85,7 +85,7 @@ def _(rig: Rig) -> None:
         same(rig.get(result), array, f"result {index}, after a later run overwrote its input")
     rig.run(flat, [results[0]], [0])
     for index in range(1, len(results)):
-        same(rig.get(results[index]), expected[index], f"result {index}, after a run overwrote 0")
+        same(rig.get(results[index]), expected[index], f"result {index} after result 0 was donated")
 
 
 @check(
@@ -188,7 +188,7 @@ def _(rig: Rig) -> None:
 
 @check(
     "memory/steady inputs",
-    "a device may reuse a value computed from steady inputs only if it receives the same Buffers",
+    "a device may keep a value that it computed from steady inputs while the Buffers are the same",
     "values that the device keeps for one weight and uses for the next weight",
 )
 def _(rig: Rig) -> None:

@@ -133,7 +133,7 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
         return tuple(tensors_of(fn(*args)))
 
     own = [tensor.clone() for tensor in inputs]  # a repeated tensor would become one input
-    # Captured graphs have no changes in place, so these must go, too.
+    # Remove changes in place, because captured graphs have none.
     functional = functionalize(make_fx(flat)(*own), remove="mutations")
     try:
         graph = make_fx(functional, decomposition_table=dict(table))(*own)

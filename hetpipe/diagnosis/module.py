@@ -21,7 +21,7 @@ from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
 from hetpipe.sdk.graph import graph_outputs, of_one_replica
 
 ROUNDING = 8.0
-"""Allowed error as a multiple of eager torch's error: in the model's dtype, against float64."""
+"""Allowed error as a multiple of the error that eager torch makes in the model's dtype."""
 LARGE = 0.375
 """Values beyond this power of a dtype's largest number may overflow in products and sums."""
 FLOOR = 1e-3

@@ -115,7 +115,7 @@ class Diagnosis:
                 f"the captured program differs from the module itself in eager torch: {self.detail}"
                 f"{place}",
                 f"every stage runs that program as torch does ({compared}), so no device is at "
-                "fault. Report it, or look for state that the module keeps between calls",
+                "fault. Report this, or look for state that the module keeps between calls",
             ]
         culprit = self.culprit
         assert culprit is not None

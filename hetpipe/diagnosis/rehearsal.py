@@ -121,8 +121,8 @@ class Rehearsal:
     def runs(self) -> Iterator[Run]:
         """Yield all runs.
 
-        If a loss is not finite, skip backwards and updates. If a gradient is not finite, or no loss
-        has terms, skip the updates.
+        If a loss is not finite, skip backwards and updates. If a gradient is not finite, or the
+        losses have no terms, skip the updates.
         """
         stages, microbatches = self.start.stages, range(len(self.start.request.samples))
         for stage in stages:

@@ -95,7 +95,7 @@ def _class(value: object) -> type:
 
 
 def _of_torch(value: object) -> bool:
-    """Return, without importing torch, whether a value is an optimizer or optimizer class of it."""
+    """Return whether a value is torch's optimizer or optimizer class, without importing torch."""
     return any(cls.__module__.startswith("torch.optim") for cls in _class(value).__mro__)
 
 

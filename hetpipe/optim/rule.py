@@ -84,7 +84,7 @@ def as_number(name: str, value: object) -> float:
     if isinstance(number, Real):
         return number  # type: ignore[return-value]
     is_text = isinstance(value, str) and _is_number_text(value)
-    hint = f", such as float({value!r}) (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+    hint = f", as float({value!r}) returns (YAML reads 1e-3 as text, 1.0e-3 as a number)"
     hint = hint if is_text else ""
     raise HetpipeError(f"{name} is {value!r}, a {type(value).__name__}: give a number{hint}")
 
@@ -141,6 +141,6 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """Return the optimizer with a further hyperparameter of 1, so that caches tell them apart."""
+    """Return the optimizer with one more hyperparameter, so that caches tell the two apart."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

@@ -203,8 +203,8 @@ def adagrad(
 ) -> Optimizer:
     """Adagrad (Duchi, Hazan and Singer, JMLR'11), `torch.optim.Adagrad` whose sum starts at 0.
 
-    In place of torch's `lr_decay`, give a function as `lr`. The state holds sizes but no signs, so
-    nothing is predicted.
+    A function as `lr` replaces torch's `lr_decay`. The state holds sizes but no signs, so nothing
+    is predicted.
     """
     check(lr, eps=eps, weight_decay=weight_decay)
 

@@ -146,7 +146,7 @@ class Device(ABC):
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
         """Compile an exported source with the device's driver, and return the binary.
 
-        The result is as from the vendor's offline compiler. Raises `BackendError`.
+        The driver compiles as a vendor's offline compiler would. Raises `BackendError`.
         """
         raise BackendError(f"{self.info.id} compiles no bundles: its backend lacks `build`")
 

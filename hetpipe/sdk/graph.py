@@ -166,7 +166,7 @@ def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 
 _DRAWING = ("hetpipe.keep_mask.default", "hetpipe.uniform.default")
-_SITE = 1  # index of their argument that numbers the call in the model
+_SITE = 1  # index of the argument that numbers the call in the model
 
 
 def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:

@@ -149,7 +149,7 @@ class _Bench:
                 text = (
                     f"element {list(at)} of {name} was {before[at]:.8g} and is "
                     f"{after[name][at]:.8g} after the run; {int(differs.sum())} of {before.size} "
-                    f"elements; if it should, write output = true in [argument.{name}]"
+                    f"elements changed; if they should, write output = true in [argument.{name}]"
                 )
                 yield Flaw("overwrites an input", call.function, text, self._line(call, name))
 

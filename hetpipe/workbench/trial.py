@@ -116,7 +116,7 @@ def _runner_of(source: Path) -> KernelRunner:
     known = [runner for _, runner in runners() if runner.suffix == source.suffix]
     if not known:
         suffixes = ", ".join(sorted({runner.suffix for _, runner in runners()})) or "none"
-        raise BackendError(f"no backend runs kernels of {source}; backends run files {suffixes}")
+        raise BackendError(f"no backend runs kernels of {source}; {suffixes} files can be run")
     return known[0]
 
 
@@ -176,7 +176,7 @@ def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[O
     count = len(trial.spec.cases)
     numbers = list(cases) or list(range(count))
     if beyond := [number for number in numbers if not 0 <= number < count]:
-        raise BackendError(f"no case {beyond[0]} in {trial.spec_path}; it has cases 0 to {count - 1}")
+        raise BackendError(f"no case {beyond[0]} in {trial.spec_path}; give 0 to {count - 1}")
     if not runner.checks(device_id):
         yield from _run(trial, device_id, numbers, {})
         return

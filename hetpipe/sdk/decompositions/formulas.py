@@ -115,8 +115,8 @@ def multi_margin_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of `multi_margin_loss`.
 
-    The loss of a row is the sum over all classes except for the target of
-    max(0, margin - x[target] + x)^p / classes.
+    The loss of a row is the sum of max(0, margin - x[target] + x)^p / classes over all classes
+    except for the target.
     """
     rows, classes = x.reshape(-1, x.shape[-1]), x.shape[-1]
     target = target.reshape(-1, 1)

@@ -158,7 +158,7 @@ class Argument:
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """In the run with other values: the factor of `normal` values. 1 also leaves `ones` at 1."""
+    """In the run with other values: the factor of `normal` values. With 1, `ones` also stay 1."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which stay below `high`."""

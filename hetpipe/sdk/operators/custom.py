@@ -26,7 +26,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 def function_of(target: OpOverload) -> Callable[..., Any] | None:
     """Return the Python function of an operator of hetpipe; None for any other operator.
 
-    The function takes the operator's arguments. Its call saves time: a call of the operator itself
-    would first import torch's compiler, which takes a second.
+    The function takes the operator's arguments. Calling the function saves a second: a call of the
+    operator would first import torch's compiler.
     """
     return _functions.get(str(target).rpartition(".")[0])
