@@ -32,7 +32,8 @@ def test_training_ends(crew: Crew, schedule: str) -> None:
 
 
 def test_the_stage_and_tensor_are_named(crew: Crew) -> None:
-    with pytest.raises(HetpipeError, match=r"at 1F0: cut '\w+' of stage 1 is not finite"):
+    named = r"at 1F0: cut '\w+' of stage 1 is the first tensor that is not finite"
+    with pytest.raises(HetpipeError, match=named):
         train(crew, "1f1b", check_finite=True)
 
 

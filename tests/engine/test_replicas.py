@@ -188,7 +188,7 @@ def test_rows_are_divided_by_weight(samples: int, weights: Any, rows: Any) -> No
 
 def test_too_few_samples_are_refused(crew: Crew) -> None:
     with pytest.raises(
-        HetpipeError, match="cannot split a micro-batch of 4 samples: one would get"
+        HetpipeError, match="cannot split a micro-batch of 4 samples: one of them would"
     ):
         divide(4, (9, 1))
     with pytest.raises(HetpipeError, match="cannot split a micro-batch of 1 samples"):

@@ -214,7 +214,7 @@ def test_half_precision_parameters() -> None:
 
 @pytest.mark.parametrize("cuts", [[0], [3], [2, 1], [1, 1], [-1]])
 def test_cuts(cuts: list[int]) -> None:
-    with pytest.raises(CaptureError, match="increase strictly between 0 and the 3 layers"):
+    with pytest.raises(CaptureError, match="strictly, and each must be above 0 and below 3"):
         captured("mlp").stage_graphs(cuts, [{}] * (len(cuts) + 1), [4], None)
 
 
@@ -416,7 +416,7 @@ def _routed(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
 @pytest.mark.parametrize("write", [_rising, _routed])
 def test_another_value_at_each_masked_place_is_refused(write: Callable[..., None]) -> None:
     x, y = (torch.randn(4, 1, 3), torch.ones(4, 1).bool()), torch.randint(0, 2, (4,))
-    with pytest.raises(CaptureError, match=rf"another value at each place.*torch.where|{HERE}"):
+    with pytest.raises(CaptureError, match=rf"different value for each place.*torch.where|{HERE}"):
         Captured(Masked(write), F.cross_entropy, (x, y))
 
 

@@ -250,8 +250,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "a large array": (Attack(np.ndarray, (1 << 40,), "f8"), NAMES),
     "an array of pointers": (Attack(np.ndarray, (1,), "O", b"A" * 8), NAMES),
     "a dtype that lies": (pointer(np.zeros(2)), NAMES),
-    "objects as an array": (Outside("array", ("O", (1,), b"A" * 8, False)), "are no numbers"),
-    "fields as an array": (Outside("array", ("i4,O", (1,), b"A" * 16, False)), "no numbers"),
+    "objects as an array": (Outside("array", ("O", (1,), b"A" * 8, False)), "are not numbers"),
+    "fields as an array": (Outside("array", ("i4,O", (1,), b"A" * 16, False)), "not numbers"),
     "more elements than bytes": (
         Outside("array", ("f4", (1 << 40,), b"A" * 8, False)), "cannot reshape"
     ),
