@@ -52,7 +52,7 @@ def selftest(device: Device) -> SelfTest:
     except HetpipeError as error:
         problem = str(error)
     seconds = time.perf_counter() - start_s
-    message = problem or "copies round trip, a training step agrees with torch in float64"
+    message = problem or "copies come back equal, a training step agrees with torch in float64"
     return SelfTest(problem is None, message, seconds, gflops, copy_Bps)
 
 

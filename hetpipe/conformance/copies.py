@@ -32,7 +32,7 @@ def same(actual: Array, expected: Array, where: str) -> None:
     """Raise `BrokenRule` unless both arrays are equal bit for bit."""
     if actual.tobytes() != expected.tobytes():
         compare(actual, expected, 0.0, where)
-        raise BrokenRule(f"{where}: the download has other bits than the upload")
+        raise BrokenRule(f"{where}: the download's bits differ from the upload's")
 
 
 @check(

@@ -163,7 +163,9 @@ def _(rig: Rig) -> None:
         end.wait(WAIT_S)
         compare(rig.get(outputs[0]).flatten(), expected, 1e-4, "the whole result")
     if not reported:
-        raise BrokenRule("it declares chunks, but reports none for a product 1024 x 96 x 640")
+        raise BrokenRule(
+            "the device declares chunks, but reports none for a product of 1024 x 96 x 640"
+        )
 
 
 @check(

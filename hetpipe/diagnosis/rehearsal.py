@@ -1,6 +1,6 @@
 """Rehearsal: one mini-batch through all programs of a pipeline.
 
-As in training, a program's inputs are the results of the devices that ran the earlier programs. So
+As in training, a program's inputs are results of the devices that ran the earlier programs, so that
 no stage gets the blame for an error of another stage. All values are copies.
 """
 

@@ -104,7 +104,7 @@ def adamw(
     weight_decay: float = 0.01,
     decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay skips the gradient.
+    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay is not in the gradient.
 
     Prediction: dW = m_hat / (sqrt(v_hat) + eps); the decay is not predicted.
     """

@@ -51,7 +51,7 @@ LARGEST = 3.5e38
 def hash_of(text: str) -> str:
     """Return a SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
     if re.fullmatch("[0-9a-f]{64}", text) is None:
-        raise BundleError(f"{short(text)} is no SHA-256, 64 hexadecimal digits")
+        raise BundleError(f"{short(text)} is no SHA-256; write 64 hexadecimal digits")
     return text
 
 
@@ -72,17 +72,17 @@ class Parameter:
     """A parameter of a kernel. `out` is only written; `inout` may be read and written."""
 
     name: Name
-    type: Name  # of the number; or the type of the elements and " *"
+    type: Name  # type of the number; for a tensor the type of its elements and " *"
     direction: Annotated[str, OneOf(DIRECTIONS)]
 
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A kernel in a source. `name` is its name there."""
+    """A kernel in a source. `name` is the kernel's name in this source."""
 
     name: Name
-    function: Name  # its name before it was renamed to be unique in the source
-    sha256: Hash  # of its original text and options
+    function: Name  # the kernel's name before it was renamed to be unique in the source
+    sha256: Hash  # of the kernel's original text and options
     parameters: tuple[Parameter, ...]
 
 
@@ -101,7 +101,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class LaunchEntry:
-    """One run of a kernel over a range. Without a local size the runtime chooses."""
+    """One run of a kernel over a range. Without a local size, the runtime chooses one."""
 
     kernel: Name
     global_size: Range
@@ -119,7 +119,7 @@ class ProgramEntry:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled source. `facts` describe its device, such as the driver and its version."""
+    """A compiled source. `facts` describe the device, such as the driver and its version."""
 
     file: FileName
     sha256: Hash
@@ -153,9 +153,9 @@ class Manifest:
     replica: Count
     device: Name
     facts: dict[str, str]
-    board: str  # its id; empty: none was named
-    compiler: str  # the board's, or why there is none
-    command: str  # makes this bundle again
+    board: str  # the board's id; empty if no board was named
+    compiler: str  # the board's compiler, or why there is none
+    command: str  # the command that makes this bundle again
     programs: tuple[ProgramEntry, ...]
     sources: Annotated[tuple[SourceEntry, ...], Entries(1)]
 
@@ -192,7 +192,7 @@ def sha256_of(content: bytes) -> str:
 def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> Manifest:
     """Write sources, by file, and their manifest. Return the manifest with its binaries.
 
-    Binaries of an earlier bundle in that folder stay if their source is the same: a vendor's
+    A binary of an earlier bundle in this folder stays if its source is the same, because a vendor's
     compiler may have taken hours. Raises `HetpipeError`.
     """
     earlier: dict[str, Binary] = {}
@@ -209,13 +209,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a bundle. Raises `BundleError` with the file and the place in it."""
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise BundleError(f"{folder} is no folder of a bundle, with a {MANIFEST}")
+        raise BundleError(f"{folder} is no folder; give the folder of a bundle, with a {MANIFEST}")
     source = Source("the manifest", BundleError, str(path))
     data = read_json(path, BundleError)
     there = data.pop("checksum", None) if isinstance(data, dict) else None
     manifest = source.versioned(Manifest, data, VERSION)
     if there != (now := checksum_of(data)):
-        why = f"has the checksum {short(there)}, and its content {now}: it was changed by hand"
+        why = f"has the checksum {short(there)}, but its content has {now}: it was changed by hand"
         raise source.fault((), f"{why}; write it again: {word(manifest.command)}")
     return manifest
 
@@ -284,5 +284,5 @@ def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def checksum_of(data: Any) -> str:
-    """Return a checksum that reveals an edited manifest, whose launches could use other memory."""
+    """Return a checksum that reveals an edited manifest: edited launches could use wrong memory."""
     return sha256_of(json.dumps(data, sort_keys=True).encode())

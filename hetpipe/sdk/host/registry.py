@@ -230,7 +230,7 @@ def discover_devices(
 
 
 def absent(device_id: str, found: Iterable[str]) -> BackendError:
-    """Return the error for a device that its backend does not find, with the broken findings."""
+    """Return the error for a device that its backend does not find, with its broken findings."""
     broken = [
         text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
     ]
