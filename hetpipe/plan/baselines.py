@@ -1,4 +1,4 @@
-"""Baselines: plans to compare a balanced plan with, priced by the same costs."""
+"""Baselines: simple plans with which a balanced plan is compared, priced by the same costs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def even_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """Return a plan with equal numbers of layers, in the given order; the last ones get one more.
+    """Return a plan with equal numbers of layers per device, in the given order.
 
-    (The last stages keep fewer micro-batches in flight.) Raises `PlanError` if a device cannot run
-    its share.
+    If layers remain, the last stages get one more, because they keep fewer micro-batches in flight.
+    Raises `PlanError` if a device cannot run its layers.
     """
     share, over = divmod(len(table.layers), max(len(devices), 1))
     # With too few layers, make_plan raises.
@@ -49,9 +49,10 @@ def speed_blind_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """Return the best partition for equal, average devices in the given order, at its true price.
+    """Return the partition that would be best if all devices were average, with its true price.
 
-    Layers that a device cannot run stay impossible. Raises `PlanError` as `make_plan` does.
+    The order is the given one. Layers that a device cannot run stay impossible there. Raises
+    `PlanError` as `make_plan` does.
     """
     for device in devices:
         if device not in table.devices:
@@ -74,7 +75,8 @@ def link_blind_plan(
     mini_batch: int,
     schedules: Sequence[str] = ("gpipe", "1f1b"),
 ) -> Plan:
-    """Return the best plan over all `devices` for free transfers, at its true price.
+    """Return the plan on all `devices` that would be best if transfers cost nothing, with its true
+    price.
 
     `tables` are by micro-batch size. Raises `PlanError` as `make_pipeline` does.
     """
@@ -89,7 +91,10 @@ def link_blind_plan(
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
-    """Return the table with the mean times of all devices that can run a layer."""
+    """Return the table in which all `devices` have the same, mean times.
+
+    A layer's mean is over the devices that can run the layer.
+    """
     costs = [table.devices[device] for device in devices]
     overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
     means = [

@@ -1,14 +1,15 @@
-"""Bisection: the exact partition at scale, for a fixed order of devices.
+"""Bisection: the exact partition of large models over many devices in a fixed order.
 
 With prefix sums W of a device's times, layers i..j are a stage of at most T seconds if
 
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`
 
-so one running maximum gives the cuts that k stages can reach from the cuts of k - 1 stages. Only
-a band of cuts matters: by computation alone, the devices before can reach each of them, and the
-devices after can reach the end from it. If memory may be short within a band, the search tries all
-its pairs. Each partition found lowers T to its slowest stage, until none exists below; so the
+so one running maximum of the right side gives the cuts that k stages can reach from the cuts of
+k - 1 stages. Only a band of cuts matters. If only computation counts, the first k devices can
+reach each cut of the band, and the remaining devices can reach the end from this cut. If a device's
+memory may be too small, the search tries all pairs of cuts of two bands. Each partition that it
+finds lowers T to the time of the partition's slowest stage, until no partition is faster. So the
 result is exact, except for rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains without
 transfers and memory.)
 """
@@ -33,20 +34,23 @@ COARSE = 1e-6
 """Precision of the bound by computation alone, before transfers and memory count."""
 
 NEAR = 2e-3
-"""Relative width of the bracket below which every other limit is just below the best partition."""
+"""If the lower and the upper limit are relatively this near, every second trial is a limit just
+below the best partition's time."""
 
 GALLOP = 4
-"""Factor by which the limit grows above that bound until a partition meets it."""
+"""Factor by which the limit's distance from the bound by computation alone grows, until a partition
+meets the limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage of the order, with any layers.
+    """The costs of one stage of the order, whichever layers i..j it has.
 
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
-    `overhead_s`; `arrive_s[i]` and `leave_s[j]` are its transfers at its two cuts. `blocked[i]` is
-    the first layer from i on that it cannot run. It needs `nbytes[j] - nbytes[i]` and the `buffers`
-    of both cuts. Raises `PlanError` for invalid arrays.
+    `overhead_s`; `arrive_s[i]` and `leave_s[j]` are the seconds of transfers at the stage's two
+    cuts. `blocked[i]` is the first layer from i on that the device cannot run. The stage needs
+    `nbytes[j] - nbytes[i]` bytes and the `buffers` of both cuts, at most `capacity`. Raises
+    `PlanError` for invalid arrays.
     """
 
     compute_s: Array
@@ -77,7 +81,7 @@ class Stage:
 
     @cached_property
     def unbounded(self) -> bool:
-        """Whether it can run all layers and has memory for them."""
+        """Whether the device can run all layers and has memory for them."""
         need = self.nbytes[-1] + 2 * self.buffers.max()
         return bool(need <= self.capacity and self.blocked[0] == len(self.compute_s) - 1)
 
@@ -89,20 +93,22 @@ class Stage:
         return float(max(compute_s, self.arrive_s[lo], self.leave_s[hi]))
 
     def farthest(self, lo: int, limit_s: float) -> int:
-        """Return the last cut that it reaches from `lo` by computation alone; `lo` if none."""
+        """Return the last cut that the stage can reach from `lo` if only computation counts; `lo`
+        if it cannot run a layer."""
         end_s = limit_s - self.overhead_s + self.compute_s[lo]
         reached = int(self.compute_s.searchsorted(end_s, "right")) - 1
         return max(lo, min(reached, int(self.blocked[lo])))
 
     def nearest(self, hi: int, limit_s: float) -> int:
-        """Return the first cut from which it reaches `hi` by computation alone; `hi` if none."""
+        """Return the first cut from which the stage can reach `hi` if only computation counts;
+        `hi` if there is none."""
         begin_s = self.compute_s[hi] - (limit_s - self.overhead_s)
         return min(hi, int(self.compute_s.searchsorted(begin_s, "left")))
 
 
 @dataclass(frozen=True)
 class _Band:
-    """The cuts `low`, `low + 1`, ... after some stages; `reached` says which are possible."""
+    """The cuts `low`, `low + 1`, ...; `reached` says which of them the stages so far can reach."""
 
     low: int
     reached: Array
@@ -115,14 +121,16 @@ class _Band:
 def fixed_order(
     stages: Sequence[Stage], objective: Objective
 ) -> tuple[float, tuple[int, ...]] | None:
-    """Return the lowest slowest stage, and its cuts; None if there is no partition.
+    """Return the partition whose slowest stage is fastest: the seconds of this stage, and the cuts.
 
-    The stages come in their order, and each has a layer or more. Raises `PlanError` without stages,
-    or for stages with different numbers of layers.
+    None if there is no partition. The stages keep their order, and each has a layer or more. Raises
+    `PlanError` without stages, or for stages with different numbers of layers.
     """
     lengths = sorted({len(stage.compute_s) - 1 for stage in stages})
     if len(lengths) != 1:
-        raise PlanError(f"stages of {lengths} layers: give one or more, for as many layers each")
+        raise PlanError(
+            f"stages of {lengths} layers: give one or more, all with the same number of layers"
+        )
     if len(stages) > lengths[0]:
         return None
     search = _Search(stages, objective)
@@ -132,7 +140,7 @@ def fixed_order(
     while math.isfinite(low_s) and low_s < search.just_below(high_s):
         cuts = search.below(trial_s)
         slowest_s = math.inf if cuts is None else search.slowest_s(cuts)
-        if slowest_s >= high_s or cuts is None:  # beyond the limit by rounding: none below
+        if slowest_s >= high_s or cuts is None:  # by rounding, stages may exceed the limit
             low_s = trial_s
         else:
             best, high_s = cuts, slowest_s
@@ -169,13 +177,15 @@ class _Search:
         return max(stage.seconds(lo, hi, self.objective) for stage, lo, hi in spans)
 
     def just_below(self, limit_s: float) -> float:
-        """Return the highest limit that no stage of `limit_s` meets by a rounding error."""
+        """Return the highest limit below `limit_s` that a stage of `limit_s` seconds cannot meet by
+        a rounding error."""
         return limit_s * STRICTLY - 2 * self.rounding_s
 
     def computed_s(self) -> float:
-        """Return a limit just below the lowest one that computation alone meets.
+        """Return a limit just below the lowest limit that a partition meets if only computation
+        counts.
 
-        Infinite if it meets none.
+        Infinite if no partition can compute all layers.
         """
         low_s, high_s = 0.0, self.most_s
         if self._farthest(high_s)[-1] < self.layers:
@@ -206,7 +216,8 @@ class _Search:
         return self._walked(bands, limit_s)
 
     def _farthest(self, limit_s: float) -> list[int]:
-        """Return, by count of stages, the last cut that they reach by computation."""
+        """Return, by number of stages, the last cut that these first stages can reach if only
+        computation counts."""
         lasts = [0]
         for number, stage in enumerate(self.stages, 1):
             most = self.layers - (len(self.stages) - number)  # later stages have a layer each
@@ -214,14 +225,15 @@ class _Search:
         return lasts
 
     def _nearest(self, limit_s: float) -> list[int]:
-        """Return, by count of stages, the first cut from which the others reach the end."""
+        """Return, by number of stages, the first cut from which the remaining stages can reach the
+        end if only computation counts."""
         firsts = [self.layers]
         for number in range(len(self.stages) - 1, -1, -1):
             firsts.insert(0, max(self.stages[number].nearest(firsts[0], limit_s), number))
         return firsts
 
     def _reached(self, stage: Stage, before: _Band, low: int, high: int, limit_s: float) -> Array:
-        """Return which cuts `low` to `high` a stage reaches from some cut of the band before."""
+        """Return which of the cuts `low` to `high` a stage can reach from the band `before`."""
         begin, end = before.low, before.low + len(before.reached)
         room_s = limit_s - stage.overhead_s + stage.compute_s[begin:end]
         if self.objective == "sum":
@@ -231,7 +243,7 @@ class _Search:
         room_s[~before.reached] = -np.inf
         most_s = np.maximum.accumulate(room_s)
         ends = np.arange(low, high + 1)
-        last = np.minimum(ends - 1 - begin, len(most_s) - 1)  # the last begin before each end
+        last = np.minimum(ends - 1 - begin, len(most_s) - 1)  # index of the last cut before an end
         allowed_s = np.where(last >= 0, most_s[last], -np.inf)
         needed_s = stage.compute_s[low : high + 1]
         if self.objective == "sum":
@@ -240,7 +252,7 @@ class _Search:
             timely = (needed_s <= allowed_s) & (stage.leave_s[low : high + 1] <= limit_s)
         if stage.unbounded:
             return np.asarray(timely)
-        # Among begins with the most room, the last one leaves the stage that needs least memory.
+        # If several first cuts leave the most time, the last one gives the stage the fewest bytes.
         places = np.maximum.accumulate(np.where(room_s == most_s, np.arange(len(room_s)), 0))
         fits = timely & self._fits(stage, begin + places[last], ends, limit_s)
         others = np.flatnonzero(timely & ~fits)
@@ -249,7 +261,10 @@ class _Search:
         return np.asarray(fits)
 
     def _reached_by_pairs(self, stage: Stage, before: _Band, ends: Array, limit_s: float) -> Array:
-        """Return the same by trying all pairs of cuts within the distance that the limits allow."""
+        """Return which of the cuts `ends` a stage can reach from the band `before`.
+
+        It tries all pairs of cuts that are as near to each other as time and memory require.
+        """
         first = stage.compute_s.searchsorted(stage.compute_s[ends] - (limit_s - stage.overhead_s))
         roomy = stage.nbytes.searchsorted(stage.nbytes[ends] - stage.capacity)
         longest = int((ends - np.maximum(first, roomy)).max())
@@ -261,7 +276,7 @@ class _Search:
         return np.any(reached & self._fits(stage, lo, ends[None, :], limit_s), axis=0)
 
     def _fits(self, stage: Stage, lo: Array, hi: Array, limit_s: float) -> Array:
-        """Return which runs of layers lo..hi are a stage within the limits of time and memory."""
+        """Return which layers lo..hi a stage can run within the limits of time and memory."""
         compute_s = stage.overhead_s + stage.compute_s[hi] - stage.compute_s[lo]
         if self.objective == "sum":
             timely = compute_s + stage.arrive_s[lo] + stage.leave_s[hi] <= limit_s
@@ -272,7 +287,7 @@ class _Search:
         return timely & (lo < hi) & (need <= stage.capacity) & (stage.blocked[lo] >= hi)
 
     def _walked(self, bands: Sequence[_Band], limit_s: float) -> tuple[int, ...]:
-        """Return the cuts of a partition that reaches the end, walking back to the beginning."""
+        """Return the cuts of a partition, found from the end back to the beginning."""
         cuts = [self.layers]
         for number in range(len(self.stages) - 1, -1, -1):
             begins = bands[number].cuts

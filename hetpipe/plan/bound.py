@@ -5,9 +5,10 @@ takes T = min over x of max_d sum_l x_ld t_ld, a linear programme. Its dual is
 
     T = max over y >= 0, sum y = 1, of sum_l min_d y_d t_ld
 
-so every choice of y gives a lower bound. The subgradient, the load that each device would have,
-raises it. A step takes at least the micro-batches' work, and one micro-batch at least its passes
-through all layers, each on the fastest device.
+so every choice of y gives a lower bound. Steps along the subgradient raise the bound: a device that
+would have more load than the mean gets a larger y_d. A step takes at least as long as the work of
+all micro-batches, divided in this way. If its schedule flushes, it also takes at least the passes
+of one micro-batch through all layers, each on its fastest device.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
 SLOW_S = 1e12
-"""The time of a layer that a device cannot run."""
+"""Seconds that stand for a layer that a device cannot run."""
 
 
 def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
-    """Return seconds below which no step on (some of) these devices is possible.
+    """Return a lower bound of the seconds of a step on any of these devices.
 
-    All sizes of the tables count, and no sizes between them: a plan's micro-batches have one size,
-    and a replica's share costs at least the smallest time per sample.
+    It uses the least time per sample over the sizes that have tables. Sizes between them are not
+    needed: whole micro-batches have one of these sizes, and a replica's share costs at least the
+    least time per sample.
     """
     names = list(dict.fromkeys(devices))
     per_sample_s = np.min(
@@ -44,9 +46,9 @@ def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOption
 
 
 def shared_s(times_s: Array) -> float:
-    """Return a lower bound of the slowest device's time if layers are divided freely.
+    """Return a lower bound of the slowest device's seconds if layers are divided freely.
 
-    `times_s[d, l]` is the time of layer l on device d. Equal devices count as one kind.
+    `times_s[d, l]` is the time of layer l on device d. Equal devices have one common weight y.
     """
     kinds, counts = np.unique(times_s, axis=0, return_counts=True)
     sums_s = kinds.sum(axis=1)

@@ -1,8 +1,8 @@
 """Building: makes the plan of a proposal, with the rows of its replicas and its predicted step.
 
-Replicas divide micro-batches by their speed. Without flushes they take turns, and the time of the
-slowest one counts. Under data parallelism all devices have all stages, and a device has the same
-rows in each of them.
+Replicas divide micro-batches by their speed. Without flushes the replicas take turns, and the time
+of the slowest replica counts. Under data parallelism every device has all stages, and the same rows
+in each stage.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def build_plan(
 ) -> Plan:
     """Return the plan of a proposal, with its step predicted by simulation.
 
-    `costs` are by micro-batch size, while the proposal's devices compute: for whole micro-batches
-    and replicas' parts. `rows` are the rows of a micro-batch by stage and replica, by default the
-    fastest ones. Raises `PlanError` if the cuts do not fit the model, a device cannot run its
-    layers, or its rows under data parallelism are beyond the sizes of the costs.
+    `costs` are by micro-batch size, for whole micro-batches and for the parts of replicas, while
+    all devices of the proposal compute. `rows` are the rows of a micro-batch by stage and replica,
+    by default the rows of the fastest step. Raises `PlanError` if the cuts do not fit the model, a
+    device cannot run its layers, or a device's rows under data parallelism are beyond the sizes of
+    the costs.
     """
     spans = _checked_spans(proposal, next(iter(costs.values())))
     rule, samples = rule_of(proposal.schedule), -(-mini_batch // proposal.microbatches)
@@ -77,7 +78,7 @@ def build_plan(
 
 
 def costs_of(tables: Tables, proposal: Proposal) -> dict[int, StageCosts]:
-    """Return the costs at each size of `tables` while the proposal's devices compute."""
+    """Return the costs at each size of `tables` while all devices of the proposal compute."""
     count = len(set(proposal.devices))
     return {s: StageCosts(table.beside(count), proposal.recompute) for s, table in tables.items()}
 
@@ -92,9 +93,9 @@ def replicated_plan(
 ) -> Plan:
     """Return the fastest predicted plan with the whole model on each of `devices`.
 
-    A step is the slowest replica's passes, an all-reduce and an update; with `cuts` the gradients
+    A step is the slowest replica's passes, an all-reduce and an update. With `cuts` the gradients
     of a stage are summed while earlier stages compute. `tables` are by micro-batch size; times of
-    other sizes are interpolated. Without `microbatches`, powers of two are tried. Raises
+    other sizes are interpolated. If `microbatches` is None, powers of two are tried. Raises
     `PlanError` as `build_plan` does.
     """
     most = mini_batch // max(len(devices), 1)  # a row for each device
@@ -121,8 +122,8 @@ def _checked_spans(proposal: Proposal, costs: StageCosts) -> list[tuple[int, int
     ends = [0, *cuts, layers]
     if len(groups) != len(cuts) + 1 or sorted(set(ends)) != ends:
         raise PlanError(
-            f"{len(groups)} stages and cuts {list(cuts)}: give a cut between each two, ascending "
-            f"within 1..{layers - 1}"
+            f"{len(groups)} stages and cuts {list(cuts)}: give one cut between each two stages, "
+            f"ascending, from 1 to {layers - 1}"
         )
     if min(map(len, groups)) < 1:
         raise PlanError(
@@ -142,7 +143,7 @@ def _equal_rows(
     mini_batch: int,
     rows: Sequence[Sequence[int]],
 ) -> dict[str, int]:
-    """Return the rows of a micro-batch for each device, which it has in all stages.
+    """Return the rows of a micro-batch that each device has, the same rows in all stages.
 
     Raises `PlanError` for a single device, and for rows beyond the sizes of the costs.
     """
@@ -154,9 +155,9 @@ def _equal_rows(
         own = fastest_rows(times, -(-mini_batch // proposal.microbatches))
     if len(devices) < 2 or not all(times[device].knows(own[device]) for device in devices):
         raise PlanError(
-            f"no data-parallel plan for {words(devices)}: there must be two or more, and their "
-            f"shares of a mini-batch of {mini_batch} must be between the measured sizes "
-            f"{min(costs)} and {max(costs)}; profile others, or use a pipeline"
+            f"no data-parallel plan for {words(devices)}: there must be two or more devices, and "
+            f"the rows of each in a micro-batch must be between the measured sizes {min(costs)} "
+            f"and {max(costs)} (or little above); profile other sizes, or use a pipeline"
         )
     return own
 
@@ -168,9 +169,9 @@ def _stage(
     span: tuple[int, int],
     kept: tuple[int, int],
 ) -> StagePlan:
-    """Return a stage on the devices of `times`, each with its number of rows of a micro-batch.
+    """Return a stage of layers `span` on the devices of `times`; `rows` are by device.
 
-    `kept` are its forwards in flight and its versions of the weights.
+    `kept` is (forwards in flight, versions of the weights).
     """
     devices, (lo, hi), (in_flight, versions) = tuple(times), span, kept
     times_s = [times[device].at(rows[device]) for device in devices]
@@ -189,7 +190,8 @@ def _stage(
 
 
 def _costs_near(costs: Mapping[int, StageCosts], size: int) -> StageCosts:
-    """Return the costs at a size of micro-batches, between two sizes, or at the nearest size."""
+    """Return the costs at a size of micro-batches: measured, modelled between two measured sizes,
+    or else at the nearest size."""
     if size in costs:
         return costs[size]
     tables = with_sizes_between({size: each.table for size, each in costs.items()}, [size])

@@ -13,7 +13,7 @@ from hetpipe.errors import PlanError
 def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
     """Return the layers' costs on a device with the mean times of these devices.
 
-    A device that cannot run a layer does not count for it; if none can, its time is infinite.
+    A layer's mean is over the devices that can run the layer; it is infinite if none can.
     """
     costs = [table.devices[device] for device in devices]
     rows = list(zip(*(cost.layers for cost in costs), strict=True))
@@ -28,7 +28,7 @@ def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
 
 
 def mean_s(times_s: Sequence[float]) -> float:
-    """Return the mean of the finite times; infinite without any."""
+    """Return the mean of the finite times; infinity if no time is finite."""
     finite = [time_s for time_s in times_s if isfinite(time_s)]
     return sum(finite) / len(finite) if finite else inf
 

@@ -1,7 +1,7 @@
 """StageCosts: time and memory of any run of layers on any device, from prefix sums.
 
-A stage is always layers lo..hi (hi excluded), and cut c is between layers c-1 and c. Cuts 0 and L
-are the ends of the model, which no tensor crosses. lo, hi and c may be arrays.
+A stage is always layers lo..hi (hi excluded), and cut c is between layers c-1 and c. No tensor
+crosses cuts 0 and L, the ends of the model. lo, hi and c may be arrays.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from hetpipe.cost.table import CostTable, DeviceCost
 
 Objective = Literal["sum", "max"]
-"""How a stage's time counts transfers. `sum`: a sync device hides none of its sends (BaPipe's
-1F1B-SNO), an async device all of them. `max`: all are hidden, and the longest of compute and
-transfers counts."""
+"""How a stage's time counts its sends. `max`: the stage sends while it computes, so the longest of
+computation and sends counts. `sum`: the same for an async device; a sync device sends after it has
+computed, so the times are added (BaPipe's 1F1B-SNO)."""
 
 Array = Any  # an index or time, or a numpy array of them
 
@@ -26,7 +26,7 @@ Array = Any  # an index or time, or a numpy array of them
 class StageCosts:
     """Prices stages of one cost table.
 
-    With `recompute` a stage keeps only its input for the backward, which repeats the forward first;
+    With `recompute` a stage keeps only its input, and a backward first repeats the forward. So only
     one micro-batch at a time has all tensors that a forward saves.
     """
 
@@ -53,11 +53,12 @@ class StageCosts:
     def memory_nbytes(
         self, lo: Array, hi: Array, in_flight: int, versions: int = 1, share: float = 1.0
     ) -> Array:
-        """Return weights x versions, gradients, optimizer state, saved x in-flight, cut buffers.
+        """Return the bytes of a stage's weights x versions, gradients and optimizer state, of its
+        saved tensors x micro-batches in flight, and of the buffers at its cuts.
 
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
-        the tensors that cross forward and their gradients. `share` is a replica's share of
-        micro-batches.
+        for the tensors that cross forward and for their gradients. `share` is a replica's share of
+        a micro-batch.
         """
         return (
             self._weights[hi]
@@ -71,7 +72,7 @@ class StageCosts:
     def additive_nbytes(self, in_flight: int, versions: int, share: float) -> tuple[Array, Array]:
         """Return `memory_nbytes` in two parts, by cut: prefix sums over the layers, and buffers.
 
-        They add up to all of it unless a parameter is tied or forwards are repeated.
+        The two parts are the whole memory only without tied parameters and without `recompute`.
         """
         sums = self._weights + (versions - 1) * self._params + share * in_flight * self._saved
         return sums, share * 2 * self._cuts
@@ -82,7 +83,7 @@ class StageCosts:
         return saved + in_flight * self._cuts[lo] if self.recompute else in_flight * saved
 
     def _repeated(self, lo: Array, hi: Array) -> Array:
-        """Return the bytes of parameters that a layer shares with an earlier one of the stage."""
+        """Return the bytes of parameters that a layer shares with an earlier layer of the stage."""
         if not self.table.tied:
             return 0.0
         nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
@@ -93,8 +94,8 @@ class StageCosts:
         return nbytes
 
     def prefixes(self, device: str) -> tuple[Array, Array, float]:
-        """Return, by cut, the seconds of all layers before it without the fixed overhead, and how
-        many of them the device cannot run; and the overhead."""
+        """Return two arrays by cut, for the layers before the cut: their seconds without the fixed
+        overhead, and how many of them the device cannot run. Return the overhead as well."""
         cost = self.table.devices[device]
         kind = id(cost.layers), cost.overhead_s  # devices of one kind share a tuple of layers
         if kind not in self._passes:
@@ -102,7 +103,7 @@ class StageCosts:
         return self._passes[kind]
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
-        """Return the seconds of a micro-batch; infinite with a layer that the device cannot run."""
+        """Return a micro-batch's seconds; infinite if the device cannot run one of the layers."""
         seconds, unsupported, overhead_s = self.prefixes(device)
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
@@ -129,7 +130,7 @@ class StageCosts:
     ) -> Array:
         """Return the seconds for which a micro-batch occupies the stage.
 
-        They include its sends: activations ahead, gradients back.
+        The sends count by `objective`: activations to the next stage, gradients to the one before.
         """
         device = devices[stage]
         compute_s = self.compute_s(device, lo, hi)
@@ -153,7 +154,10 @@ class StageCosts:
         bounded: bool = True,
         versions: int = 1,
     ) -> Array:
-        """Return `stage_s` for all [lo, hi]; infinite if empty, or if `bounded` beyond memory."""
+        """Return `stage_s` for all [lo, hi].
+
+        Empty stages take infinite time and, if `bounded`, stages that exceed the device's memory.
+        """
         lo = np.arange(self.count + 1)[:, None]
         hi = np.arange(self.count + 1)[None, :]
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
@@ -162,8 +166,9 @@ class StageCosts:
 
 
 def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
-    """Return prefix seconds of `forwards` forwards and a backward without the fixed overhead, the
-    prefix count of unsupported layers, and the overhead."""
+    """Return two prefix sums over the layers: the seconds of `forwards` forwards and one backward
+    without the fixed overhead, and the number of unsupported layers. Return the overhead as well.
+    """
     seconds, unsupported = [], []
     for layer in cost.layers:
         times_s = (*(layer.forward_s,) * forwards, layer.backward_s)

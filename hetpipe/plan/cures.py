@@ -1,4 +1,4 @@
-"""Cures: says why no plan fits a cluster's memory, and names the cheapest cure."""
+"""Cures: tells why no plan fits the memory of a cluster's devices, and names the cheapest cure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ FREE = LinkCost(0.0, float("inf"))
 
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
-    """Name the stage of the best partition that needs more memory, the bytes, and a cure."""
+    """Return why no plan fits: the stage of the best partition that lacks memory, the bytes that it
+    lacks, and a cure."""
     schedules = priced.options.schedules
     if schedules and all(rule_of(name).several_stages for name in schedules):
         return (
-            f"it gives a device one stage, and {words(schedules)} more than one: name another "
-            "schedule, or take another planner"
+            f"the planner gives each device one stage, but under {words(schedules)} a device has "
+            "several: name another schedule, or take another planner"
         )
     schedule = _schedule(priced.options)
     counts = priced.options.counts(priced.tables)
@@ -53,7 +54,10 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
         return "no cuts give every layer to a device that can run it: " + next(filter(None, whys))
     reason = priced.why_not(replace(bare, cuts=cuts))
     if reason is None:
-        return f"{schedule} on one device for each stage fits, and the planner proposes others"
+        return (
+            f"{schedule} with one device for each stage fits, but this planner proposes only other "
+            "plans: take another planner, or leave the schedule to it"
+        )
     if MISSING not in reason:
         return reason
     for remedy, trial, names in _remedies(priced, members, schedule, count):
@@ -61,7 +65,7 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
         counted = max(trial.options.microbatches)
         if fit_cuts(trial, _bare(trial, names, schedule, counted, recompute)):
             return f"{reason}; it fits with {remedy}"
-    return f"{reason}; no cure alone is enough: take devices with more memory, or more of them"
+    return f"{reason}; no cure alone is enough: take devices with more memory, or more devices"
 
 
 def _schedule(options: PlannerOptions) -> str:
@@ -73,7 +77,7 @@ def _schedule(options: PlannerOptions) -> str:
 def _bare(
     priced: Priced, members: Sequence[str], schedule: str, count: int, recompute: bool = False
 ) -> Proposal:
-    """Return a proposal with a stage on each device, without cuts."""
+    """Return a proposal without cuts, with a stage on each device."""
     layers = len(next(iter(priced.tables.values())).layers)
     groups = single_device_groups(members[:layers] if rule_of(schedule).averages else members[:1])
     depths = in_flight(schedule, len(groups), count)
@@ -83,7 +87,7 @@ def _bare(
 def _remedies(
     priced: Priced, members: Sequence[str], schedule: str, count: int
 ) -> Iterator[tuple[str, Priced, Sequence[str]]]:
-    """Yield remedies, the cheapest first: their name, the costs with them, and the devices."""
+    """Yield remedies, the cheapest first: a remedy's name, the prices with it, and the devices."""
     options, tables = priced.options, dict(priced.tables)
     now = replace(options, microbatches=(count,))
     yield "recompute", Priced(tables, now), members
@@ -109,7 +113,7 @@ def _with(options: PlannerOptions, count: int) -> PlannerOptions:
 
 
 def _another(table: CostTable, member: str) -> CostTable:
-    """Return the table with a second device like a member, whose links cost nothing."""
+    """Return the table with a copy of a member, whose links cost nothing."""
     new = f"{member} again"
     links = {pair: FREE for other in table.devices for pair in ((new, other), (other, new))}
     devices = {**table.devices, new: replace(table.devices[member], memory_domain=new)}

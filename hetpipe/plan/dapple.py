@@ -1,9 +1,9 @@
 """DAPPLE's planner: stages, replicas and their places for one global batch (DAPPLE, section 4).
 
-In the recurrence of section 4.3 (algorithm 1) stages are added from the last to the first. A
-partial plan is compared with others that have the same first layer and devices, by everything that
-decides the latency of a completion; the best few stay. All partial plans on the same devices are
-computed at once, as columns of one array.
+The recurrence of section 4.3 (algorithm 1) adds stages from the last to the first. A partial plan
+is compared with the partial plans that have the same first layer and the same devices, by all
+values that decide the latency of a complete plan; the best few are kept. All partial plans on the
+same devices are computed at once, as columns of one array.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hetpipe.plan.latency import (
 )
 from hetpipe.plan.server_groups import Counts, Machines, append_first, numbers, places
 
-WIDTH = 4  # partial plans
-MANY = 16  # devices; with more, the search tries fewer replicas and places
+WIDTH = 4  # partial plans to keep for the same first layer and devices
+MANY = 16  # with more devices than this, the search tries fewer numbers of replicas and places
 
 
 def candidates(
@@ -45,18 +45,19 @@ def candidates(
 ) -> tuple[DapplePlan, ...]:
     """Return up to `count` good plans in the order of their latency, to be ranked by simulation.
 
-    A micro-batch has the profile's `samples`; r replicas take 1 / r of it each, in 1 / r of its
-    times. A device keeps Adam's 16 bytes a parameter and the activations of P_A's micro-batches.
-    All plans use all devices. They include data parallelism and one device a stage, as far as both
-    fit the capacity. The first one is optimal if no more than `WIDTH` partial plans per layer and
-    devices are undominated. With more than 16 devices, replicas are powers of two and stages fill
-    server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
+    A micro-batch has the profile's `samples`. Each of r replicas takes 1 / r of the samples, in
+    1 / r of the time. A device keeps 16 bytes per parameter (Adam), and activations of as many
+    micro-batches as its stage has in flight by the paper's policy P_A. All plans use all devices.
+    Data parallelism and a plan with one device per stage are included if they fit the capacity. The
+    first plan is optimal if at most `WIDTH` partial plans per first layer and devices are
+    undominated. With more than 16 devices, the numbers of replicas are powers of two, and stages
+    fill server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
     """
     check_finite(chain)
     if samples < 1 or global_batch < samples or global_batch % samples:
         raise PlanError(
             f"a global batch of {global_batch} is not cut into micro-batches of {samples} samples: "
-            "give a multiple"
+            "give 1 sample or more, and a global batch that is a multiple of them"
         )
     batches = global_batch // samples
     plans = _plans(chain, machines, batches, capacity_nbytes)
@@ -76,10 +77,10 @@ def _plans(
     microbatches: int,
     capacity_nbytes: float | None,
 ) -> list[DapplePlan]:
-    """Return complete plans, the best first. Searches with few numbers of replicas come first, to
-    set a bound for the later ones.
+    """Return complete plans, the best first.
 
-    Raises `PlanError` if nothing fits the capacity.
+    Searches that try few numbers of replicas come first, because their plans bound the later
+    searches. Raises `PlanError` if nothing fits the capacity.
     """
     powers = [1 << power for power in range(machines.devices.bit_length())]
     replicas = sorted({*powers, machines.devices})
@@ -100,14 +101,14 @@ def _plans(
 
 
 class _Fronts(NamedTuple):
-    """Partial plans on the same devices; the row GROUP counts in `groups`."""
+    """Partial plans on the same devices; the row GROUP of `rows` has indices of `groups`."""
 
     groups: list[Counts]
     rows: Array
 
 
 class _Choices(NamedTuple):
-    """First stages of partial plans on all devices but `used`, one for each entry."""
+    """First stages of partial plans on all devices but `used`; arrays have an entry for each."""
 
     used: Counts
     groups: list[Counts]
@@ -119,12 +120,13 @@ class _Choices(NamedTuple):
 
 
 class _Search:
-    """The recurrence. Each row of a partial plan helps to decide the latency of its completions.
+    """The recurrence. A partial plan is a column of these rows, which decide later latencies.
 
-    FIRST is its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
-    and the pivot once, END the latency without further stages. LATE is how long the all-reduces
-    continue after the last backward if the pivot moves. DEPTH counts its stages, NUMBER is its last
-    choice, GROUP the group of devices of its first stage.
+    FIRST is the partial plan's first layer. STEADY is the time of the pivot's steady phase and of
+    the stages before the pivot, TOTAL is STEADY and the pivot once more, END is the latency if no
+    stages are added. LATE is how long the all-reduces continue after the last backward if the pivot
+    moves. DEPTH is the number of stages, NUMBER the last choice, GROUP the group of devices of the
+    first stage.
     """
 
     FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER, GROUP = range(8)
@@ -160,7 +162,8 @@ class _Search:
     def fronts(self, used: Counts) -> _Fronts:
         """Return the partial plans on all devices but `used`.
 
-        Servers with equal devices are interchangeable, so the one with most used devices is first.
+        Servers with equally many devices are interchangeable, so they are first ordered by used
+        devices, the most used server first.
         """
         order = self._order(used)
         if order != sorted(order):
@@ -178,7 +181,7 @@ class _Search:
         return self.tails[used]
 
     def _order(self, used: Counts) -> list[int]:
-        """Return the servers by how many devices are used, the most first, if all are equal."""
+        """Return the servers, the one with most used devices first; unequal servers unchanged."""
         alike = len(set(self.machines.counts)) == 1
         return sorted(range(len(used)), key=lambda server: -used[server] * alike)
 
@@ -188,7 +191,7 @@ class _Search:
         return places(self.machines.counts, used, replicas)
 
     def _front(self, used: Counts, groups: list[Counts]) -> Array:
-        """Return partial plans whose first stage has one of these groups and any first layer."""
+        """Return partial plans whose first stage is on one of these groups, for any first layer."""
         layers = len(self.chain.names)
         behind = self._behind(used, groups)
         lasts, group = behind[[self.FIRST, self.GROUP]].astype(int)
@@ -219,7 +222,8 @@ class _Search:
         return best
 
     def _behind(self, used: Counts, groups: list[Counts]) -> Array:
-        """Return the best partial plans after each of these groups, with the transfer from it."""
+        """Return the best partial plans of the stages after each of these groups; they include the
+        transfer from the group."""
         ends, sent, times_s = [], [], []
         for number, group in enumerate(groups):
             then = tuple(map(sum, zip(used, group, strict=True)))
@@ -246,8 +250,8 @@ class _Search:
     def _hopeful(self, firsts: Array, lasts: Array, used: Counts, count: Array) -> Array:
         """Return whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
 
-        Neither the stage, on `count` devices, nor the slowest earlier one may be too long; and
-        either both layers and devices remain for earlier stages, or neither.
+        Neither the stage, on `count` devices, nor the slowest earlier stage may take too long. For
+        earlier stages both layers and devices must remain, or neither.
         """
         compute_s = self.sums[0] + self.sums[1]
         stage_s = (compute_s[lasts] - compute_s[firsts]) / count
@@ -273,7 +277,7 @@ class _Search:
     def _best(self, rows: Array) -> Array:
         """Return undominated columns, at most `width` per first layer and group.
 
-        The columns stay that may end earliest, if one device runs the backwards of all earlier
+        It keeps the columns that may end earliest, if one device runs the backwards of all earlier
         layers.
         """
         compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
@@ -297,7 +301,7 @@ class _Search:
 
     def _plan(self, number: int) -> DapplePlan:
         stages = []
-        servers = list(range(len(self.machines.counts)))  # in the order of the choice's counts
+        servers = list(range(len(self.machines.counts)))  # in the order in which counts name them
         while number >= 0:
             block = bisect_right(self.starts, number) - 1
             choices, at = self.choices[block], number - self.starts[block]
@@ -317,7 +321,7 @@ def _at(servers: Sequence[int], counts: Counts) -> Counts:
 
 
 def _widths(devices: int) -> tuple[int, ...]:
-    """Return possible numbers of replicas: any; for many devices, powers of two and all."""
+    """Return the numbers of replicas to try: all; for many devices, powers of two and `devices`."""
     if devices <= MANY:
         return tuple(range(1, devices + 1))
     powers = {1 << power for power in range(devices.bit_length())}

@@ -1,4 +1,4 @@
-"""Groups: stages of several devices, for partitioners that do not price whole plans."""
+"""Groups: partitions into stages with several devices each, without prices of whole plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hetpipe.plan.costs import Array, Objective, StageCosts
 from hetpipe.plan.partition import exact
 
 MATRICES = 2**15
-"""Most entries in all matrices of a partition for which the dynamic programme is faster."""
+"""With more entries in all matrices of a partition, bisection is faster than the dynamic programme.
+"""
 
 Groups = Sequence[Sequence[str]]
 """The devices of the replicas of each stage."""
@@ -31,8 +32,9 @@ def group_matrix(
 ) -> Array:
     """Return the seconds of a micro-batch in a stage, for all [lo, hi]; infinite if impossible.
 
-    Replicas divide a micro-batch by their speed; their ring counts for its share of a mini-batch.
-    `versions` of the weights exist at once. Memory counts if `bounded`.
+    Replicas divide a micro-batch by their speed. The ring that sums their gradients once per
+    mini-batch counts in equal parts for all micro-batches. `versions` of the weights exist at once.
+    Stages that exceed the memory are impossible if `bounded`.
     """
     heads = [group[0] for group in groups]
     group = groups[stage]
@@ -72,10 +74,11 @@ def best_partition(
     microbatches: int,
     versions: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """Return the cuts with the lowest slowest stage, one stage on each group; None without any.
+    """Return the cuts whose slowest stage is fastest, with one stage for each group.
 
-    Large partitions are bisected. The dynamic programme solves small ones, and those whose memory
-    is not additive (tied parameters, recompute, unlike replicas).
+    None if no cuts are possible. A bisection solves large problems. The dynamic programme solves
+    small ones, and those with tied parameters, recompute or unlike replicas, whose costs are not
+    additive.
     """
     alike = all(_alike(costs, group) for group in groups)
     additive = alike and not costs.table.tied and not costs.recompute
@@ -95,7 +98,7 @@ def best_partition(
 
 
 def _alike(costs: StageCosts, group: Sequence[str]) -> bool:
-    """Whether replicas take equal times."""
+    """Whether all replicas take equal times."""
     first, *others = (costs.table.devices[device] for device in group)
     return all(o.layers == first.layers and o.overhead_s == first.overhead_s for o in others)
 

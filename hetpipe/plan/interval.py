@@ -4,15 +4,16 @@ A spread is half the distance between the quartiles, relative to the median. A s
 
     sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2 + C^2)
 
-with D the spread of the device (of the whole network's time on it, and of the probes that corrected
-its costs), t_l and s_l time and spread of its layers, M the spread of the simulator, and C the
-spread by contention. D is common to all layers of a device and does not average out; the rest of a
-layer's spread does. Stages with replicas have the largest spread of their devices. Other work on a
-machine disturbs all its devices at once. So the ends of the interval are simulations with all
-passes slower, and all faster, by their spread times `WIDTH`.
+where D is the spread of the device (of the whole network's time on the device, and of the probes
+that corrected its costs), t_l and s_l are the time and spread of the stage's layer l, M is the
+spread of the simulator, and C the spread by contention. D is common to all layers of a device and
+does not average out; the rest of a layer's spread does. A stage with replicas has the largest
+spread of its devices. Other work on a machine disturbs all devices of the machine at once. So the
+two ends of the interval are simulations in which all passes are faster, or all slower, by their
+spread times `WIDTH`.
 
-If other work used the share c of the cores while costs were measured, it may end, or double: C
-alone moves each end by the factor 1 / (1 - c).
+If other work used the share c of the cores while costs were measured, this work may end, or double.
+So C alone moves each end by the factor 1 / (1 - c).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import predicted_step_s, stage_times
 
-WIDTH = 1.2816 / 0.6745  # normal distribution: half of its central 80 % over its quartile
+WIDTH = 1.2816 / 0.6745  # of a normal distribution: half the width of its central 80 % and 50 %
 MOST_CONTENTION = 0.9
-"""A larger share of the cores counts as this one."""
+"""A larger share of the cores counts as this share."""
 SIMULATOR = 0.02  # spread of measured steps around simulated ones with exact costs
 
 
 def with_interval(plan: Plan, table: CostTable) -> Plan:
-    """Return the plan with its interval by the spreads of `table`, which made it."""
+    """Return the plan with its interval, from the spreads of `table`, which made the plan."""
     return replace(plan, interval_s=interval_s(plan, table, as_planned=True))
 
 
@@ -40,7 +41,7 @@ def interval_s(
 ) -> tuple[float, float] | None:
     """Return the ends of the interval of a step; None if the table has no spread of these devices.
 
-    Passes are priced by the table, or `as_planned`.
+    Passes are priced by the table, or by the plan if `as_planned`.
     """
     if all(table.devices[device].spread == 0.0 for device in plan.all_devices):
         return None
@@ -63,7 +64,7 @@ def interval_s(
 
 
 def stage_spread(stage: StagePlan, table: CostTable) -> float:
-    """Return the relative spread of a stage's passes, as the module says."""
+    """Return the relative spread of a stage's passes, by the formula of this module."""
     return max(_spread(table, device, stage.lo, stage.hi) for device in stage.devices)
 
 

@@ -1,7 +1,7 @@
-"""BaPipe's intra-layer partition: two stages share the layer between them (section 3.3.2).
+"""BaPipe's intra-layer partition: two neighbouring stages share a layer (section 3.3.2).
 
-If whole layers leave the slowest stage and its neighbour unequal, the layer between them is split
-by output channels so that both take equal time.
+With whole layers, the slowest stage and its neighbour may take unequal times. So the slowest
+stage's layer at their cut is split by output channels, so that both stages take equal times.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import proposal_of
 
 GAIN = 0.01
-"""A split with a smaller relative gain is not worth two layers."""
+"""A split with a smaller relative gain is not made."""
 
 
 def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
-    """Return the plan with all splits that shorten its predicted step, and prices of its layers.
+    """Return the plan with the splits that shorten its predicted step, and the prices with them.
 
-    `priced.options.channels` says which layers can be split.
+    `priced.options.channels` names the layers that can be split.
     """
     best = plan, priced
-    for _ in plan.stages:  # each neighbour once, at most
+    for _ in plan.stages:  # at most one split per stage
         better = min(_candidates(*best), key=lambda pair: pair[0].step_s, default=best)
         if better[0].step_s >= best[0].step_s * (1 - GAIN):
             break
@@ -35,7 +35,7 @@ def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
 
 
 def split_table(table: CostTable, split: Split, channels: Mapping[str, int]) -> CostTable:
-    """Return the costs after a split. Raises `CostError`."""
+    """Return the costs after a split. Raises `CostError` if they cannot be computed."""
     return split_costs(table, split.layer, split.layers, split.channels / channels[split.layer])
 
 
@@ -53,7 +53,7 @@ def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
         layer = stages[slowest].hi - 1 if after else stages[slowest].lo
         split = _split(plan, priced, slowest, other, layer)
         if split is not None:
-            behind = layer + 2 * after  # the cut between both stages is between the parts
+            behind = layer + 2 * after  # the cut between both stages moves between the two parts
             cuts = tuple(cut + (cut >= behind) for cut in plan.cuts)
             try:
                 yield _planned(plan, priced, split, cuts)
@@ -84,7 +84,10 @@ def _split(plan: Plan, priced: Priced, slowest: int, other: int, layer: int) -> 
 def _planned(
     plan: Plan, priced: Priced, split: Split, cuts: tuple[int, ...]
 ) -> tuple[Plan, Priced]:
-    """Return the plan after a split, and prices of its layers. Raises `CostError`, `PlanError`."""
+    """Return the plan after a split, and the prices with the split.
+
+    Raises `CostError` and `PlanError`.
+    """
     tables = {
         size: split_table(table, split, priced.options.channels)
         for size, table in priced.tables.items()

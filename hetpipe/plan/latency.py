@@ -1,7 +1,7 @@
 """DAPPLE's estimate of a global batch's latency (DAPPLE, sections 4.1 and 4.3).
 
-Transfers count as stages. Up to the pivot the formula is the printed one. For a stage after it,
-only the backwards of the stages in between are subtracted from its end.
+Transfers count as stages. Up to the pivot the formula is the paper's. For a stage after the pivot,
+only the backwards of the stages between the pivot and this stage are subtracted from its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADAM = 4  # bytes kept per byte of float32 weights: weights, gradients, two mome
 
 @dataclass(frozen=True)
 class DappleStage:
-    """Layers `first_layer` to `last_layer`, both included, on `devices`, by their numbers."""
+    """Layers `first_layer` to `last_layer`, both included, on the devices with these numbers."""
 
     first_layer: int
     last_layer: int
@@ -36,7 +36,7 @@ class DapplePlan:
 
 
 class StageCost(NamedTuple):
-    """Seconds of a stage, or of a transfer, for one micro-batch; and of the all-reduce."""
+    """Seconds of a stage or transfer for one micro-batch, and of the stage's all-reduce."""
 
     forward_s: float
     backward_s: float
@@ -59,10 +59,10 @@ def pivot_of(stages: Sequence[StageCost], microbatches: float) -> int:
 
 
 def latency_s(stages: Sequence[StageCost], microbatches: float) -> float:
-    """Return warm-up, steady phase and end (formulas 1 and 2), without bubbles in the steady phase.
+    """Return the seconds of warm-up, steady phase and end (formulas 1 and 2).
 
-    It is T + H, with T the time up to the pivot's last backward and on to the first stage, and
-    H = max_s (all-reduce of s - backwards of the stages before s).
+    The steady phase counts without bubbles. The sum is T + H: T is the time until the first stage
+    has run its last backward, H = max_s (all-reduce of s - backwards of the stages before s).
     """
     pivot = pivot_of(stages, microbatches)
     ends_s = []
@@ -79,7 +79,7 @@ def latency_s(stages: Sequence[StageCost], microbatches: float) -> float:
 def stage_costs(
     chain: ChainCosts, machines: Machines, stages: Sequence[DappleStage]
 ) -> tuple[StageCost, ...]:
-    """Return the costs of a plan's stages and, between them, of its transfers."""
+    """Return the costs of a plan's stages, and between two stages the cost of their transfer."""
     groups = [_group(machines.counts, stage.devices) for stage in stages]
     costs: list[StageCost] = []
     for number, (stage, group) in enumerate(zip(stages, groups, strict=True)):
@@ -101,9 +101,10 @@ def overlapped_s(
     all_reduces_s: Sequence[float],
     accumulated: int,
 ) -> float:
-    """Return the seconds of data parallelism: a layer's sum follows its last backward.
+    """Return the seconds of data parallelism in which gradients are summed during the backward.
 
-    Forward and backward are for a device's whole share of the batch, in `accumulated` parts.
+    The sum of a layer begins after the layer's last backward. Forward and backward are for a
+    device's whole share of the batch, which it computes in `accumulated` parts.
     """
     clock_s = sum(forward_s) + sum(backward_s) * (accumulated - 1) / accumulated
     wire_s = clock_s
@@ -120,7 +121,8 @@ def _group(counts: Counts, devices: Sequence[int]) -> Counts:
 
 @dataclass(frozen=True)
 class PublishedPlan:
-    """A plan of the published planner: replicas, first layers of the later stages, estimate."""
+    """A plan of the published planner: the replicas of each stage, the first layer of each stage
+    but the first, and the estimated latency."""
 
     replicas: tuple[int, ...]
     cuts: tuple[int, ...]
@@ -132,14 +134,15 @@ def published_plans(
 ) -> tuple[PublishedPlan, ...]:
     """Return the plans that the authors' program compares, the best first, with its estimates.
 
-    It has four kinds of plans: data parallelism with overlap, any two stages in micro-batches of
-    `samples`, two equal halves whose replicas have `samples` each, and one device a stage. The
-    last two are split for the shortest block, the longest stage or round trip of a cut:
+    The program has four kinds of plans: data parallelism with overlap, any two stages in
+    micro-batches of `samples`, two stages with half of the devices each whose replicas have
+    `samples` each, and one device per stage. The last two kinds are cut for the shortest block: a
+    block is the slowest stage, or the slowest round trip across a cut. All but the first kind take
 
         latency = (M - 1) block + one micro-batch on one device + transfers + late all-reduces
 
-    Devices are numbered, and stages have them in this order. A transfer to a group on several
-    servers counts at the speed of an all-reduce; r devices of a server sum by r / 2 rings.
+    Devices are numbered, and stages get them in this order. A transfer to a group on several
+    servers counts at the speed of an all-reduce; r devices of one server sum in r / 2 rings.
     """
     planner = _Published(chain, machines, samples, global_batch)
     plans = [planner.parallel(), *planner.two_stages()]
@@ -184,7 +187,7 @@ class _Published:
                 yield PublishedPlan((replicas, devices - replicas), (cut,), latency_s)
 
     def even(self, stages: int) -> PublishedPlan:
-        """Return the plan with equal numbers of devices per stage, cut for the shortest block."""
+        """Return the plan with equal numbers of devices per stage and the shortest block."""
         replicas = self.machines.devices // stages
         groups = [range(n * replicas, (n + 1) * replicas) for n in range(stages)]
         layers = len(self.chain.names)

@@ -1,4 +1,4 @@
-"""Limits: why devices cannot run their stages: layers that they lack, and memory."""
+"""Limits: the reasons why a device cannot run a stage: unsupported layers and too little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.words import words
 
 MIB = 2**20
 MISSING = "bytes are missing"
-"""The words of a reason that more memory would cure."""
+"""Every reason that more memory would cure contains these words."""
 MOST_REFUSALS = 8
 """Number of devices whose reasons an error lists."""
 
@@ -39,7 +39,8 @@ def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
 
 
 def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
-    """Name the first layer that none of `devices` can run, with the reasons; None if all run."""
+    """Name the first layer that none of `devices` can run, with the reasons; None if there is no
+    such layer."""
     for index, layer in enumerate(table.layers):
         entries = {device: table.devices[device].layers[index] for device in devices}
         if all(entry.impossible for entry in entries.values()):
@@ -53,7 +54,7 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
             return (
                 f"none of them can run layer {layer.name} ({'; '.join(refusals)}); add a device "
                 "that can, or let another backend run its operators (`lends`): "
-                "`hetpipe coverage` lists them all"
+                "`hetpipe coverage` lists the operators that each device lacks"
             )
     return None
 
@@ -61,8 +62,8 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
 def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str | None:
     """Return why a proposal without replicas cannot run; None if it can.
 
-    It may be an unsupported layer, too little memory, or a parameter that two stages would update
-    at different times.
+    The reason may be an unsupported layer, too little memory, or a parameter that two stages would
+    update at different times.
     """
     if not rule_of(proposal.schedule).flushes:
         for shared in costs.table.tied:
@@ -93,7 +94,7 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise `PlanError` for the stage that lacks most memory, with the bytes."""
+    """Raise `PlanError` if stages lack memory; it names the one that lacks most, and the bytes."""
     lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     if lacks[worst] > 0:
@@ -104,7 +105,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def notes_on(costs: StageCosts, devices: Iterable[str]) -> Iterator[str]:
-    """Yield notes on layers that devices cannot run."""
+    """Yield a note for each of `devices` that cannot run all layers."""
     for device in devices:
         if math.isinf(costs.stage_compute_s(device, 0, costs.count)):
             refused = _refused(costs.table, device, 0, costs.count)
@@ -113,7 +114,8 @@ def notes_on(costs: StageCosts, devices: Iterable[str]) -> Iterator[str]:
 
 
 def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
-    """Return the layers among lo..hi that the device cannot run, why, and which devices can."""
+    """Return the layers among lo..hi that the device cannot run, each with the reason and the
+    devices that can run it."""
     costs = table.devices[device].layers
     return [
         f"layer {table.layers[index].name}: {costs[index].reason} ({_able(table, index)})"

@@ -1,6 +1,7 @@
-"""Partitions between layers for a fixed order of devices: the exact one, and BaPipe's balanced one.
+"""Partitions between layers for a fixed order of devices: exact, or balanced as in BaPipe.
 
-Letters: T_n time of the whole network on device n, T ideal stage time, N stages, L layers.
+T_n is the time of the whole network on device n, T the ideal time of a stage. There are N stages
+and L layers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from hetpipe.plan.costs import Array
 
 
 def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
-    """Return the cuts that minimise the slowest stage; None if no partition is finite.
+    """Return the cuts whose slowest stage is fastest; None if every partition takes infinite time.
 
-    `costs[n][lo, hi]` is the time of layers lo..hi as stage n, infinite where impossible. Dynamic
-    programme over (stages placed, layers placed), O(N L^2) in numpy: 100 layers on 4 devices take
-    0.2 ms. A bisection on the bottleneck needs O(N L) per limit, but only for additive times
-    without a bound on memory; here any costs work. (Pinar, Tabak, Aykanat 2008.)
+    `costs[n][lo, hi]` is the time of layers lo..hi as stage n, infinite where impossible. A dynamic
+    programme over (stages placed, layers placed) takes O(N L^2) in numpy: 0.2 ms for 100 layers on
+    4 devices. A bisection on the bottleneck takes O(N L) per limit, but requires additive times and
+    no bound on memory; this programme works for any costs. (Pinar, Tabak, Aykanat 2008.)
     """
     slowest = costs[0][0]  # slowest[hi]: slowest stage so far, for layers 0..hi
     choices = []
@@ -47,11 +48,11 @@ def stage_times(costs: Sequence[Array], cuts: Sequence[int]) -> list[float]:
 
 
 def balance_cuts(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Place cuts by T = 1 / sum(1 / T_n), then move boundary layers while that helps.
+    """Return cuts that are placed by T = 1 / sum(1 / T_n), and then moved by one layer at a time.
 
-    `costs[n][lo, hi]` as in `exact`, `whole_s[n]` = T_n. A move helps if it lowers the slowest
-    stage, or keeps it and lowers the next slowest, so that two equally slow stages are no dead end.
-    The result may be above the optimum: `exact` is the other candidate.
+    `costs` is the same as for `exact`; `whole_s[n]` = T_n. A move must shorten the slowest stage,
+    or leave its time and shorten the next slowest; so moves do not end at two equally slow stages.
+    The result may be slower than the optimum, so BaPipe also considers the cuts of `exact`.
     """
     cuts, layers = _placed(costs, whole_s), costs[0].shape[0] - 1
     while True:
@@ -65,7 +66,7 @@ def balance_cuts(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int,
 def ideal_stage_s(whole_s: Sequence[float]) -> float:
     """Return T = 1 / sum(1 / T_n) from the times of the whole network on each device.
 
-    It is 0 if some device takes no time, and infinite if none can run all layers.
+    T is 0 if some device takes no time, and infinite if no device can run all layers.
     """
     if not min(whole_s) > 0:
         return 0.0
@@ -74,7 +75,8 @@ def ideal_stage_s(whole_s: Sequence[float]) -> float:
 
 
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Give each stage layers while it stays within T, and leave one for each later stage."""
+    """Return cuts that give each stage as many layers as T allows, at least one, and leave at least
+    one layer for each later stage."""
     ideal_s = ideal_stage_s(whole_s)
     stages, layers = len(costs), costs[0].shape[0] - 1
     cuts: list[int] = []
@@ -97,8 +99,11 @@ def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _quickest(costs: Sequence[Array], cuts: Array, layers: int) -> int:
-    """Return the index of the partition with the lowest slowest stage, then the lowest next one,
-    and so on; the first of equal ones. `cuts` has a row for each partition."""
+    """Return the index of the partition whose slowest stage is fastest.
+
+    If several are equal, the next slowest stages decide, and so on; at last the first one wins.
+    `cuts` has a row for each partition.
+    """
     ends = np.pad(cuts, ((0, 0), (1, 0)))
     ends = np.pad(ends, ((0, 0), (0, 1)), constant_values=layers)
     times_s = [cost[ends[:, n], ends[:, n + 1]] for n, cost in enumerate(costs)]

@@ -1,5 +1,5 @@
-"""Plan: the layers, schedule and predicted cost of each stage. It is frozen, converts to JSON and
-back, and prints as a table."""
+"""Plan: the layers, schedule and predicted costs of all stages. A plan is frozen, converts to JSON
+and back, and prints as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Split:
     """A linear layer or convolution that is split by output channels (BaPipe, section 3.3.2).
 
     The first part of `layer` computes its first `channels` output channels. The second part
-    computes the others from the layer's input, and joins both.
+    computes the other channels from the same input, and joins the results of both parts.
     """
 
     layer: str
@@ -35,7 +35,10 @@ class Split:
 
 
 def splits_of(channels: Mapping[str, int] | None) -> tuple[Split, ...]:
-    """Return the splits of layers by name; empty for None. Raises `PlanError` for other values."""
+    """Return the splits, from the channels of the first part by layer name; none for None.
+
+    Raises `PlanError` for other values.
+    """
     if channels is None:
         return ()
     if not isinstance(channels, Mapping):
@@ -55,9 +58,10 @@ SINCE: dict[int, dict[str, Any]] = {
     3: {"recompute": False, "lower_bound_s": None},
     4: {"splits": []},
 }
-"""Fields that plans of each earlier version lack, with their defaults; such plans can be read."""
+"""Plans of earlier versions can be read. By version: fields that this version and all earlier ones
+lack, with their defaults."""
 MOST_MICROBATCHES = 2**16
-MOST_IN_FLIGHT = 2**10  # the limit, or the number of micro-batches if that is larger
+MOST_IN_FLIGHT = 2**10  # a stage may have more only if the plan has more micro-batches
 
 HEADER = ("stage", "layers", "device", "forward ms", "backward ms", "in flight", "memory MiB")
 MIB = 2**20
@@ -95,7 +99,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline. Times are predicted from `label`led costs (measured, emulated or modelled)."""
+    """A pipeline. `label` tells of its costs whether they are measured, emulated or modelled."""
 
     model: str
     layers: Annotated[tuple[str, ...], Entries(1)]  # names
@@ -103,7 +107,7 @@ class Plan:
     schedule: str
     mini_batch: Positive
     microbatches: Annotated[int, Whole(1, MOST_MICROBATCHES)]
-    step_s: Seconds  # predicted, one mini-batch
+    step_s: Seconds  # predicted, for one mini-batch
     cut_nbytes: tuple[Count, ...]  # one per cut
     label: str
     origin: str  # which planner made it: balanced | data-parallel | even | speed-blind | ... | user
@@ -118,7 +122,7 @@ class Plan:
         if self.microbatches > self.mini_batch:
             raise PlanError(
                 f"microbatches is {self.microbatches}, more than the {self.mini_batch} samples of "
-                "mini_batch"
+                "mini_batch: give as many or fewer"
             )
         ends = [0, *(stage.hi for stage in self.stages)]
         starts = [stage.lo for stage in self.stages]
@@ -136,7 +140,9 @@ class Plan:
         for number, stage in enumerate(self.stages):
             most = max(self.microbatches, MOST_IN_FLIGHT)
             if stage.in_flight > most:
-                raise PlanError(f"stages.{number}.in_flight is {stage.in_flight}, above {most}")
+                raise PlanError(
+                    f"stages.{number}.in_flight is {stage.in_flight}, above {most}: give less"
+                )
 
     def _check_splits(self) -> None:
         """Raise `PlanError` unless the layers contain the parts of every split, side by side."""
@@ -157,12 +163,12 @@ class Plan:
 
     @property
     def policy(self) -> WeightPolicy:
-        """The policy for versions of the weights. Raises `ScheduleError`."""
+        """The policy for versions of the weights. Raises `ScheduleError` for an unknown policy."""
         return policy_of(self.weights)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """First layer of every stage but the first."""
+        """The first layer of every stage but the first."""
         return tuple([stage.lo for stage in self.stages[1:]])
 
     @cached_property
@@ -182,7 +188,7 @@ class Plan:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """K_n of each stage."""
+        """The forwards of each stage that may be waiting for their backward (K_n)."""
         return tuple([stage.in_flight for stage in self.stages])
 
     @property
@@ -192,19 +198,21 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted throughput; infinite if nothing has a price."""
+        """Predicted throughput; infinite if the plan is not priced."""
         return self.mini_batch / self.step_s if self.step_s else math.inf
 
     @property
     def gap(self) -> float | None:
-        """The most by which the step can exceed the best plan's, relative to the lower bound."""
+        """The most by which this plan's step can exceed the best plan's step, relative to the lower
+        bound; None without a lower bound."""
         return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
 
     @property
     def fill_limit(self) -> float:
         """The largest share of the step that workers can be busy: M / (M + N - 1) for GPipe, 1F1B.
 
-        For other schedules it is simulated, with equal stages, B = 2 F and no transfers.
+        It is simulated, with equal stages, backwards of two forwards' time and no transfers. It is
+        1 without flushes.
         """
         from hetpipe.schedule.generators import generate
         from hetpipe.simulate.simulator import simulate
@@ -229,9 +237,9 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: str = "") -> Plan:
-        """Return the plan of a dict from `to_json`; `where` is its file.
+        """Return the plan of a dict from `to_json`; `where` is the file that contained it.
 
-        Raises `PlanError` for an unknown version, and for a wrong entry, with its place.
+        Raises `PlanError` for an unknown version, and for a wrong entry, with the entry's place.
         """
         return Source("the plan", PlanError, where).versioned(Plan, _upgraded(data), VERSION)
 
@@ -240,7 +248,7 @@ class Plan:
 
 
 def _upgraded(data: Any) -> Any:
-    """Return a plan of an earlier version as one of this version; anything else unchanged."""
+    """Return data of an earlier version with the fields of this version; other data unchanged."""
     version = data.get("version") if isinstance(data, Mapping) else None
     if type(version) is not int or version not in SINCE:
         return data
@@ -250,7 +258,7 @@ def _upgraded(data: Any) -> Any:
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the stages in rows, then schedule, prediction and origin."""
+    """Return a text with a row for each stage, then the schedule, the prediction and the origin."""
     rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

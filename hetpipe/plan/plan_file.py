@@ -16,7 +16,7 @@ from hetpipe.words import short, words
 def write_plan(path: Path, plan: Plan, costs: CostTable | None, workload: str = "") -> None:
     """Write a plan as JSON, its costs under the key `costs`. Raises `HetpipeError`.
 
-    `workload` is the model's name for commands, if it has one.
+    `workload` is the name by which commands know the model, if there is one.
     """
     kept = {} if costs is None else {"costs": costs.to_json()}
     named = {"workload": workload} if workload else {}
@@ -40,7 +40,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
 
 
 def read_workload(path: Path) -> str:
-    """Read the model's name for commands; empty if the file has none.
+    """Read the name by which commands know the model; empty if the file has none.
 
     Raises `PlanError`.
     """
@@ -60,7 +60,10 @@ def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:
     """Raise `PlanError` if the costs belong to another model or lack a device."""
     names = tuple(layer.name for layer in table.layers)
     if names != plan.layers:
-        why = f"has {len(names)} layers, not the plan's {len(plan.layers)}: of another model"
+        why = (
+            f"has {len(names)} layers that are not the plan's {len(plan.layers)} layers: give "
+            "costs of the plan's model"
+        )
         raise source.fault(("costs", "layers"), why)
     for device in plan.all_devices:
         if device not in table.devices:

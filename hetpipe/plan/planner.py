@@ -1,6 +1,6 @@
-"""The plan with a stage on each of given devices: their order, the cuts, and how they run.
+"""The plan with a stage on each of given devices: the order of devices, the cuts, the schedule.
 
-Other planners choose among devices and replicas too (`hetpipe.plan.planners`).
+The planners in `hetpipe.plan.planners` also choose which devices to use, and replicas.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan of `make_pipeline` for one number of micro-batches and one schedule.
 
-    `weights` is the policy of an asynchronous schedule, which determines the versions kept
-    (`hetpipe.schedule.weights`). Raises `PlanError` also for costs of another micro-batch size.
+    `weights` is the policy of an asynchronous schedule for versions of the weights
+    (`hetpipe.schedule.weights`). Raises `PlanError` as `make_pipeline` does, and for costs of
+    another micro-batch size.
     """
     if not 1 <= microbatches <= mini_batch:
         raise PlanError(
@@ -71,11 +72,11 @@ def make_pipeline(
 ) -> Plan:
     """Return the plan with the shortest predicted step that puts one stage on each of `devices`.
 
-    Tries every order of up to 4 devices, unless the options or `cuts` (layer indices) fix it; for
-    more devices only the given order. Where a schedule allows it, the number of forwards in flight
-    is chosen too: one that hides transfers if that is faster, a smaller one if memory requires it.
-    `tables` are by micro-batch size. Raises `PlanError` if there are more devices than layers, or
-    no partition fits.
+    Tries every order of up to 4 devices, unless the options or `cuts` (layer indices) fix the
+    order; for more devices only the given order. If the schedule allows it, the number of forwards
+    in flight is also chosen: a larger one that hides transfers if this is faster, a smaller one if
+    memory requires it. `tables` are by micro-batch size. Raises `PlanError` if there are more
+    stages than layers, or if no partition fits.
     """
     priced = Priced(tables, replace(options, replicas=False))
     _check(priced, devices, cuts)
@@ -144,8 +145,9 @@ def _check(priced: Priced, devices: Sequence[str], cuts: Sequence[int] | None) -
 def with_notes(plan: Plan, tables: Tables, devices: Sequence[str], options: PlannerOptions) -> Plan:
     """Return the plan with a note for each of `devices` that it omits.
 
-    The note compares it with the fastest plan by these options that has a stage on each of its
-    devices and on the omitted one. If many are omitted, one note names them.
+    The note compares the plan with a second one: the fastest plan by these options that has a stage
+    on each device of the first plan and on the omitted device. If more than 4 devices are omitted,
+    one note names all of them.
     """
     unused = [device for device in devices if device not in plan.all_devices]
     if len(unused) > FREE_ORDER_DEVICES:

@@ -1,4 +1,4 @@
-"""Priced: all proposals are priced by one cost model and one simulator."""
+"""Priced: prices the proposals of all planners by one cost model and one simulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hetpipe.schedule.weights import FLUSH, policy_for, policy_of
 
 @dataclass(frozen=True)
 class Priced:
-    """Prices proposals by `tables`; the prices of stages that proposals share are kept."""
+    """Prices proposals by `tables`; keeps prices, because proposals have many stages in common."""
 
     tables: Tables
     options: PlannerOptions
@@ -36,7 +36,7 @@ class Priced:
     )
 
     def plan(self, proposal: Proposal, origin: str) -> Plan:
-        """Return the plan with its predicted step. Raises `PlanError` if it cannot run."""
+        """Return the plan of a proposal. Raises `PlanError` if it cannot run."""
         if proposal not in self._plans:
             try:
                 self._plans[proposal] = self._new_plan(proposal)
@@ -75,7 +75,7 @@ class Priced:
         return why_impossible(proposal, self.costs(proposal), self.weights(proposal.schedule))
 
     def bound_s(self, proposal: Proposal) -> float:
-        """Return a lower bound of the step, much faster than its price."""
+        """Return a lower bound of the step; it takes much less time than a price."""
         if rule_of(proposal.schedule).replicates:
             return 0.0
         if proposal not in self._bounds_s:
@@ -97,8 +97,9 @@ class Priced:
     def bounds_s(self, bare: Proposal, every: Array) -> Array:
         """Return a lower bound of a proposal's step for each row of cuts.
 
-        A stage has the passes of all micro-batches. Before and after them is the way of one through
-        the stages before it; or after them are its sum over replicas and its update.
+        A stage runs the passes of all micro-batches. If the schedule flushes, the longer of two
+        times is added: before and after these passes, one micro-batch goes through the earlier
+        stages; after them, the stage sums over replicas and updates.
         """
         costs, flushes = self.costs(bare), rule_of(bare.schedule).flushes
         rows = np.asarray(every, int).reshape(len(every), -1).T
@@ -111,7 +112,7 @@ class Priced:
             passes_s = bare.microbatches * stage_s
             bound_s = np.maximum(bound_s, passes_s + np.maximum(way_s, after_s))
             if not flushes:
-                continue  # only the first micro-batch waits for its way
+                continue  # only a stream's first micro-batch waits for the earlier stages
             way_s = way_s + stage_s
             following = bare.groups[number + 1 : number + 2]
             if len(group) == 1 and following and len(following[0]) == 1:
@@ -122,16 +123,16 @@ class Priced:
         return bound_s + costs.table.step_overhead_s if flushes else bound_s
 
     def _stage_s(self, bare: Proposal, group: Sequence[str], lo: Array, hi: Array) -> Array:
-        """Return the least seconds of a micro-batch in a stage, by its layers.
+        """Return the least seconds of a micro-batch in a stage, for each pair of `lo` and `hi`.
 
-        A replica's time falls at most in proportion to its rows, and not below the time of the
-        smallest micro-batch that has costs.
+        A replica's time is at least proportional to its rows, and at least the time of the smallest
+        micro-batch that has costs.
         """
         costs = self.costs(bare)
         both_s = [np.maximum(costs.compute_s(device, lo, hi), 1e-300) for device in group]
         if len(group) == 1:
             return both_s[0]
-        with np.errstate(divide="ignore"):  # no replica can run it
+        with np.errstate(divide="ignore"):  # the sum is 0 if no replica can run the layers
             stage_s = 1 / sum(1 / replica_s for replica_s in both_s)
         if rule_of(bare.schedule).flushes:
             smallest = self._costs_at(self._sizes(bare)[0], bare)
@@ -140,10 +141,10 @@ class Priced:
         return stage_s
 
     def quickest(self, proposals: Iterable[Proposal], origin: str) -> Plan:
-        """Return the plan with the shortest step, and of equal ones the least memory.
+        """Return the plan with the shortest step; among equal plans, the one with least memory.
 
-        Stops when no bound allows a shorter step. Raises the `PlanError` of the most promising
-        proposal if none can run.
+        Stops when no bound allows a shorter step. If no proposal can run, raises the `PlanError` of
+        the proposal with the lowest bound.
         """
         bounds_s = {proposal: self.bound_s(proposal) for proposal in dict.fromkeys(proposals)}
         best: Plan | None = None
@@ -170,7 +171,7 @@ class Priced:
             return math.inf
 
     def costs(self, proposal: Proposal) -> StageCosts:
-        """Return the costs at the proposal's micro-batches, while its devices compute."""
+        """Return the costs at the proposal's micro-batch size while all its devices compute."""
         return self._costs_at(self.options.size(proposal.microbatches), proposal)
 
     def _costs_at(self, size: int, proposal: Proposal) -> StageCosts:
@@ -181,12 +182,16 @@ class Priced:
         return self._costs[key]
 
     def table(self, size: int) -> CostTable:
-        """Return the costs at a size of micro-batch, or between two. Raises `PlanError`."""
+        """Return the costs at a size of micro-batches, modelled if the size was not measured.
+
+        Raises `PlanError` for a size outside the known ones.
+        """
         tables = self.tables if size in self.tables else with_sizes_between(self.tables, [size])
         if size not in tables:
             raise PlanError(
                 f"costs are known for micro-batches of {min(self.tables)} to {max(self.tables)} "
-                f"samples, not of {size}: choose another number of micro-batches, or profile at it"
+                f"samples, not of {size}: choose another number of micro-batches, or profile this "
+                "size"
             )
         return tables[size]
 
@@ -196,7 +201,7 @@ class Priced:
         return [*sorted(known for known in self.tables if known < size), size]
 
     def versions(self, proposal: Proposal) -> list[int]:
-        """Return the versions of the weights that exist at once, by stage; it needs no cuts."""
+        """Return, by stage, the versions of the weights that exist at once; cuts do not matter."""
         policy = policy_of(self.weights(proposal.schedule))
         depths = proposal.in_flight
         return [policy.versions(depths, n, proposal.microbatches) for n in range(len(depths))]
@@ -209,7 +214,7 @@ class Priced:
 
 @cache
 def _all_cuts(layers: int, stages: int) -> Array:
-    """Return all cuts that divide the layers into stages, one in each row."""
+    """Return all ways to cut the layers into stages; each row has the cuts of one."""
     return np.array(list(combinations(range(1, layers), stages - 1)), int)
 
 

@@ -1,4 +1,4 @@
-"""Pricing: a plan's passes and transfers, its step and its timeline, by a cost table."""
+"""Pricing: predicts a plan's passes, transfers, step and timeline from a cost table."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from hetpipe.simulate.walk import order_of, step_s
 ROUNDING = 1e-12
 """A smaller share of a cut is a rounding error."""
 NEAR = 1e-3
-"""Relative distance below which both bounds of a stream's period count as one price."""
+"""If a stream's bounds of the period are relatively nearer than this, the upper one is the price.
+"""
 LONGEST = 256
 """Longest stream that is simulated for a price, as a multiple of the mini-batches in flight."""
 LONG_TURN = 16
-"""Mini-batches; a longer pattern of replicas is assumed to repeat with every mini-batch."""
+"""Replicas take turns in a pattern of some mini-batches. A pattern longer than this is assumed to
+repeat with every mini-batch."""
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages that share parameters: (owner, other stages)."""
@@ -37,10 +39,10 @@ def predict(
     times: StageTimes | None = None,
     mini_batches: int | None = None,
 ) -> Timeline:
-    """Return the timeline of one step priced by `table`, or of some mini-batches without flushes.
+    """Return the timeline of one step or, without flushes, of `mini_batches`, priced by `table`.
 
-    `mini_batches` is by default a number that fills the pipeline a few times. `times` of stages are
-    by default the table's.
+    `mini_batches` is by default a number that fills the pipeline a few times. `times` are by
+    default the table's.
     """
     times = times or stage_times(plan, table)
     rule, names, count = plan.rule, plan.devices, 1
@@ -55,10 +57,9 @@ def predict(
 
 
 def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
-    """Return the seconds per mini-batch, without a timeline if none is needed.
+    """Return the seconds per mini-batch; faster than `predict` where no timeline is needed.
 
-    Without flushes it is the period of an endless stream. `times` of stages are by default the
-    table's.
+    Without flushes this is the period of an endless stream. `times` are by default the table's.
     """
     times = times or stage_times(plan, table)
     if not plan.rule.flushes:
@@ -81,7 +82,7 @@ def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
     The simulated stream grows until its bounds determine the period.
     """
     turn = math.lcm(*plan.replicas)
-    if turn > LONG_TURN:  # replicas of a stage have equal costs, so only their sums have a turn
+    if turn > LONG_TURN:  # a stage's replicas have equal times, so only their sums follow the turn
         turn = 1
     reach = _reach(plan)
     rounds = max(4 * -(-reach // turn), -(-_filling(plan) // turn))
@@ -107,7 +108,7 @@ def _filling(plan: Plan) -> int:
 def _summed(times: StageTimes) -> StageTimes:
     """Return times in which an update includes its sum over replicas.
 
-    A worker with one stage, which shares no parameter, does nothing between the two.
+    A worker with one stage and without tied parameters does nothing between sum and update.
     """
     sums = map(times.sum_of, range(len(times.update_s)))
     both_s = zip(times.update_s, sums, strict=True)
@@ -126,15 +127,16 @@ def tied_stages(plan: Plan, table: CostTable) -> Tied:
 
 
 def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
-    """Return the input of a simulation, priced by `table`, or by the plan if `as_planned`.
+    """Return the times of a plan's stages and links, for a simulation.
 
-    Transfers are always priced by `table`. A stage has the times of its slowest replica.
+    Transfers are priced by `table`; passes also, or by the plan if `as_planned`. A stage has the
+    times of its slowest replica.
     """
     devices, rule = plan.devices, plan.rule
     table = table.beside(len(set(plan.all_devices)))
     forward_s, backward_s, update_s, gradient_links = [], [], [], []
     for stage in plan.stages:
-        if as_planned or len(stage.devices) > 1:  # each replica has a time for its rows
+        if as_planned or len(stage.devices) > 1:  # the plan knows the times for a replica's rows
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
             times_s = table.passes_s(stage.devices[0], stage.lo, stage.hi, plan.recompute)
@@ -145,7 +147,7 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
         update_s.append(times_s[2] + copying_s)
     ahead_links, back_links = [], []
     for cut, (here, there) in enumerate(pairwise(devices)):
-        # Replicas divide a message (DAPPLE), and the one with the most rows takes longest.
+        # Replicas divide a message (DAPPLE); the replica with the most rows takes longest.
         sides = [stage.shares for stage in plan.stages[cut : cut + 2]]
         share = max([max(rows) / sum(rows) for rows in sides]) if rule.flushes else 1.0
         nbytes = int(share * plan.cut_nbytes[cut])
@@ -203,7 +205,7 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 
 
 def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
-    """Whether computing cores also copy the messages of a link, half of the work at each end."""
+    """Whether the device's computing cores copy the messages of a link; each end copies a half."""
     in_host = table.devices[device].memory_domain == HOST_MEMORY
     return in_host and link.label == "measured"
 
@@ -220,7 +222,8 @@ def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
     """Return the seconds in which computing cores copy gradients for one update of `asp`.
 
-    In a round of R updates a replica sends its gradients R-1 times, and receives R-1 others.
+    In a round of R updates, for R replicas, each replica sends its gradients R-1 times and receives
+    R-1 times the gradients of another replica.
     """
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)
@@ -239,7 +242,8 @@ def _alone_s(transfer: Transfer) -> float:
 
 
 def label_of(table: CostTable, devices: Sequence[str]) -> str:
-    """Return the label of the least certain costs."""
+    """Return the least certain label of the costs of devices and links: modelled, emulated, or
+    measured."""
     labels = {table.devices[device].label for device in devices}
     labels |= {table.link(here, there).label for here, there in pairwise(devices)}
     return next((label for label in ("modelled", "emulated") if label in labels), "measured")

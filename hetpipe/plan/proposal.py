@@ -23,22 +23,22 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """The mini-batch, and the choices of a planner. Raises `PlanError`.
+    """The mini-batch, and the choices that a planner has. Raises `PlanError`.
 
-    Asynchronous schedules are chosen only if `schedules` names them; `weights` is then the policy
-    for versions of the weights.
+    Asynchronous schedules are chosen only if `schedules` names them. `weights` is their policy for
+    versions of the weights.
     """
 
     mini_batch: int
     microbatches: tuple[int, ...] = ()
-    """Numbers of micro-batches; empty: powers of two for whose sizes there are costs."""
+    """Numbers of micro-batches to choose from; empty: powers of two whose sizes have costs."""
     schedules: tuple[str, ...] = ()
-    """Schedules to choose from; empty: all that the planner knows and that flush."""
+    """Schedules to choose from; empty: the planner's schedules, which flush."""
     weights: str = "auto"
     replicas: bool = True
     """Whether several devices may have the same stage."""
     recompute: bool = False
-    """Whether stages may keep only their inputs, and repeat forwards."""
+    """Whether stages may keep only their inputs, and repeat the forward before each backward."""
     free_order: bool = True
     """Whether stages may use the devices in another order than the cluster's."""
     channels: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -69,14 +69,14 @@ class PlannerOptions:
         ]
         if not counts:
             raise PlanError(
-                f"costs are known for micro-batches of {least} to {most} samples, and none of "
-                f"these divides a mini-batch of {self.mini_batch}: choose another, or profile "
-                "other sizes"
+                f"costs are known for micro-batches of {least} to {most} samples, and no power of "
+                f"two divides a mini-batch of {self.mini_batch} into such sizes: choose another "
+                "mini-batch, or profile other sizes"
             )
         return tuple(counts)
 
     def among(self, own: Sequence[str]) -> tuple[str, ...]:
-        """Return the schedules to choose from, for a planner that knows `own`."""
+        """Return the schedules to choose from; `own` are the planner's schedules."""
         return self.schedules or tuple(own)
 
     @property
@@ -85,7 +85,7 @@ class PlannerOptions:
         return self.replicas and "data-parallel" in (self.schedules or ("data-parallel",))
 
     def size(self, microbatches: int) -> int:
-        """Return the samples of the largest of this number of micro-batches."""
+        """Return the samples of the largest micro-batch, for this number of micro-batches."""
         return -(-self.mini_batch // microbatches)
 
 
@@ -125,7 +125,7 @@ class Proposal:
 
 
 def proposal_of(plan: Plan) -> Proposal:
-    """Return the proposal behind a plan."""
+    """Return the proposal that a plan prices."""
     groups = tuple(stage.devices for stage in plan.stages)
     return Proposal(
         plan.cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
@@ -141,9 +141,9 @@ def nearest_table(tables: Tables, plan: Plan) -> CostTable:
 def in_flight(
     schedule: str, stages: int, microbatches: int, workers: int | None = None
 ) -> tuple[int, ...]:
-    """Return the micro-batches in flight under a schedule by default, by stage.
+    """Return, by stage, the micro-batches that a schedule has in flight by default.
 
-    `workers` have by default as many stages each as a planner gives them.
+    `workers` is their number; by default each has as many stages as the schedule gives a worker.
     """
     rule = rule_of(schedule)
     if not rule.flushes:
@@ -153,15 +153,17 @@ def in_flight(
 
 
 def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
-    """Return 2 (N - n) - 1 micro-batches in flight by stage: they hide transfers (DAPPLE's P_B)."""
+    """Return, by stage, 2 (N - n) - 1 micro-batches in flight: enough to hide transfers (DAPPLE's
+    P_B)."""
     return tuple(min(2 * (stages - n) - 1, microbatches) for n in range(stages))
 
 
 def groups_for(schedule: str, groups: Groups, microbatches: int) -> Groups:
-    """Return the devices of each stage, from one group for each worker.
+    """Return the devices of each stage, from the devices of each worker.
 
-    Only a schedule with several stages on a worker repeats groups. Repeated groups do not change.
-    Raises `ScheduleError` for a number of micro-batches that it cannot have.
+    Under a schedule with several stages per worker, a group appears once for each stage. Groups
+    that already repeat are returned unchanged. Raises `ScheduleError` if the schedule does not
+    allow this number of micro-batches.
     """
     rule = rule_of(schedule)
     if not rule.several_stages or len(groups) > len(set(groups)):
@@ -173,5 +175,5 @@ def groups_for(schedule: str, groups: Groups, microbatches: int) -> Groups:
 
 
 def single_device_groups(devices: Sequence[str]) -> Groups:
-    """Return groups with a stage on each device."""
+    """Return one group for each device."""
     return tuple((device,) for device in devices)

@@ -1,8 +1,9 @@
 """Search: local search over proposals, with each move priced by simulation.
 
-A move shifts a boundary layer, exchanges two stages' devices, joins two neighbours into replicas or
-parts them, omits a device, or takes other micro-batches, another schedule or depth. A round keeps
-its best move, until none helps or the budget of prices is used up.
+A move shifts a boundary layer, exchanges two stages' devices, joins the devices of two neighbours
+as replicas of one stage, divides replicas between two stages, omits a stage's devices, or changes
+the number of micro-batches, the schedule or the depth. Each round makes its best move. The search
+ends when no move helps or the budget of prices is used up.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ from hetpipe.schedule.weights import policy_of
 KNOWN = ("1f1b", "gpipe")
 """Schedules from which a search chooses if the user names none."""
 FREE_ORDER_DEVICES = 4
-"""Up to this number of devices all orders are tried."""
+"""Up to this number of devices the planners try all orders."""
 FEW = 5_000
-"""Bounds are compared for at most this number of partitions; a partitioner cuts larger cases."""
+"""Up to this number of partitions the bounds of all are compared; if there are more, only a
+partitioner chooses the cuts."""
 PROMISING = 20
-"""The partitions with the lowest bounds that become proposals."""
+"""How many of the partitions with the lowest bounds become proposals."""
 SHALLOW = 8
-"""Up to this many micro-batches in flight every lower number is tried, above it halves."""
+"""If at most this many micro-batches are in flight, each lower number is tried; otherwise the
+number is halved until it is."""
 PRICES, FRUGAL_PRICES = 120, 16
 """The most plans that a search prices; and the most if each price takes long."""
 LARGE = 2_000
-"""Stages x layers above which a partition and a price take long, so that fewer are tried."""
+"""If stages x layers are more, a partition and a price take long, so fewer of them are tried."""
 GAIN = 1e-6
-"""A smaller relative gain ends the search."""
+"""The search ends when no move has a larger relative gain."""
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 
@@ -60,8 +63,11 @@ def propose_partitions(
     recompute: bool | None = None,
     limit_s: float = math.inf,
 ) -> Iterator[Proposal]:
-    """Yield proposals with these groups as stages: the best cuts, for all numbers of micro-batches,
-    schedules and depths that the options allow, if a step below `limit_s` may be possible."""
+    """Yield proposals with a stage on each of these groups, for all numbers of micro-batches,
+    schedules and depths that the options allow.
+
+    Each has its best cuts. Proposals whose step cannot be below `limit_s` are omitted.
+    """
     options = priced.options
     modes = (False, True) if options.recompute else (False,)
     for count in counts or worth_trying(priced, groups):
@@ -92,7 +98,8 @@ def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
 
 
 def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
-    """Return numbers of micro-batches: all, or those near 2 and 4 times the number of stages."""
+    """Return the allowed numbers of micro-batches; for a large problem only those nearest to 2 and
+    4 times the number of stages."""
     counts = priced.options.counts(priced.tables)
     if not is_large(priced, groups):
         return counts
@@ -103,8 +110,9 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
 def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[Proposal]:
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
-    Cuts that allow no step below `limit_s` are omitted. Fewer in flight allow other cuts. They are
-    tried only if memory may be short, and the schedule lets a planner choose.
+    Cuts that allow no step below `limit_s` are omitted. Fewer forwards in flight need less memory
+    and so allow other cuts. Lower numbers are tried only if memory may be short, and if the
+    schedule works with any number.
     """
     alone = max(map(len, bare.groups)) == 1
     found: dict[tuple[int, ...], Proposal] = {}
@@ -113,7 +121,7 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
         for cuts in best_cuts(priced, bare, limit_s):
             if cuts not in found:
                 found[cuts] = replace(bare, cuts=cuts)
-            elif not alone:  # only the price knows the rows, and so the bytes, of unlike replicas
+            elif not alone:  # only a price tells the rows of unlike replicas, and so their bytes
                 others.append(replace(bare, cuts=cuts))
         most = max(bare.in_flight)
         if most == 1 or not rule_of(bare.schedule).any_depth or _is_roomy(priced, bare):
@@ -123,7 +131,7 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
 
 
 def _is_roomy(priced: Priced, bare: Proposal) -> bool:
-    """Whether each device has memory for any stage, beside the devices that share its memory."""
+    """Whether each memory has room for the largest stage, for every device that uses the memory."""
     costs, deepest = priced.costs(bare), max(bare.in_flight)
     largest = max(layer.cut_nbytes for layer in costs.table.layers)
     most = costs.memory_nbytes(0, costs.count, deepest, max(priced.versions(bare)))
@@ -134,7 +142,10 @@ def _is_roomy(priced: Priced, bare: Proposal) -> bool:
 
 
 def best_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[tuple[int, ...]]:
-    """Return the cuts that make the slowest stage fastest, of few also cuts with low bounds."""
+    """Return the cuts whose slowest stage is fastest.
+
+    If there are at most `FEW` partitions, also return those with the lowest bounds.
+    """
     costs, stages = priced.costs(bare), len(bare.groups)
     if stages > costs.count:
         return []
@@ -157,7 +168,7 @@ def best_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list
 
 
 def _fits(priced: Priced, proposal: Proposal) -> bool:
-    """Whether every stage can run and has the memory, with equal shares for replicas."""
+    """Whether every stage can run and fits the memory, if replicas have equal shares."""
     if max(map(len, proposal.groups)) == 1:
         return priced.why_not(proposal) is None
     costs, versions = priced.costs(proposal), priced.versions(proposal)
@@ -172,7 +183,7 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
 
 
 def improve_plan(plan: Plan, priced: Priced, moves_only: bool = False) -> Plan:
-    """Return the plan after all changes that shorten its predicted step.
+    """Return the plan after changes that each shorten its predicted step.
 
     With `moves_only` each stage stays on its devices, and only boundary layers move.
     """
@@ -224,7 +235,7 @@ def _relieves(plan: Plan, cuts: Sequence[int]) -> bool:
 
 
 def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
-    """Yield the same stages with other micro-batches, schedules and depths."""
+    """Yield the plan's stages with other numbers of micro-batches, schedules and depths."""
     here, options = proposal_of(plan), priced.options
     counts = options.counts(priced.tables)
     near = [count for count in counts if count in (plan.microbatches // 2, 2 * plan.microbatches)]
@@ -238,7 +249,11 @@ def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
 
 
 def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
-    """Yield groups after one exchange, join, parting or omission, around the slowest stage."""
+    """Yield the plan's groups with one change.
+
+    The slowest stage exchanges devices, is joined to a neighbour or is divided; or this stage or
+    the fastest one is omitted.
+    """
     busy_s = [stage.forward_s + stage.backward_s for stage in plan.stages]
     slowest = int(np.argmax(busy_s))
     count = len(groups)
@@ -263,8 +278,8 @@ def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
 def _schedules(
     priced: Priced, groups: Groups, microbatches: int
 ) -> Iterator[tuple[str, Groups, tuple[int, ...]]]:
-    """Yield the schedules that may run these groups, with the groups and the forwards in flight of
-    their stages."""
+    """Yield (schedule, the group of each stage, the forwards in flight of each stage) for all
+    schedules that may run these groups."""
     replicated = max(map(len, groups)) > 1
     large = is_large(priced, groups)
     for schedule in priced.options.among(KNOWN[:1] if large else KNOWN):
@@ -277,7 +292,7 @@ def _schedules(
             continue  # a stream takes a mini-batch whole, unless the user says otherwise
         try:
             placed = groups_for(schedule, groups, microbatches)
-        except ScheduleError:  # not for this number of micro-batches
+        except ScheduleError:  # the schedule does not allow this number of micro-batches
             continue
         for depths in _depths(schedule, weights, len(placed), microbatches):
             yield schedule, placed, depths
@@ -287,7 +302,7 @@ def _schedules(
 def _depths(
     schedule: str, weights: str, stages: int, microbatches: int
 ) -> Sequence[tuple[int, ...]]:
-    """Return promising depths: the schedule's own, and a deeper one if it may be chosen."""
+    """Return promising depths: the schedule's own and, if the schedule allows it, a deeper one."""
     rule, policy = rule_of(schedule), policy_of(weights)
     own = in_flight(schedule, stages, microbatches)
     if rule.flushes:

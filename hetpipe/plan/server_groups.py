@@ -1,7 +1,8 @@
 """Placement: the devices of each server that a stage gets (DAPPLE, section 4.2, figure 5).
 
-An occupancy, or a group of devices, is a tuple of counts, one per server. Devices of a server are
-equal, and fresh servers are used in their order: identical servers give one state, not many.
+Used devices, and groups of devices, are tuples of counts, one count per server. The devices of a
+server are equal. Servers without a used device are filled in their order, so that equal servers do
+not make many equal states.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ class Wire:
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name} is {getattr(self, name)} bytes/s; give more than 0")
         if not 0 <= self.latency_s < inf:
-            raise PlanError(f"latency_s is {self.latency_s}; give a finite one from 0")
+            raise PlanError(f"latency_s is {self.latency_s}; give a finite number, 0 or more")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Servers of equal devices: `counts` of each, links `inside` and `between` the servers.
+    """Servers of equal devices: the `counts` of devices by server, the links `inside` a server and
+    `between` servers.
 
-    `between` carries what all devices of a server send or receive together. With the `samples` of a
-    micro-batch, costs are counted as in prices: replicas have whole samples, and each pair of
-    devices has its own link. Raises `PlanError` without a device.
+    All devices of a server send and receive on the same link `between` servers. But if `samples`,
+    the samples of a micro-batch, are given, costs are counted as in prices: replicas have whole
+    samples, and each pair of devices has a separate link. Raises `PlanError` for a server without a
+    device.
     """
 
     counts: Counts
@@ -60,17 +63,16 @@ class Machines:
         return -(-self.samples // replicas) / self.samples
 
     def transfer_s(self, nbytes: float, source: Counts, target: Counts) -> float:
-        """Return the seconds that the samples of a cut take from one group to the other, one way.
+        """Return the seconds in which the tensors of a cut move from one group to another.
 
-        A replica has an equal share of the samples, the groups' shares come in the order of their
-        devices, and samples that both sides have on a server stay inside it. The fullest server and
-        the fullest device decide: between servers of one device each, m replicas send to n at
-        max(1 / m, 1 / n) of the bytes.
+        Every replica has an equal share of the samples. Samples that both groups have on the same
+        server stay inside this server. The server, or the device, that moves most bytes decides:
+        between servers of one device each, m replicas send max(1 / m, 1 / n) of the bytes to n.
         """
         return max(fixed + each * nbytes for fixed, each in self.transfer_lines(source, target))
 
     def transfer_lines(self, source: Counts, target: Counts) -> tuple[tuple[float, float], ...]:
-        """Return latency and seconds per byte, between servers and inside; 0 for no transfer."""
+        """Return (latency, seconds per byte) between servers, and inside; zeros for no transfer."""
         senders, receivers = sum(source), sum(target)
         if self.samples is not None:
             together = [max(pair) > 0 for pair in zip(source, target, strict=True)]
@@ -100,9 +102,10 @@ class Machines:
 def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
     """Return the groups of `replicas` free devices by the three policies, each once.
 
-    Fresh First begins with servers without a used device, Append First with the others; both fill a
-    server before the next. Scatter First deals devices out in turn, among the servers in use, or
-    among all if all are fresh. A policy whose servers are full continues with the others.
+    Fresh First begins with servers without a used device, Append First with servers that have one;
+    both fill a server before the next. Scatter First takes a device from each server in turn, among
+    the servers with a used device, or among all servers if no device is used. A policy whose
+    servers are full continues with the other servers.
     """
     free, fresh, begun = _servers(counts, used)
     groups = (
@@ -114,13 +117,16 @@ def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
 
 
 def append_first(counts: Counts, used: Counts, replicas: int) -> Counts:
-    """Return the group by Append First: it fills server after server."""
+    """Return the group by the policy Append First, which fills server after server."""
     free, fresh, begun = _servers(counts, used)
     return _fill(free, begun + fresh, replicas)
 
 
 def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
-    """Return the group's device numbers, which count server by server, used ones first."""
+    """Return the numbers of a group's devices: the next numbers after the used ones of each server.
+
+    Devices are numbered server by server.
+    """
     first, devices = 0, list[int]()
     for count, taken, more in zip(counts, used, group, strict=True):
         devices += range(first + taken, first + taken + more)
@@ -129,7 +135,8 @@ def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
 
 
 def _servers(counts: Counts, used: Counts) -> tuple[Counts, list[int], list[int]]:
-    """Return each server's free devices; the servers without a used device, and with one."""
+    """Return each server's number of free devices, the servers without a used device, and the
+    servers with one."""
     free = tuple(count - taken for count, taken in zip(counts, used, strict=True))
     fresh = [server for server, taken in enumerate(used) if not taken]
     return free, fresh, [server for server, taken in enumerate(used) if taken]

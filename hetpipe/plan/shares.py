@@ -13,7 +13,7 @@ from hetpipe.plan.costs import StageCosts
 from hetpipe.simulate.times import ring_s
 
 BEYOND = 1.25
-"""How far beyond the largest measured micro-batch times are extrapolated, as a factor."""
+"""Up to this multiple of the largest measured size, extrapolated times are accepted."""
 
 
 class ReplicaTimes:
@@ -29,7 +29,7 @@ class ReplicaTimes:
         self._backward_s = list(accumulate([backward_s for _, backward_s, _ in passes_s], max))
 
     def knows(self, rows: int) -> bool:
-        """Whether this number of rows is within or near the measured ones."""
+        """Whether this number of rows is within the measured sizes, or at most `BEYOND` above."""
         return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
@@ -48,8 +48,10 @@ class ReplicaTimes:
 def times_of(
     costs: Mapping[int, StageCosts], devices: Sequence[str], lo: int, hi: int
 ) -> dict[str, ReplicaTimes]:
-    """Return the times of layers lo..hi on each device; equal devices, with one tuple of costs,
-    share theirs."""
+    """Return the times of layers lo..hi on each device.
+
+    Equal devices, whose costs are one tuple, share one object.
+    """
     kinds: dict[tuple[int, ...], ReplicaTimes] = {}
     times = {}
     for device in devices:
@@ -63,7 +65,8 @@ def times_of(
 def fastest_rows(times: Mapping[str, ReplicaTimes], samples: int) -> dict[str, int]:
     """Return the rows of each device that minimise the time of the slowest device.
 
-    They begin in the ratio of speeds at equal shares, and move one at a time.
+    The search begins with rows in the ratio of the speeds at equal shares, and moves one row at a
+    time from the slowest device.
     """
     if len(times) == 1:
         return dict.fromkeys(times, samples)
@@ -87,9 +90,9 @@ def fastest_rows(times: Mapping[str, ReplicaTimes], samples: int) -> dict[str, i
 def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
     """Divide `samples` into whole numbers in the ratio of `speeds`, each 1 or more if possible.
 
-    The first of equal ones get the remainder.
+    The remainder goes to the largest fractions, and among equal ones to the first.
     """
-    if not 0 < sum(speeds) < inf:  # a device cannot run it: the price will say so
+    if not 0 < sum(speeds) < inf:  # a device cannot run the layers: the price will be infinite
         speeds = [1.0] * len(speeds)
     exact = [samples * speed / sum(speeds) for speed in speeds]
     least = 1 if samples >= len(speeds) else 0
@@ -106,9 +109,9 @@ def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
 def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
     """Return the seconds in which replicas sum their gradients, with a separate link for each pair.
 
-    On links of this machine they send each other all gradients, and upload the sums. On described
-    links they sum in a ring, as vendors' libraries do: the slowest link carries 2 (r - 1) / r of
-    the bytes.
+    On links of this machine r replicas send each other all gradients, and upload the sums. On
+    modelled links they sum in a ring, as vendors' libraries do: the slowest link carries
+    2 (r - 1) / r of the bytes.
     """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
@@ -126,7 +129,7 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
 def all_reduce_nbytes(
     table: CostTable, devices: Sequence[str], lo: int, hi: int
 ) -> dict[tuple[str, str], float]:
-    """Return the bytes that one replica sends to another in a sum of `all_reduce_s`, by pair."""
+    """Return, by (sender, receiver), the bytes that replicas send in the sum of `all_reduce_s`."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
         return dict.fromkeys(_hops(devices), 2 * (len(devices) - 1) / len(devices) * nbytes)

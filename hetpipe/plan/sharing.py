@@ -1,7 +1,8 @@
-"""Sharing: the media of a cluster that the messages and sums of a plan occupy.
+"""Sharing: the media of a cluster (buses, half-duplex links, uplinks) that a plan's messages and
+sums over replicas occupy.
 
-The parts of a message between several pairs of replicas, and the parts of a sum, are on the media
-at the same time. So the busiest medium decides how long a message or sum takes.
+If stages have replicas, several pairs of devices send parts of one message, or of one sum, at the
+same time. So the busiest medium decides how long the message or sum takes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from hetpipe.plan.shares import all_reduce_nbytes
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Way = tuple[str, str]
-"""From one device to another."""
+"""(Sending device, receiving device)."""
 
 
 def share_media(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
-    """Return the times with the media that messages between stages, and sums, occupy.
+    """Return the times, with the media that messages and sums occupy.
 
-    Messages between two replicas of one stage (`asp`) occupy the media that all its pairs have in
-    common. Raises `ClusterError` for devices that the cluster lacks.
+    A message between two replicas of one stage (`asp`) occupies the media that all pairs of the
+    stage's replicas have in common. Raises `ClusterError` for devices that the cluster lacks.
     """
     shared = _Shared(plan, costs, cluster)
     stages = range(len(plan.stages))
@@ -47,7 +48,7 @@ class _Shared:
         self.plan, self.costs, self.cluster = plan, costs, cluster
 
     def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
-        """Return a message at a cut, with the parts of all replicas together."""
+        """Return the message at a cut, from all replicas of a stage to all of the next."""
         plan = self.plan
         if not plan.rule.flushes:  # replicas take turns, so one pair moves a message
             parts = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}
@@ -62,7 +63,7 @@ class _Shared:
         return link._replace(media=tuple(busy_s), occupancy_s=occupancy_s)
 
     def sum_of(self, stage: StagePlan, alone: Transfer) -> Transfer:
-        """Return a sum over replicas, with all its parts together."""
+        """Return a stage's sum over replicas, with the transfers of all pairs of replicas."""
         if len(stage.devices) == 1:
             return alone
         nbytes = all_reduce_nbytes(self.costs, stage.devices, stage.lo, stage.hi)
@@ -92,7 +93,7 @@ class _Shared:
         return self.costs.link(*way)
 
     def _busy_s(self, seconds: Mapping[Way, float]) -> dict[str, float]:
-        """Return the seconds of all these parts together, by medium."""
+        """Return how long all these parts occupy each medium."""
         busy_s: dict[str, float] = defaultdict(float)
         for way, part_s in seconds.items():
             for medium in self.cluster.way(*way):

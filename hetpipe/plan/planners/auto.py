@@ -1,6 +1,6 @@
-"""Auto: the proposals of all planners, and a search that begins with the best of them.
+"""Auto: prices the proposals of all planners, and improves the best plan by a local search.
 
-With few devices it also tries every order of them in stages, alone or as replicas.
+For few devices this planner also tries every sequence of stages on one device or on replicas.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from hetpipe.plan.search import FREE_ORDER_DEVICES, improve_plan, propose_partit
 
 OTHERS = ("exact", "bapipe", "dapple", "pipedream")
 FEW = 16
-"""Up to this number of devices the fastest 1, 2, 3, ... of them are tried."""
+"""Up to this number of devices the planner tries the fastest 1, 2, 3, ... devices; with more
+devices, the fastest half, quarter, ..."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest predicted plan of all planners. Raises `PlanError`.
 
-    All groups of few devices are compared by lower bounds, first a device for each stage. Groups
-    that cannot be faster than earlier proposals are omitted.
+    For few devices all groups are compared by lower bounds: first stages on one device each, then
+    stages with replicas. Groups that cannot be faster than earlier proposals are omitted.
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)
@@ -44,7 +45,8 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the other planners' proposals, the fastest devices alone, and replicas of one kind."""
+    """Yield the other planners' proposals, and proposals on the fastest devices alone and on
+    replicas of one kind."""
     for name in OTHERS:
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
@@ -58,7 +60,10 @@ def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield a stage on each of the fastest devices, in the cluster's order, for many counts."""
+    """Yield proposals with a stage on each of the fastest devices, for many numbers of devices.
+
+    The stages are in the cluster's order.
+    """
     speeds_s = _whole_s(priced, cluster.ids)
     by_speed = sorted(cluster.ids, key=speeds_s.__getitem__)
     count = len(by_speed)
@@ -77,7 +82,7 @@ def _whole_s(priced: Priced, members: Sequence[str]) -> dict[str, float]:
 
 
 def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
-    """Yield data parallelism on all devices, and on the fastest of them."""
+    """Yield data parallelism on all devices, and on the fastest half, quarter, ... of them."""
     if not priced.options.data_parallel:
         return
     by_speed = sorted(members, key=_whole_s(priced, members).__getitem__)
@@ -89,9 +94,9 @@ def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
-    """Yield stages on 2, 4, 8, ... replicas of one kind each, the kinds in the cluster's order.
+    """Yield proposals in which each stage is on 2, 4, 8, ... replicas of one kind.
 
-    A kind's last stage has the remaining devices.
+    Kinds are in the cluster's order. The last stage of a kind has the remaining devices.
     """
     table = priced.tables[max(priced.tables)]
     kinds: dict[float, list[str]] = {}
@@ -110,9 +115,10 @@ def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _all_groups(priced: Priced, members: Sequence[str]) -> tuple[list[Groups], list[Groups]]:
-    """Return all sequences of disjoint groups of some members: of one member each, and others.
+    """Return all sequences of disjoint groups of members: those with one member per group, and the
+    remaining ones.
 
-    Of sequences that differ by an exchange of equal members one is enough.
+    If two sequences differ only by an exchange of equal members, the second one is omitted.
     """
     kinds = _kinds(priced.tables, members)
     found: dict[tuple[tuple[int, ...], ...], Groups] = {}
@@ -129,7 +135,7 @@ def _all_groups(priced: Priced, members: Sequence[str]) -> tuple[list[Groups], l
 
 
 def _kinds(tables: Tables, members: Sequence[str]) -> dict[str, int]:
-    """Return a number for each member; equal members, whose links are equal too, have the same."""
+    """Return a number for each member; members with equal costs and links have the same number."""
     kinds: dict[str, int] = {}
     for number, member in enumerate(members):
         equal = (

@@ -1,14 +1,15 @@
 """BaPipe: balanced stages on a chain of unlike devices, then the schedule (section 3.3).
 
-1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage; or the
-   exact cuts, if they are better.
-2. If a transfer takes longer than the ideal stage, only cuts remain that their link moves in that
-   time, and the network is cut again between them; with too few of them there are fewer stages.
-3. If a stage lacks memory, boundary layers move to neighbours with room.
-4. All schedules that the devices' execution models allow, at all sizes of micro-batches, and data
-   parallelism; the prediction chooses.
-5. A layer between the slowest stage and a neighbour is split by output channels, if the model's
-   layers allow it and the step becomes shorter.
+1. Cuts follow the devices' speeds, and layers move while this shortens the slowest stage. The exact
+   cuts are used if their slowest stage is faster.
+2. If a transfer takes longer than the slowest stage, only cuts remain whose tensors every link
+   transfers within the ideal stage time. The network is cut again at these. If they are too few,
+   there are fewer stages.
+3. If a stage lacks memory, the exact cuts for stages that fit the memory are used.
+4. The prediction chooses among data parallelism and all schedules that the devices' execution
+   models allow, at all sizes of micro-batches.
+5. A layer at the cut between the slowest stage and a neighbour is split by output channels, if the
+   layer allows it and the step becomes shorter.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from hetpipe.plan.search import worth_trying
 from hetpipe.schedule.rule import rule_of
 
 SYNCHRONOUS = ("1f1b-sno", "1f1b-so")
-"""Schedules for devices that send a result when it is complete (table 1)."""
+"""Schedules for devices that send a result only when it is complete (table 1)."""
 STREAMING = ("1f1b-as", "fbp")
-"""Schedules for devices that send while they compute."""
+"""Schedules for devices that send results while they compute."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
@@ -64,7 +65,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
-    """Return the balanced cuts of a proposal; None if its links or memory allow too few."""
+    """Return the balanced cuts of a proposal; None if links or memory do not allow enough cuts."""
     costs = priced.costs(bare)
     devices = [group[0] for group in bare.groups]
     depths = in_flight(bare.schedule, len(devices), bare.microbatches)
@@ -90,7 +91,7 @@ def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
 
 
 def coarse_points(costs: StageCosts, devices: Sequence[str], ideal_s: float) -> list[int]:
-    """Return the ends of the coarse network's layers: cuts that every link moves in ideal time."""
+    """Return 0, the cuts whose tensors every link transfers within `ideal_s`, and the last cut."""
     links = list(pairwise(devices))
     kept = [
         cut
@@ -117,7 +118,7 @@ def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ..
 
 
 def _computes(costs: StageCosts, device: str) -> Array:
-    """Return the seconds of all [lo, hi] on a device, without transfers; infinite if empty."""
+    """Return a matrix: [lo, hi] is the seconds of layers lo..hi-1, infinite if there are none."""
     lo = np.arange(costs.count + 1)[:, None]
     hi = np.arange(costs.count + 1)[None, :]
     return np.where(lo < hi, costs.compute_s(device, lo, hi), np.inf)

@@ -1,4 +1,4 @@
-"""Choice: the planners by name, and the choice among proposals, the same for all planners."""
+"""Choice: finds a planner by name, and chooses among the proposals of any planner."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hetpipe.plan.sharing import share_media
 from hetpipe.words import words
 
 WORTH_A_NOTE = 0.01
-"""A smaller relative cost of shared links is not mentioned."""
+"""If shared links make the step longer by a smaller share, no note mentions it."""
 
 PLANNERS = ("auto", "bapipe", "dapple", "exact", "pipedream")
-"""Modules of this folder. `auto` considers the proposals of all others."""
+"""Modules of this folder. `auto` considers the proposals of all other planners."""
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions, planner: str = "auto") -> Plan:
-    """Return the plan of the planner with this name, see `chosen`. Raises `PlanError`."""
+    """Return the plan of the planner with this name. Raises `PlanError`; see `chosen`."""
     if planner not in PLANNERS:
         raise PlanError(f"no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     made: Plan = import_module(f"hetpipe.plan.planners.{planner}").plan(costs, cluster, options)
@@ -66,8 +66,8 @@ def fastest_plan(
 
 
 def finish_plan(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
-    """Return the plan with its interval, the lower bound of all plans on the cluster, and a note if
-    shared links slow its messages and sums."""
+    """Return the plan with its interval, the lower bound for all plans on the cluster, and a note
+    if shared links slow down its messages and sums."""
     bound_s = lower_bound_s(priced.tables, cluster.ids, priced.options)
     notes = *best.notes, *_on_shared_links(best, priced, cluster)
     best = replace(best, lower_bound_s=bound_s, notes=notes)
@@ -75,7 +75,7 @@ def finish_plan(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
 
 
 def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[str]:
-    """Yield a note on the step if messages and sums share the cluster's links."""
+    """Yield a note if the step is longer because messages and sums share the cluster's links."""
     size = priced.options.size(best.microbatches)
     table = priced.table(min(max(size, min(priced.tables)), max(priced.tables)))
     shared = share_media(stage_times(best, table, as_planned=True), best, table, cluster)

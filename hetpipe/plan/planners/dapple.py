@@ -1,8 +1,9 @@
 """DAPPLE: a pivot stage, three placement policies, replicas that divide micro-batches (section 4).
 
-The paper's devices are equal, so unlike devices count by their mean times. Its formula and the
-authors' published program choose some partitions for some numbers of micro-batches. The prediction
-chooses among these and two depths, P_A and P_B; then it chooses the number of micro-batches.
+The paper's devices are equal, so unlike devices count by their mean times. The paper's formula and
+the authors' published program each choose some partitions for some numbers of micro-batches. The
+prediction chooses among these partitions and two depths, P_A and P_B; then it chooses the number of
+micro-batches for the best one.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
 SEARCHED = 4
-"""The most numbers of micro-batches for a search; the best plan is priced with all numbers."""
+"""The search tries at most this many numbers of micro-batches; the best plan is priced with all."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
-"""Priced plans of the formula per number of micro-batches; and if each price takes long."""
+"""How many plans of the formula are priced per number of micro-batches; and how many if each price
+takes long."""
 PUBLISHED = 2
-"""Priced plans of the published program per number of micro-batches."""
+"""How many plans of the published program are priced per number of micro-batches."""
 
 Shape = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
 """Cuts, and the devices of each stage."""
@@ -98,7 +100,7 @@ def _with_counts(
 def _shapes(
     priced: Priced, cluster: Cluster, members: Sequence[str], count: int
 ) -> Iterator[Shape]:
-    """Yield the shapes of the published program and of the search, for a micro-batch count."""
+    """Yield the shapes of the published program and of the formula, for `count` micro-batches."""
     few = FEW_CANDIDATES if is_large(priced, single_device_groups(members)) else CANDIDATES
     size = priced.options.size(count)
     table = priced.table(size).beside(len(members))
@@ -114,7 +116,7 @@ def _shapes(
         plans = candidates(
             chain, priced_so, samples=size, global_batch=whole, count=few, capacity_nbytes=least
         )
-    except PlanError:  # the formula assumes Adam's state, the price the real optimizer's
+    except PlanError:  # the formula counts Adam's state; prices count the real optimizer's
         return
     for plan in plans:
         groups = tuple(tuple(members[n] for n in stage.devices) for stage in plan.stages)
@@ -122,7 +124,8 @@ def _shapes(
 
 
 def machines_of(table: CostTable, cluster: Cluster) -> Machines:
-    """Return the cluster's servers, with the slowest link inside one and between two."""
+    """Return the cluster's servers, with the slowest link inside a server and the slowest link
+    between two servers."""
     groups = cluster.groups()
     inside = [(a, b) for group in groups for a in group for b in group if a != b]
     heads = [group[0] for group in groups]
@@ -131,7 +134,7 @@ def machines_of(table: CostTable, cluster: Cluster) -> Machines:
 
 
 def _wire(table: CostTable, pairs: list[tuple[str, str]]) -> Wire:
-    """Return the slowest of these links; without any, a free one."""
+    """Return the slowest of these links; if there are none, a link that costs nothing."""
     links = [table.link(*pair) for pair in pairs]
     return Wire(
         min((link.bandwidth_Bps for link in links), default=inf),

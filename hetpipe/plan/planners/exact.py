@@ -1,12 +1,14 @@
-"""Exact: the lowest slowest stage, for the cluster's order of devices and for better orders.
+"""Exact: the partition whose slowest stage is fastest, for the cluster's order and better orders.
 
-One stage on each device; for a fixed order the partition is optimal (`hetpipe.plan.partition`).
-Other orders come from exchanges of two devices while these lower the slowest stage, and from
-`free_order`, a search for devices of a few types in which transfers do not count. So only the
-number of devices of each type matters: the farthest cut that a devices of one type and b of another
-reach, within a limit, follows from the cuts of one device fewer. The limit is bisected until no
-partition is below the best one; devices may be left out. (Algorithm of section 7 in Benoit,
-Rehn-Sonigo, Robert 2007 for few types; the general problem is NP-complete.)
+There is one stage on each device. For a fixed order of devices the partition is optimal
+(`hetpipe.plan.partition`). Other orders come from exchanges of two devices while these make the
+slowest stage faster, and from `free_order`, a search for devices of a few types.
+
+In this search transfers do not count, so only the number of devices of each type matters. The
+farthest cut that p devices of one type and q of another can reach within a time limit follows from
+the farthest cuts of one device fewer. The limit is bisected until no partition is faster than the
+best one; devices may be left out. (Algorithm of section 7 in Benoit, Rehn-Sonigo, Robert 2007 for
+few types; the general problem is NP-complete.)
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, in_flight, s
 from hetpipe.plan.search import best_cuts, is_large, propose_partitions, worth_trying
 
 STATES = 2**16
-"""The best order is computed for at most this many counts of devices by kind."""
+"""The best order is computed if at most this many combinations of counts by kind are possible."""
 EXCHANGES = 60
-"""The most exchanges of devices that are tried."""
+"""At most this many exchanges of devices are tried."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
@@ -49,9 +51,9 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the best order for free transfers and equal members of a kind.
+    """Return the best order of the members if transfers cost nothing.
 
-    It omits members that make nothing faster; with many kinds, it is the given order.
+    The order omits members that make nothing faster. For many kinds it is the given order.
     """
     table = priced.table(
         priced.options.size(worth_trying(priced, single_device_groups(members))[-1])
@@ -77,9 +79,9 @@ def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
 
 
 def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the given order, and if the options allow others the one that exchanges lead to.
+    """Return the given order and, if the options allow other orders, the order after exchanges.
 
-    With many layers the order of devices matters little, so large cases have only the given one.
+    With many layers the order of devices matters little, so large cases have only the given order.
     """
     given = tuple(members)
     if (
@@ -92,7 +94,8 @@ def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _exchanged(priced: Priced, order: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the order after all exchanges of the slowest stage's device that lower that stage."""
+    """Return the order after exchanges of the slowest stage's device that each make the slowest
+    stage faster."""
     slowest_s, slowest = _slowest(priced, order)
     left, improving = EXCHANGES, True
     while improving and left > 0:
@@ -132,15 +135,16 @@ ROUNDING = 2.0**-49
 """More than all rounding errors of a stage's time, relative to the prefix sums."""
 
 NEAR = 2e-3
-"""Relative width of the bracket below which every other limit is just below the best partition."""
+"""If the lower and the upper limit are relatively this near, every second trial is a limit just
+below the best partition's time."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceType:
-    """`count` equal devices. `layers_s` are the seconds of each layer, infinite if they cannot run
-    it; a stage takes `overhead_s` more.
+    """`count` equal devices. `layers_s` has the seconds of each layer, infinite for a layer that
+    these devices cannot run. A stage takes `overhead_s` more.
 
-    Raises `PlanError` for numbers below 0 and for no devices.
+    Raises `PlanError` for numbers below 0.
     """
 
     name: str
@@ -165,10 +169,11 @@ class TypedStage:
 
 
 def free_order(types: Sequence[DeviceType]) -> tuple[float, tuple[TypedStage, ...]] | None:
-    """Return the lowest slowest stage over all orders of devices; None if none can run all layers.
+    """Return the partition whose slowest stage is fastest over all orders of devices: the seconds
+    of this stage, and the stages. None if the devices cannot run all layers.
 
-    The search takes time in proportion to the product of the counts. Raises `PlanError` for no
-    devices, and for unequal lengths.
+    The search takes time in proportion to the product of the counts. Raises `PlanError` if there
+    are no devices, or if types have different numbers of layers.
     """
     search = _Search(types)
     high_s, best = search.most_s, search.within(search.most_s)
@@ -184,7 +189,7 @@ def free_order(types: Sequence[DeviceType]) -> tuple[float, tuple[TypedStage, ..
             trial_s = math.sqrt(low_s * high_s)
         stages = search.within(trial_s)
         slowest_s = np.inf if stages is None else search.slowest_s(stages)
-        if stages is None or slowest_s >= high_s:  # beyond the limit by rounding: none below
+        if stages is None or slowest_s >= high_s:  # by rounding, stages may exceed the limit
             low_s = trial_s
         else:
             high_s, best = slowest_s, stages
@@ -217,16 +222,18 @@ class _Search:
         self.levels = _levels([kind.count for kind in types])
 
     def just_below(self, limit_s: float) -> float:
-        """Return the highest limit that no stage of `limit_s` meets by a rounding error."""
+        """Return the highest limit below `limit_s` that a stage of `limit_s` seconds cannot meet by
+        a rounding error."""
         return limit_s * STRICTLY - ROUNDING * self.most_s
 
     def least_s(self) -> float:
-        """Return a bound below any slowest stage: the layers' least times over all devices."""
+        """Return a lower bound of the slowest stage: the layers' least times, summed, divided by
+        the number of devices."""
         quickest_s = np.min([kind.layers_s for kind in self.types if kind.count], axis=0)
         return float(quickest_s.sum() / sum(kind.count for kind in self.types)) * STRICTLY
 
     def slowest_s(self, stages: Sequence[TypedStage]) -> float:
-        """Return the slowest stage of a partition."""
+        """Return the seconds of the slowest stage of a partition."""
         return max(
             self.types[stage.kind].overhead_s
             + float(self.seconds[stage.kind][stage.hi] - self.seconds[stage.kind][stage.lo])
@@ -258,22 +265,25 @@ class _Search:
         return tuple(reversed(stages))
 
     def _reach(self, kind: int, limit_s: float) -> Array:
-        """Return, by cut, the farthest cut that one more device of a type reaches, or the cut."""
+        """Return, by cut, the farthest cut that one more device of a type can reach from there; the
+        cut itself if the device can run no further layer."""
         own, seconds = self.types[kind], self.seconds[kind]
         cuts = np.arange(self.layers + 1)
-        # A sum of differences may exceed by a rounding error the limit that they came from.
+        # By a rounding error, a stage of exactly this limit may seem to exceed it.
         room_s = (limit_s - own.overhead_s) * (1 + 1e-14)
         last = seconds.searchsorted(seconds + room_s, "right") - 1
         able = self.unable[kind].searchsorted(self.unable[kind], "right") - 1
-        ends = np.minimum(last, able)  # below the cut if the overhead alone is above the limit
-        return np.append(np.maximum(cuts, ends), 0)  # no state reaches nothing
+        ends = np.minimum(last, able)  # before the cut if the overhead alone exceeds the limit
+        return np.append(np.maximum(cuts, ends), 0)  # the last entry: a missing state reaches 0
 
 
 def _levels(counts: Sequence[int]) -> list[list[Array]]:
-    """Return the states by level. States are counts of devices by type, level n has n devices.
+    """Return the states by level. A state is a count of devices for each type; level n has n
+    devices.
 
-    Each state of a level has, for each type, the place in the level before of the state with one
-    device of that type fewer; -1, the entry after the last, if there is none.
+    A level has an array for each type: for each of its states, the place, in the level before, of
+    the state with one device of that type fewer. The place is -1, an additional last entry, if
+    there is no such state.
     """
     states = np.indices([count + 1 for count in counts]).reshape(len(counts), -1)
     totals = states.sum(axis=0)

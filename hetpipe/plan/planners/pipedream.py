@@ -1,11 +1,11 @@
 """PipeDream: stages and their replicas on a hierarchy of equal devices (section 3.1).
 
-The paper's devices are equal, so unlike devices count by their mean times, and stages take them in
-the cluster's order. Asynchronous schedules take the mini-batch whole, as the paper does; other
-schedules take the same stages with its micro-batches.
+The paper's devices are equal, so unlike devices count by their mean times, and stages take devices
+in the cluster's order. Asynchronous schedules take a mini-batch whole, as the paper does; the
+stages are also proposed for schedules that divide the mini-batch into micro-batches.
 
 A level of the hierarchy joins equal components by links of one bandwidth; the components of the
-innermost level are single workers. A plan uses all workers. The profile's T_l, a_l and w_l are
+innermost level are single workers. A plan uses all workers. The paper's T_l, a_l and w_l are
 `forward_s` + `backward_s`, `cut_nbytes` and `params_nbytes` of a chain of layers.
 """
 
@@ -34,19 +34,19 @@ from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 
 SyncRule = Literal["text", "published-code"]
-"""How a replicated stage's gradient synchronisation counts; m replicas, w bytes of weights.
+"""How the synchronisation of a stage's gradients counts, for m replicas and w bytes of weights.
 
-`text`: 2 (m-1)/m w / bandwidth beside the computation, as the paper's text says.
+`text`: 2 (m-1)/m w / bandwidth at the same time as the computation, as the paper's text says.
 `published-code`: 4 (m-1)/m w / bandwidth after the computation. Also, the replicas of the later
-stage share the transfer at a cut. The first stage of a level is a copy on each of its components;
-the components of the next lower level sum a share each, so they divide its synchronisation. The
-authors drop Input nodes from the profile.
+stage divide the transfer at a cut. And if the first stage of a level is replicated on the level's
+components, the parts of a component (the components of the next lower level) divide the stage's
+synchronisation. The authors drop Input nodes from the profile.
 """
 
 
 @dataclass(frozen=True)
 class Level:
-    """`count` equal components and the links among them. Raises `PlanError`."""
+    """`count` equal components and the links between them. Raises `PlanError` for other numbers."""
 
     count: int
     bandwidth_Bps: float
@@ -60,7 +60,7 @@ class Level:
 
 @dataclass(frozen=True)
 class PipeDreamStage:
-    """Layers `first_layer` to `last_layer`, both included, on `replicas` workers each."""
+    """Layers `first_layer` to `last_layer`, both included, on each of `replicas` workers."""
 
     first_layer: int
     last_layer: int
@@ -69,7 +69,7 @@ class PipeDreamStage:
 
 @dataclass(frozen=True)
 class PipeDreamPlan:
-    """The stages from input to output; in the steady state a mini-batch takes `bottleneck_s`."""
+    """The stages from input to output, and the seconds of a mini-batch in the steady state."""
 
     stages: tuple[PipeDreamStage, ...]
     bottleneck_s: float
@@ -89,11 +89,11 @@ def plan_pipedream(
     rule: SyncRule = "text",
     capacity_nbytes: int | None = None,
 ) -> PipeDreamPlan:
-    """Return the plan with the lowest bottleneck on `levels`, which start with the innermost.
+    """Return the plan with the lowest `bottleneck_s`; `levels` start with the innermost one.
 
-    A worker keeps one version of its stage's weights and activations per mini-batch in flight.
-    Takes O(L^3 count^2) per level, in numpy, and O(L^2 count^2) at the outermost. Raises
-    `PlanError` if no plan fits `capacity_nbytes` per worker.
+    For each mini-batch in flight a worker keeps a version of its stage's weights, and activations.
+    The search takes O(L^3 count^2) per level, in numpy, and O(L^2 count^2) at the outermost level.
+    Raises `PlanError` if no plan fits `capacity_nbytes` per worker.
     """
     search = _Search(chain, levels, rule, capacity_nbytes)
     depth, last = len(levels), len(chain.names) - 1
@@ -140,9 +140,10 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
 def _replicated_s(
     rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level, sharing: int
 ) -> Array:
-    """Return T^k of a stage on `replicas` components, which take `time_s` each for a mini-batch.
+    """Return the paper's T^k: a stage's seconds on `replicas` components. Each component takes
+    `time_s` for a mini-batch.
 
-    By the published code, `sharing` parts of a component share the synchronisation.
+    By the published code, `sharing` parts of a component divide the synchronisation.
     """
     moved = (replicas - 1) * params / level.bandwidth_Bps
     if rule == "published-code":
@@ -152,10 +153,10 @@ def _replicated_s(
 
 @dataclass(frozen=True)
 class _Partition:
-    """A^k of all runs of layers [first, last], and for each count of components its last stage.
+    """The paper's A^k of all runs of layers [first, last], and the last stages of best partitions.
 
-    `replicas[m][first, last]` has that stage's replicas, `splits[m][first, last]` the layer before
-    it.
+    For the best partition on m components, `replicas[m][first, last]` is the last stage's number of
+    replicas, and `splits[m][first, last]` the layer before the last stage.
     """
 
     time_s: Array
@@ -166,8 +167,8 @@ class _Partition:
 class _Search:
     """The dynamic programme. Depth 0 is one worker, depth k the first k levels.
 
-    `behind` is the workers of later stages per worker group of this depth: it decides how many
-    mini-batches are in flight, and matters only with a capacity.
+    `behind` is the number of workers of later stages, divided by the number of copies of this
+    depth. It decides how many mini-batches are in flight, and matters only with a capacity.
     """
 
     def __init__(
@@ -189,7 +190,8 @@ class _Search:
         self.replicated = cache(self._replicated)
 
     def stages(self, depth: int, behind: Fraction, run: PipeDreamStage) -> list[PipeDreamStage]:
-        """Return the stages of the best partition of a run of layers; `run` counts its copies."""
+        """Return the stages of the best partition of the layers of `run`, whose `replicas` are the
+        copies of the partition."""
         if depth == 0:
             return [run]
         partition = self.partition(depth, behind)
@@ -244,12 +246,14 @@ class _Search:
         return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level, sharing)
 
     def _transfer_s(self, level: Level, replicas: int) -> Array:
-        """Return the transfer of a cut's activations and gradients, by the layer before it."""
+        """Return, by layer, the seconds in which the activations and gradients of the cut after the
+        layer are transferred."""
         sharing = replicas if self.rule == "published-code" else 1
         return 2 * self.cut_nbytes / (level.bandwidth_Bps * sharing)
 
     def _behind(self, depth: int, behind: Fraction, used: int, replicas: int) -> Fraction:
-        """Return `behind` for a stage's components, if it and earlier stages use `used` of them."""
+        """Return `behind` for the components of a stage, if this stage and the earlier ones use
+        `used` components of the level."""
         if self.capacity_nbytes is None:
             return Fraction(0)
         workers = math.prod(level.count for level in self.levels[: depth - 1])
@@ -258,10 +262,11 @@ class _Search:
 
 
 def _best_splits(first: int, before_s: Array, stage_s: Array) -> tuple[Array, Array]:
-    """Return the layer to cut after, and the slower side, for all runs that begin at `first`.
+    """Return, for all runs of layers that begin at `first`, the layer to cut after, and the seconds
+    of the slower side.
 
-    `before_s[first, split]` is the part up to the cut, `stage_s[split + 1, last]` the part after
-    it.
+    `before_s[first, split]` is the time of the part up to the cut, `stage_s[split + 1, last]` the
+    time of the part after the cut.
     """
     slower = np.maximum(before_s[first, first:-1, None], stage_s[first + 1 :, first + 1 :])
     nearest = slower.argmin(axis=0)
@@ -329,14 +334,14 @@ def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
 def assign_members(
     stages: Sequence[PipeDreamStage], members: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """Return the cuts, and the members of each stage, in order."""
+    """Return the cuts, and the members of each stage; stages take the members in order."""
     names = iter(members)
     groups = tuple(tuple(islice(names, stage.replicas)) for stage in stages)
     return tuple(stage.first_layer for stage in stages[1:]), groups
 
 
 def _takes(schedule: str, microbatches: int) -> bool:
-    """Whether stages with replicas can run under the schedule, with these micro-batches."""
+    """Whether stages with replicas can run under the schedule with this number of micro-batches."""
     rule = rule_of(schedule)
     if rule.several_stages or not rule.averages:
         return False
