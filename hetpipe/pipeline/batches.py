@@ -21,13 +21,14 @@ def rows_of(leaves: Mapping[str, Any]) -> int:
 
 
 def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
+    """Return the sizes of min(microbatches, rows) micro-batches; sizes differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
 def parts_of(samples: Sequence[int], plan: Plan) -> list[int]:
-    """Return the samples behind each loss of a mini-batch: a micro-batch's, or a replica's rows."""
+    """Return how many samples each loss of a mini-batch is computed from: a micro-batch's samples
+    or, under a schedule that flushes, a replica's rows."""
     if not plan.rule.flushes:
         return list(samples)
     return [rows for size in samples for rows in divide(size, plan.stages[-1].shares)]
@@ -38,7 +39,7 @@ def check_whole(samples: Sequence[int], plan: Plan) -> None:
     if len(samples) != plan.microbatches:
         raise HetpipeError(
             f"a mini-batch of {sum(samples)} samples is too small for {plan.microbatches} "
-            f"micro-batches, and {plan.schedule} needs all of them; leave it out"
+            f"micro-batches, and {plan.schedule} needs all of them; leave this mini-batch out"
         )
 
 
@@ -51,20 +52,22 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
 
 
 def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
-    """Raise `NotFiniteError` if a gradient of mini-batch `index`, or of one shortly before it in a
-    stream, is not finite."""
+    """Raise `NotFiniteError` if a gradient of mini-batch `index` is not finite; in a stream, also
+    for a gradient of a mini-batch shortly before."""
     if result.culprit:
         raise NotFiniteError(
             f"{result.culprit} is not finite in mini-batch {index}, although its loss is",
             index,
-            ": pipe.diagnose(x, y) with that mini-batch names the operator where it begins; values "
-            f"of the batch that are far too large are one cause.{advice}",
+            ": pipe.diagnose(x, y) with that mini-batch names the first operator whose result is "
+            f"not finite; a possible cause are values of the batch that are far too large.{advice}",
         )
 
 
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
-    """Return the mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite, and
-    `NoMeanError` if its count is 0."""
+    """Return the mean loss of mini-batch `index`.
+
+    Raises `NotFiniteError` if the mean is not finite, and `NoMeanError` if the count is 0.
+    """
     if result.counts is not None and sum(result.counts) == 0:
         raise NoMeanError(
             f"the loss of mini-batch {index} has no mean: its count is 0",
@@ -81,7 +84,7 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
         raise NotFiniteError(
             f"the loss of mini-batch {index} is {mean} (first in micro-batch {first})",
             index,
-            ": pipe.diagnose(x, y) with that mini-batch names the layer and operator where it "
-            "begins, and says whether a device or the numbers are to blame.",
+            ": pipe.diagnose(x, y) with that mini-batch names the first layer and operator whose "
+            "result is not finite, and says whether a device or the numbers are to blame.",
         )
     return mean

@@ -1,4 +1,4 @@
-"""Delivery: hands the results of a stream to the run that waits for them."""
+"""Delivery: trains the mini-batches of steps and runs, and returns the results in order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetpipe.pipeline.training import Result, Training
 
 
 class Delivery:
-    """The steps and runs of a training. Due moves of layers happen between mini-batches.
+    """The steps and runs of a training. Between mini-batches it moves layers if a move is due.
 
-    Under a schedule without flushes only one run has results to come at a time, and other calls
-    between two results may flush. The results that they collect wait here for the run; without a
-    run they are dropped.
+    Under a schedule without flushes only one run at a time can have results to come. Other calls
+    between two results of the run may flush. The results that such a call collects are kept for the
+    run; if there is no run, they are dropped.
     """
 
     def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
@@ -26,17 +26,17 @@ class Delivery:
         self._guard = guard
         self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
-        self._run: object | None = None  # identifies the run that has results to come
+        self._run: object | None = None  # a token of the run that has results to come
 
     @contextmanager
     def at_rest(self, call: str) -> Iterator[None]:
-        """Guard a public call that begins when all mini-batches are applied."""
+        """Guard a public call, and before it wait until all mini-batches are applied."""
         with self._guard(call):
             self.settle()
             yield
 
     def settle(self) -> None:
-        """Wait until no mini-batch is under way and all are applied."""
+        """Wait until all mini-batches that were handed in are collected and applied."""
         self._collect_all()
         self._training.flush()
 
@@ -45,7 +45,7 @@ class Delivery:
         while True:
             try:
                 self.settle()
-            except NotFiniteError:  # that mini-batch is collected now
+            except NotFiniteError:  # the mini-batch that raised it is collected now
                 continue
             return
 
@@ -78,7 +78,7 @@ class Delivery:
             with self._guard("run"):
                 if self._run is not None:
                     raise HetpipeError(
-                        "another run of this pipeline still has results: read them, "
+                        "another run of this pipeline still has results: read the results, "
                         "or close() that run, before the next run begins"
                     )
                 self._run = token
@@ -90,7 +90,7 @@ class Delivery:
 
     def _results_of(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         training, source = self._training, iter(batches)
-        failure: Exception | None = None  # from the source, or for a batch that is refused
+        failure: Exception | None = None  # an error of the source, or of a batch that is not valid
         while True:
             try:
                 x, y = next(source)
@@ -106,7 +106,7 @@ class Delivery:
                 except HetpipeError as error:
                     failure = error
                     break
-                if not fits:  # stages will be loaded: nothing may be under way
+                if not fits:  # stages will be loaded, so no mini-batch may be under way
                     self._collect_all()
                 training.admit(x, y)
                 if training.is_full and not self._results:

@@ -1,4 +1,4 @@
-"""Diagnosing: diagnoses a training at rest, and changes nothing."""
+"""Diagnosing: compares a training at rest with torch, without changing it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
-    """Run a mini-batch's programs on every device, then the pipeline's own pass, at rest.
+    """Run the programs of one mini-batch on every device, compare their results with torch, and
+    then compare a pass of the whole pipeline with the programs. The training must be at rest.
 
-    The first replicas of all stages run the mini-batch, then the second ones, and so on; each runs
-    all rows of every micro-batch. Loss and gradients of the first replicas are compared with the
-    module itself in eager torch. Raises what `diagnose` raises.
+    First the first replicas of all stages run the mini-batch, then the second replicas, and so on;
+    each replica runs all rows of every micro-batch. Loss and gradients of the first replicas are
+    also compared with the module itself in eager torch. Raises the same errors as `diagnose`.
     """
     training.stages.check_own()
     request = training.request(x, y)
@@ -59,8 +60,8 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
 
 
 def _apart(setup: Setup, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
-    """Describe how loss or gradients of the pipeline's pass differ from the programs'; empty if
-    they agree."""
+    """Describe how the pipeline's loss or gradients differ from the results of the single programs;
+    return an empty text if they agree."""
     precision = setup.captured.precision
     digits = half_digits(precision.compute, precision.cut)
     if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):

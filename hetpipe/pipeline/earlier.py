@@ -1,7 +1,8 @@
 """Earlier plans: a start uses the plan of an earlier start, unless a new plan is clearly better.
 
-Costs of two starts differ by noise and drift, so two nearly equal plans may change places from one
-start to the next. The programs of the earlier plan are on the disk; another plan must compile.
+The costs of two starts differ by noise and drift, so the faster of two nearly equal plans may
+change from one start to the next. The programs of the earlier plan are already compiled and on the
+disk, but a new plan must compile its programs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hetpipe.plan.proposal import PlannerOptions, nearest_table
 from hetpipe.profile import cache
 
 GAIN = 0.05
-"""The least share of a step that a new plan must save."""
+"""A new plan must save more than this share of the earlier plan's step."""
 
 
 @dataclass(frozen=True)
 class EarlierPlans:
-    """The plans of starts with the same `parts`: everything that decides costs."""
+    """The plans of starts with the same `parts`, which are all facts that decide costs."""
 
     parts: Mapping[str, object]
 
@@ -34,8 +35,11 @@ class EarlierPlans:
     def kept(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
     ) -> Plan | None:
-        """Return the earlier plan for these options, with a new price. None if there is none, it
-        no longer fits, or `best` saves more than `GAIN` of its step."""
+        """Return the earlier plan for these options, with a new price.
+
+        None if there is no such plan, if it no longer fits, or if `best` saves more than `GAIN` of
+        its step.
+        """
         earlier = _load(self._entry(best.mini_batch, asked), tables)
         if earlier is None or best.step_s <= (1 - GAIN) * earlier.step_s:
             return None
@@ -51,7 +55,7 @@ def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
         return None
     try:
         return _priced_again(Plan.from_json(content), tables)
-    except (HetpipeError, KeyError):  # an old format, or not enough memory
+    except (HetpipeError, KeyError):  # an old format, unknown sizes, or not enough memory
         return None
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exportable:
-    """A training to be exported: its options decide which programs its stages have."""
+    """A training to be exported; its options decide which programs the stages have."""
 
     captured: Captured
     plan: Plan
@@ -43,11 +43,11 @@ class Exportable:
     evaluates: bool = False
     """Whether to export the forwards of evaluation as well."""
     stand_in: str | None = None
-    """The member for whose device all stages are written, instead of the plan's members."""
+    """A member; if given, all stages are written for its device, not for the plan's members."""
 
     @property
     def placed(self) -> Plan:
-        """The plan, with the stand-in as every device if there is one."""
+        """The plan; if there is a stand-in, all stages of the plan are on it."""
         if self.stand_in is None:
             return self.plan
         stages = [
@@ -57,7 +57,7 @@ class Exportable:
         return replace(self.plan, stages=tuple(stages))
 
     def graphs(self, workers: Workers) -> list[list[StageGraphs]]:
-        """Return the graphs of all replicas, by stage. Raises `CaptureError`, `HetpipeError`."""
+        """Return the graphs of all replicas, by stage. Raises `CaptureError` and `HetpipeError`."""
         plan, captured = self.plan, self.captured
         scaling = choose_scaling(
             self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
@@ -70,7 +70,7 @@ class Exportable:
         )
 
     def probes(self, member: str) -> dict[str, bytes]:
-        """Return the programs of a member's probe, which corrects a training's prediction."""
+        """Return the programs of a member's probe, with which predictions are corrected."""
         probe = None if self.costs is None else probes_of(self.costs).get(member)
         sizes = (ORDERS[0], NBYTES[0]) if probe is None else (probe.order, probe.nbytes)
         return probe_graphs(*sizes)
@@ -78,7 +78,7 @@ class Exportable:
 
 @dataclass(frozen=True)
 class Written:
-    """A written bundle, or a stage without a bundle and the reason."""
+    """A stage's written bundle, or the reason why the stage has none."""
 
     stage: int
     replica: int
@@ -94,7 +94,7 @@ def check_layers(plan: Plan, captured: Captured) -> None:
         raise PlanError(
             f"the plan has {len(plan.layers)} layers, {plan.layers[0]} to "
             f"{plan.layers[-1]}, but the model has {len(captured.layer_names)}, "
-            f"{captured.layer_names[0]} to {captured.layer_names[-1]}: name the plan's"
+            f"{captured.layer_names[0]} to {captured.layer_names[-1]}: give the plan's"
             " model"
         )
 
@@ -108,9 +108,10 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards`, by the plan's members, have the vendors' commands; `command` repeats the export.
-    Skips stages on devices that export nothing. Raises `BackendError` if no device exports,
-    and `PlanError` if the plan names unknown members.
+    `boards` has the board of a member of the plan, with the vendor's commands; `command` is the
+    command that repeats the export. A stage on a device that exports nothing has a reason instead
+    of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan names
+    unknown members.
     """
     plan, infos = training.placed, workers.infos
     lacking = _lacking(plan, infos)
@@ -136,7 +137,10 @@ def export(
 
 
 def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
-    """Return why members' devices export nothing, by member. Raises if no device exports."""
+    """Return the members whose devices export nothing, with reasons.
+
+    Raises `PlanError` for a member that the cluster lacks, and `BackendError` if no device exports.
+    """
     for number, stage in enumerate(plan.stages):
         for member in stage.devices:
             if member not in infos:

@@ -27,7 +27,8 @@ SHOWN_LAYERS = 200
 
 
 def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
-    """Raise `PlanError`, with the numbered layers, for cuts that no layer of the model begins."""
+    """Raise `PlanError`, with a list of the numbered layers, for a cut that is not the number of a
+    layer after the first."""
     if all(0 < cut < len(layers) for cut in cuts):
         return
     if len(layers) == 1:
@@ -45,25 +46,25 @@ def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
 
 
 def check_costs(planned: PlanOptions) -> None:
-    """Raise `HetpipeError` for costs without the plan that they made."""
+    """Raise `HetpipeError` if costs are given without the plan that was made with them."""
     if planned.costs is not None and planned.plan is None:
         raise HetpipeError(
-            "costs are the costs that made a plan, and no plan is given: give plan as well, "
-            "or leave costs out"
+            "costs must be those with which a plan was made, but no plan is given: give plan as "
+            "well, or leave costs out"
         )
 
 
 def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
-    """Return why no layer of such a plan may move; empty if layers may move.
+    """Return why no layer of a plan with these options may move; empty if layers may move.
 
-    `boards` are the boards of its cluster. Raises `HetpipeError` if a reason exists although the
+    `boards` are the boards of the cluster. Raises `HetpipeError` if layers may not move, but the
     options ask for `rebalance`.
     """
     rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
     if boards:
         why = (
             f"the time of {', '.join(board.id for board in boards)} is modelled, so no measurement "
-            "shows that it has changed: leave out boards"
+            "shows a change of it: leave out boards"
         )
     elif asked.plan is not None:
         why = "a given plan fixes every layer: remove plan"
@@ -92,8 +93,10 @@ def check_count(microbatches: int, mini_batch: int) -> None:
 def check_loss(
     captured: Captured, samples: int, training: bool = True, replicas: bool = False
 ) -> None:
-    """Raise `HetpipeError` if the losses of parts of `samples` samples do not make the loss of the
-    whole mini-batch. Parts are micro-batches, or the rows of `replicas`."""
+    """Raise `HetpipeError` if the losses of a mini-batch's parts do not make the loss of the whole.
+
+    A part has `samples` samples: a micro-batch or, with `replicas`, the rows of one replica.
+    """
     if fault := captured.loss_fault(samples, training):
         where = "" if training else "in eval mode "
         more = " and one device per stage, as schedule='1f1b' has" if replicas else ""
@@ -108,9 +111,9 @@ def check_fit(
     sync_batch_norm: bool,
     boards: Collection[str] = (),
 ) -> None:
-    """Raise `HetpipeError` if options or devices (`infos`, by member) do not fit a plan.
+    """Raise `HetpipeError` if options or devices do not fit a plan.
 
-    `boards` are the members that are boards.
+    `infos` has the device of each member; `boards` are the members that are boards.
     """
     check_policy(plan, optimizer)
     check_lanes(plan, infos, boards)
@@ -126,8 +129,8 @@ def boards_of(plan: Plan, cluster: Cluster) -> list[Member]:
 
 
 def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) -> None:
-    """Raise `PlanError` if the plan's times are not modelled although it has boards, or if the
-    devices that compute the boards' numbers (`infos`, by member) have too little memory."""
+    """Raise `PlanError` if a plan with boards has times that are not modelled, or if the numerics
+    of a board (`infos`, by member) have too little memory."""
     boards = boards_of(plan, cluster)
     if not boards:
         return
@@ -146,7 +149,7 @@ def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) 
         need = needs[info.memory_domain]
         if need > info.memory_nbytes:
             raise PlanError(
-                f"{info.id} is the numerics of {board.id}. Its stages need "
+                f"{info.id} is the numerics of {board.id}. The stages on it need "
                 f"{need} bytes and it has {info.memory_nbytes}: {need - info.memory_nbytes} bytes "
                 "are missing; choose other numerics, or a smaller mini-batch"
             )
@@ -163,14 +166,17 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
         )
     if policy.predicts and optimizer.predict is None:
         raise HetpipeError(
-            f"{policy.name} needs an optimizer that predicts weights, and {optimizer.name} as it "
-            "is set does not (sgd needs momentum); or use weights='stash'"
+            f"{policy.name} needs an optimizer that predicts weights, and {optimizer.name} with "
+            "these settings does not: choose one that does (sgd needs momentum), or "
+            "weights='stash'"
         )
 
 
 def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[str] = ()) -> None:
-    """Raise `HetpipeError` if the schedule needs more queues than a device has; for one of these
-    `boards`, the device that computes its numbers."""
+    """Raise `HetpipeError` if the schedule needs more queues than a device has.
+
+    For a member that is one of `boards`, the queues of its numerics count.
+    """
     if not plan.rule.flushes:
         return
     rows = _rows(plan)
@@ -185,7 +191,7 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[
                     f"{plan.schedule} runs {lanes} passes of a stage at once, and {member} is a "
                     f"board whose numerics, {infos[member].id}, run {queues}: choose another "
                     f"schedule, such as 1f1b, or numerics with capabilities.queues of {lanes} or "
-                    "more; `hetpipe simulate` needs none"
+                    "more; `hetpipe simulate` needs no numerics"
                 )
             if queues < lanes:
                 raise HetpipeError(
@@ -196,8 +202,8 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[
 
 
 def check_sync_batch_norm(plan: Plan) -> None:
-    """Raise `HetpipeError` if replicas that share statistics do not run the same passes in the same
-    order."""
+    """Raise `HetpipeError` if replicas, which share statistics, would not run the same passes in
+    the same order."""
     replicated = {n for n, replicas in enumerate(plan.replicas) if replicas > 1}
     if not replicated:
         return
@@ -205,17 +211,17 @@ def check_sync_batch_norm(plan: Plan) -> None:
     if not plan.rule.flushes:
         raise HetpipeError(
             f"sync_batch_norm: under {plan.schedule} the replicas of stage {min(replicated)} take "
-            f"mini-batches in turn, so no two have rows of the same one; {cure}"
+            f"mini-batches in turn, so no two replicas have rows of the same mini-batch; {cure}"
         )
     if laned := laned_stages(_rows(plan)) & replicated:
         raise HetpipeError(
-            f"sync_batch_norm: {plan.schedule} runs two passes of stage {min(laned)} at once, and "
-            f"its replicas would meet in either order; {cure}"
+            f"sync_batch_norm: {plan.schedule} runs two passes of stage {min(laned)} at once, so "
+            f"its replicas might sum the statistics of different passes; {cure}"
         )
 
 
 def _rows(plan: Plan) -> Schedule:
-    """Return the rows of one mini-batch."""
+    """Return the rows of the schedule of one mini-batch."""
     workers = len(set(plan.devices))
     return generate(plan.rule, len(plan.stages), plan.microbatches, workers=workers)
 
@@ -233,7 +239,7 @@ def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
             casts = f", and casts {', '.join(info.cast_dtypes)}" if info.cast_dtypes else ""
             raise HetpipeError(
                 f"cut_dtype={precision.cut!r}: {info.id} has {dtypes}{casts}; leave the device out "
-                "of the cluster, or cut_dtype out"
+                "of the cluster, or leave cut_dtype out"
             )
 
 
@@ -242,7 +248,7 @@ def check_clip(plan: Plan, clip: Clip | None) -> None:
     if clip is not None and not plan.rule.flushes and not clip.each:
         raise HetpipeError(
             f"under {plan.schedule} no two stages update at the same time, so there is no "
-            "norm over all of them: clip each stage alone with clip_each=True, or use a "
+            "norm over all stages: clip each stage alone with clip_each=True, or use a "
             "synchronous schedule"
         )
 
@@ -252,5 +258,5 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
     if accumulate > 1 and not plan.rule.flushes:
         raise HetpipeError(
             f"accumulate={accumulate}: {plan.schedule} updates after each "
-            "mini-batch; use more micro-batches in one, or a synchronous schedule"
+            "mini-batch; use more micro-batches per mini-batch, or a synchronous schedule"
         )

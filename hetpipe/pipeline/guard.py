@@ -13,16 +13,16 @@ from types import FrameType
 from hetpipe.errors import HetpipeError
 
 HELD = (signal.SIGINT, signal.SIGTERM)
-"""The signals that wait for the end of a call, if a Python function handles them."""
+"""Signals whose handlers wait for the end of a call, if the handler is a Python function."""
 
 
 class Guard:
     """`with guard("step"):` surrounds a public call.
 
-    It refuses a forked process, and a second thread: it never waits for the first. An interrupt
-    (Ctrl-C, a notebook's stop button) waits until the outermost call has ended, so every mini-batch
-    is trained completely or not at all. A second interrupt aborts the call: `abort(call)` then
-    closes the pipeline, and returns the message for all later calls.
+    A call in a forked process raises an error, and so does a call while another thread is in one:
+    it does not wait. An interrupt (Ctrl-C, a notebook's stop button) waits until the outermost call
+    has ended, so every mini-batch is trained completely or not at all. A second interrupt aborts
+    the call: `abort(call)` then closes the pipeline, and returns the message for all later calls.
     """
 
     def __init__(self, abort: Callable[[str], str]) -> None:
@@ -36,8 +36,9 @@ class Guard:
 
     @contextmanager
     def __call__(self, call: str, alone: bool = True) -> Iterator[None]:
-        """Raise `HetpipeError` if the call must not begin. A call that is not `alone` may begin
-        while another thread is in a call.
+        """Surround the call of this name. Raises `HetpipeError` if it must not begin.
+
+        A call that is not `alone` may begin while another thread is in a call.
         """
         if not self.owns:
             raise HetpipeError(
@@ -50,7 +51,7 @@ class Guard:
             if alone and not self._lock.acquire(blocking=False):
                 raise HetpipeError(
                     f"{call}() on thread {threading.current_thread().name!r} while another thread "
-                    "is in a call of this pipeline: call it from one thread at a time"
+                    "is in a call of this pipeline: use a pipeline on one thread at a time"
                 )
             try:
                 if self._closed:
@@ -73,15 +74,16 @@ class Guard:
 
     @property
     def owns(self) -> bool:
-        """Whether this process made the pipeline; a fork of it did not."""
+        """Whether this process itself, and not a process that it was forked from, made the
+        pipeline."""
         return os.getpid() == self._owner
 
 
 class _HeldSignals:
-    """Holds the signals that arrive during a call, and runs their handlers when it has ended.
+    """Holds the signals that arrive during a call, and runs their handlers when the call has ended.
 
-    Only the main thread can hold signals, and only there a handler can raise. A call within a call
-    holds nothing, because the outer call does.
+    Only the main thread can hold signals, and only there can a handler raise an error. A call
+    within a call holds no signals, because the outer call holds them.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,7 @@ class _HeldSignals:
         """Whether the handler of a second signal has raised."""
 
     def hold(self) -> None:
-        """Begin to hold signals. A signal that came before raises here; then none is held."""
+        """Begin to hold signals; hold none if the handler of an earlier signal raises meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         try:

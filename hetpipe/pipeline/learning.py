@@ -1,4 +1,4 @@
-"""Learning: derives costs from the passes of recent mini-batches, and decides when to use them."""
+"""Learning: derives costs from the passes of recent mini-batches, and decides when layers move."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
 
 WINDOW = 8
-"""The number of mini-batches from which costs are learned."""
+"""Costs are learned from this many mini-batches, the last ones."""
 LEAST = 3
-"""The fewest mini-batches with valid times from which costs are learned."""
+"""Costs are learned only from at least this many mini-batches with valid times."""
 FARTHEST = 1e3
-"""A device this many times slower or faster than its profile has a wrong clock."""
-# Looked up once: a member of an enum costs more than a pass may.
+"""If a device seems to be this many times slower or faster than its profile, its clock is wrong."""
+# Looked up only once, because a look-up in an enum for every pass takes too long.
 FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
 
 
@@ -33,8 +33,8 @@ class Learning:
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
         self._table, self._plan = table, plan
-        self._factors: dict[str, float] = {}  # under earlier plans
-        self._learned: dict[str, float] | None = {}  # None: to be computed
+        self._factors: dict[str, float] = {}  # learned under earlier plans
+        self._learned: dict[str, float] | None = {}  # None: not computed yet
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
 
     def add(self, timeline: Timeline) -> None:
@@ -43,14 +43,14 @@ class Learning:
         self._learned = None
 
     def restart(self, plan: Plan) -> None:
-        """Begin again with a new plan: earlier passes belong to other stages."""
+        """Begin again with a new plan, because earlier passes belong to other stages."""
         self._factors = self.factors
         self._plan = plan
         self.recent.clear()
 
     @property
     def factors(self) -> dict[str, float]:
-        """Ratios by device. A device without valid times keeps its ratio, or has none."""
+        """Ratios by device. Without valid times, a device keeps its earlier ratio, if any."""
         if self._learned is None:
             ratios = ratios_of(self.recent, self._plan, self._table)
             able = {device: each for device, each in ratios.items() if len(each) >= LEAST}
@@ -61,9 +61,9 @@ class Learning:
     def corrected(self) -> Correction | None:
         """Return the plan's prediction, corrected by its last passes.
 
-        Each device's spread includes the spread of its passes, and contention is zero, since these
-        times include it. None before every device has enough passes, and for replicas, whose
-        passes are not told apart.
+        Each device's spread includes the spread of its passes, and contention is zero, because the
+        measured times include it. None until every device has enough passes, and for a plan with
+        replicas, whose passes cannot be told apart.
         """
         plan = self._plan
         ratios = ratios_of(self.recent, plan, self._table)
@@ -84,7 +84,7 @@ class Learning:
 
     @property
     def step_s(self) -> float | None:
-        """Measured seconds of a mini-batch; None before enough have come."""
+        """Measured seconds of a mini-batch; None before enough mini-batches were measured."""
         if self._plan.rule.flushes:
             steps_s = [timeline.step_s for timeline in self.recent]
         else:  # a flush between mini-batches restarts the clock
@@ -94,15 +94,15 @@ class Learning:
         return typical(steps_s) if len(steps_s) >= LEAST else None
 
     def table(self, emulated: Collection[str] = ()) -> CostTable:
-        """Return the learned costs; the times of `emulated` devices have that label."""
+        """Return the learned costs; the times of `emulated` devices have the label `emulated`."""
         return scale_costs(self._table, self.factors, emulated)
 
 
 class Hysteresis:
     """Counts windows of mini-batches. Layers move after two windows in a row that promise enough.
 
-    The window after a move judges it, and a pause follows: twice as long as the last pause if the
-    move did not keep its promise.
+    The window after a move shows whether the move kept its promise. Then a pause follows: of one
+    window, or twice as long as the last pause if the move did not keep its promise.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Hysteresis:
         self._left, self._streak = self.pause, 0
 
     def moves(self, promises: bool) -> bool:
-        """Whether to move now, after a window whose best plan `promises` enough."""
+        """Whether to move now, after a window; `promises`: whether its best plan saves enough."""
         self._streak = self._streak + 1 if promises else 0
         return self._streak > 1
 
@@ -130,10 +130,11 @@ class Hysteresis:
 def ratios_of(
     timelines: Iterable[Timeline], plan: Plan, table: CostTable
 ) -> dict[str, list[float]]:
-    """Return measured over predicted seconds of each device's passes, by mini-batch.
+    """Return, by device, the measured seconds of its passes divided by the predicted seconds, one
+    ratio for each mini-batch.
 
-    Skips a mini-batch for a device that lacks some of its passes, or has an invalid time: NaN, zero
-    or less, or impossibly long or short.
+    A device has no ratio for a mini-batch without forwards or backwards of its stage, or with an
+    invalid time: NaN, zero or less, or impossibly long or short.
     """
     predicted = [_predicted(stage, table) for stage in plan.stages]
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -155,7 +156,8 @@ def ratios_of(
 
 
 def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
-    """Return seconds and counts of forwards, backwards and updates, by stage and F, B or U.
+    """Return the total seconds and the counts of forwards (F), backwards (B) and updates (U), by
+    stage and letter.
 
     A backward in two halves counts once. An invalid time makes the sum NaN.
     """
@@ -181,7 +183,8 @@ def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean of the middle half, so that slow steps or wrong clocks do not count."""
+    """Return the mean of the middle half of the values, so that a few slow steps or wrong clocks do
+    not count."""
     ordered = sorted(values)
     aside = len(ordered) // 4
     return fmean(ordered[aside : len(ordered) - aside])
@@ -196,7 +199,10 @@ def spread_of(values: Sequence[float]) -> float:
 def scale_costs(
     table: CostTable, factors: Mapping[str, float], emulated: Collection[str] = ()
 ) -> CostTable:
-    """Return the table with every device's times multiplied by its factor, 1 by default."""
+    """Return the table with every device's times multiplied by the device's factor, by default 1.
+
+    `emulated` devices get the label `emulated`.
+    """
 
     def device_of(name: str, cost: DeviceCost) -> DeviceCost:
         factor = factors.get(name, 1.0)

@@ -1,4 +1,4 @@
-"""Notes of a plan about operators that a companion, or one of the user's kernels, runs."""
+"""Notes of a plan about the operators that a companion or a user's kernel runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FUNCTION = "hetpipe.sdk.host.companion:lent_operators"
 
 def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
     """Return the plan with a note for each operator that a companion runs, and for each of the
-    user's kernels: its layers, and its calls in a micro-batch and an update.
+    user's kernels: its layers, and its calls per micro-batch and per update.
 
-    Asks only workers whose backend has a companion. Traces nothing where no backend has a companion
-    or a user's kernel.
+    Asks only workers whose backend has a companion. Traces nothing if no backend has a companion or
+    a user's kernel.
     """
     members = [stage.devices[0] for stage in plan.stages]
     backends = [get_backend(crew.infos[member].backend) for member in members]
@@ -63,7 +63,8 @@ def _programs(stage: StageGraphs, samples: int) -> dict[str, Program]:
 def _notes_of_kernel(
     kernel: UserKernel, stage: StageGraphs, member: str, samples: int
 ) -> list[str]:
-    """Return a note for each program that runs the user's kernel, or a note that none does."""
+    """Return a note for each program of the stage that runs the user's kernel; if no program does,
+    one note that says so."""
     from hetpipe.sdk.graph import graph_calls, operator_name
 
     notes = []

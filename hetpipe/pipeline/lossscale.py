@@ -1,8 +1,8 @@
 """Loss scaling: keeps small gradients above the smallest float16.
 
-The loss's gradient is multiplied by the scale, and the update divides by it again. Micikevicius et
-al., "Mixed precision training" (ICLR 2018), section 3.2; the scale adapts as in
-`torch.amp.GradScaler`.
+The gradient of the loss is multiplied by a scale, and the update divides gradients by the same
+scale. Micikevicius et al., "Mixed precision training" (ICLR 2018), section 3.2; the scale adapts as
+in `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from hetpipe.wire.messages import Clip
 
 @dataclass(frozen=True)
 class LossScale:
-    """A scale that adapts: an update with a gradient that is not finite is skipped, and the scale
-    multiplied by `backoff`; after `interval` good updates in a row it is multiplied by `growth`."""
+    """A scale that begins at `start` and adapts.
+
+    If a gradient is not finite, the update is skipped, and the scale is multiplied by `backoff`.
+    After `interval` good updates in a row the scale is multiplied by `growth`.
+    """
 
     start: float = 2.0**16
     growth: float = 2.0
@@ -30,14 +33,14 @@ class LossScale:
         sound = self.growth > 1 > self.backoff > 0 and self.interval > 0
         if not (1 <= self.start < math.inf and sound):
             raise HetpipeError(
-                f"{self}: start must be at least 1, growth above 1, backoff between 0 and 1, "
-                "interval above 0"
+                f"{self}: start must be at least 1 and finite, growth above 1, backoff between 0 "
+                "and 1, interval above 0"
             )
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """A scale in a checkpoint: `good` updates since it changed, `skipped` updates in all."""
+    """A scale in a checkpoint: `good` updates since the scale changed, `skipped` updates in all."""
 
     scale: Annotated[float, Number(above=True)]
     good: Count
@@ -54,7 +57,7 @@ class Scaling:
         self.rule = rule
         self.scale = scale
         self.skipped = 0
-        self._good = 0  # updates since the scale changed
+        self._good = 0  # good updates since the scale changed
 
     def record(self, skipped: bool) -> None:
         """Adapt the scale after an update. Raises `HetpipeError` when no scale would help."""
@@ -65,9 +68,9 @@ class Scaling:
             self._good = 0
             if self.scale <= 1:
                 raise HetpipeError(
-                    f"gradients are not finite at a loss scale of {self.scale:g}: the scale is not "
-                    "too high; pipe.diagnose(x, y) names the operator where it "
-                    "begins, or train in bfloat16"
+                    f"gradients are not finite at a loss scale of {self.scale:g}, so the scale is "
+                    "not the reason: pipe.diagnose(x, y) names the first operator whose result is "
+                    "not finite; or train in bfloat16"
                 )
             self.scale *= self.rule.backoff
             return
@@ -80,7 +83,7 @@ class Scaling:
         return ScaleState(self.scale, self._good, self.skipped)
 
     def restore(self, state: ScaleState) -> None:
-        """Continue from a checkpoint; a fixed scale does not change."""
+        """Continue from a checkpoint's state; a fixed scale stays unchanged."""
         self.skipped = state.skipped
         if self.rule is not None:
             self.scale, self._good = state.scale, state.good
@@ -89,7 +92,7 @@ class Scaling:
 def choose_scaling(
     rule: float | LossScale | None, compute: str | None, asynchronous: bool
 ) -> Scaling:
-    """Return the scaling that an option asks for; passes in float16 have `LossScale()` by default.
+    """Return the scaling for the option `rule`; None means `LossScale()` for passes in float16.
 
     `compute` is the dtype in which passes compute. Raises `HetpipeError` for a rule that adapts
     under an asynchronous schedule.
@@ -100,17 +103,18 @@ def choose_scaling(
         return Scaling(None, float(rule))
     if asynchronous:
         raise HetpipeError(
-            "an asynchronous schedule has no moment at which all stages could leave out an update, "
-            "so the loss scale cannot adapt: give a fixed one, such as loss_scale=1024.0, or use a "
+            "an asynchronous schedule has no moment at which all stages could skip an update, so "
+            "the loss scale cannot adapt: give a fixed scale, such as loss_scale=1024.0, or use a "
             "synchronous schedule"
         )
     return Scaling(rule, rule.start)
 
 
 def watch_gradients(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
-    """Return `clip`, extended to look for gradients that are not finite. Raises `HetpipeError`.
+    """Return `clip`, extended to look for gradients that are not finite.
 
-    An update with such gradients is skipped; an asynchronous schedule reports it.
+    An update with such gradients is skipped; an asynchronous schedule makes it and reports it.
+    Raises `HetpipeError` if `clip` does not fit an adapting loss scale.
     """
     norm = math.inf if clip is None else clip.norm
     if asynchronous:
@@ -119,7 +123,8 @@ def watch_gradients(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> 
         return Clip(norm, clip is not None and clip.each, skips=True, undoes=True)
     if clip is not None and clip.each:
         raise HetpipeError(
-            "clip_each=True looks at each stage's gradients alone, a loss scale that adapts at all "
-            "of them: clip by the norm over all stages, or give a fixed loss_scale"
+            "clip_each=True looks at each stage's gradients alone, but a loss scale that adapts "
+            "looks at the gradients of all stages: clip by the norm over all stages, or give a "
+            "fixed loss_scale"
         )
     return Clip(norm, skips=True)

@@ -1,4 +1,4 @@
-"""Measurements of the last mini-batches, and the modelled time of boards."""
+"""Measurements of the last mini-batches, and modelled times for plans with boards."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ MODELLED = "modelled"
 
 
 class Measurements:
-    """The timelines and bytes of the last mini-batches. All raise `HetpipeError` before the first.
+    """The timelines and bytes of the last mini-batches.
 
-    With boards in the plan, whose `costs` are given, `timeline` and `modelled_step_s` are modelled.
+    All properties raise `HetpipeError` before the first mini-batch. If the plan has boards,
+    `timeline` and `modelled_step_s` are modelled from the plan's `costs`.
     """
 
     def __init__(self, training: Training, costs: CostTable | None) -> None:
@@ -41,7 +42,7 @@ class Measurements:
 
     @property
     def timeline(self) -> Timeline:
-        """The measured timeline; for a plan with boards the modelled one, in the boards' time."""
+        """The measured timeline; for a plan with boards, the timeline in modelled time."""
         if self._board_time is None:
             return replace(self._measured("timeline"), label=self._training.plan.label)
         ran, walls = self._ran("timeline")
@@ -49,7 +50,7 @@ class Measurements:
 
     @property
     def wall_timeline(self) -> Timeline:
-        """The timeline by this machine's clock, which names the numerics of boards."""
+        """The timeline by this machine's clock; rows of boards also name the numerics."""
         wall = self._measured("wall_timeline")
         if self._board_time is None:
             return replace(wall, label=self._training.plan.label)
@@ -67,13 +68,13 @@ class Measurements:
 
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
-        """By stage, the most bytes of buffers on a device."""
+        """By stage, the most bytes of buffers that a device had in the last mini-batches."""
         results = self._training.last_results("peak_nbytes")
         return tuple(map(max, zip(*(result.peak_nbytes for result in results), strict=True)))
 
     @property
     def device_nbytes(self) -> dict[str, int]:
-        """By member, the bytes in use, where its device counts them."""
+        """By member, the bytes in use after the last mini-batch, if its device counts them."""
         return dict(self._training.last_results("device_nbytes")[-1].device_nbytes)
 
     def _measured(self, asked: str) -> Timeline:
@@ -92,10 +93,10 @@ class Measurements:
 class BoardTime:
     """The modelled times of a plan with boards; `costs` are the costs that made the plan.
 
-    Simulates the schedule that ran. Passes on boards take their modelled seconds, passes on
-    attached devices the mean of their measured seconds in the last mini-batches, and links take the
-    seconds of the costs. The schedule fixes the order of all work, so the speed of the numerics
-    changes neither numbers nor times.
+    The schedule that ran is simulated. A pass on a board takes its modelled seconds, a pass on an
+    attached device the mean of its measured seconds in the last mini-batches, and a link the
+    seconds of the costs. The schedule fixes the order of all actions, so the speed of the numerics
+    changes neither numbers nor modelled times.
     """
 
     setup: Setup
@@ -104,8 +105,9 @@ class BoardTime:
     def timeline(self, ran: Ran, walls: Sequence[Timeline]) -> Timeline:
         """Return the modelled timeline of the last run, whose measured timelines are `walls`.
 
-        A stream's timeline has one mini-batch for each wall, and starts with an empty pipeline.
-        Raises `HetpipeError` for replicas and a mini-batch of another size than the plan's.
+        A stream's timeline has one mini-batch for each of `walls`, and starts with an empty
+        pipeline. Raises `HetpipeError` if the plan has replicas and the mini-batch has another size
+        than the plan's.
         """
         plan, costs, times = self._priced(ran, walls)
         if ran.schedule is None:
@@ -116,7 +118,7 @@ class BoardTime:
         return replace(timeline, label=MODELLED)
 
     def step_s(self, ran: Ran, walls: Sequence[Timeline]) -> float:
-        """Return modelled seconds per mini-batch, for a stream in a full pipeline."""
+        """Return modelled seconds per mini-batch; for a stream, with a full pipeline."""
         if ran.schedule is None:
             return predicted_step_s(*self._priced(ran, walls))
         return self.timeline(ran, walls).total_s
@@ -134,7 +136,7 @@ class BoardTime:
         if max(plan.replicas) > 1:
             raise HetpipeError(
                 f"a mini-batch of {sum(samples)} samples has no modelled time: replicas were "
-                f"planned for {plan.mini_batch}; make the plan for that size"
+                f"planned for {plan.mini_batch} samples; make a plan for {sum(samples)}"
             )
         size = max(samples)
         modelled = modelled_costs(setup.captured, setup.crew.cluster, setup.optimizer, [size])[size]
@@ -150,10 +152,10 @@ class BoardTime:
     def _with_measured(
         self, times: StageTimes, walls: Iterable[Timeline], laned: Collection[int]
     ) -> StageTimes:
-        """Return the times, with measured means for the stages of attached devices alone.
+        """Return the times, with measured means for stages that are only on attached devices.
 
         `laned` stages keep the times of the costs: their passes lengthen each other, and the
-        simulator accounts for that.
+        simulator already counts this.
         """
         boards = {member.id for member in self.setup.crew.cluster.described}
         stages = enumerate(self.setup.plan.stages)
@@ -169,15 +171,15 @@ class BoardTime:
                 key = stage, part
                 count = sum(counts[key] for _, counts in sums)
                 total_s = sum(sums_s[key] for sums_s, _ in sums if key in sums_s)
-                if count and total_s > 0:  # a clock that jumps gives a sum of NaN
+                if count and total_s > 0:  # the sum is NaN if the clock has jumped
                     own[stage] = total_s / count
         forward_s, backward_s, update_s = map(tuple, seconds.values())
         return replace(times, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
 
 
 def effort_of(captured: Captured, profiles: Iterable[Effort]) -> dict[str, int]:
-    """Return exports and traces of the model; and layers, unlike layers, compilations and runs of
-    its profiles, on all devices."""
+    """Return the counts of the model's exports and traces, and for its profile on all devices the
+    counts of layers, unlike layers, compilations and runs."""
     counts = {"exports": captured.exports, "traces": captured.traces.count}
     for profile in profiles:
         counts |= {

@@ -1,4 +1,4 @@
-"""The `state_dict` of a model in training, with the entries that no stage holds."""
+"""The `state_dict` of a model in training, including the entries that no stage holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hetpipe.wire.messages import Array
 
 EXTRA = "_extra_state"
-"""The last part of the name of a module's `get_extra_state`."""
+"""The last part of the key under which `state_dict` stores a module's extra state."""
 
 
 class ExtraStateWarning(UserWarning):
@@ -30,8 +30,8 @@ class ExtraStateWarning(UserWarning):
 class ModelState:
     """A model's `state_dict`, with the present values of trained entries.
 
-    It keeps copies of the other entries: buffers that nobody reads, and modules' extra state.
-    Captured names begin with `prefix`.
+    It keeps copies of the remaining entries: buffers that no operator reads, and modules' extra
+    state. `captured` has these names with `prefix` before them.
     """
 
     def __init__(self, state: Mapping[str, Any], captured: Captured, prefix: str) -> None:
@@ -63,7 +63,7 @@ class ModelState:
         if names:
             warnings.warn(
                 f"the checkpoint does not hold {', '.join(names)}, from get_extra_state: give "
-                "Pipeline.load a model that has it, or keep it in a buffer",
+                "Pipeline.load a model with this state, or keep the state in buffers",
                 ExtraStateWarning,
                 stacklevel=4,
             )

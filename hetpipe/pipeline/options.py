@@ -1,7 +1,7 @@
 """Options of a pipeline, as three records that check themselves.
 
-`Pipeline` takes the fields of all three as keywords. A new option is a field here, a line of
-`Options`, and the code that reads it.
+`Pipeline` takes the fields of all three records as keywords. A new option needs a field of a
+record, a line of `Options`, and the code that reads it.
 """
 
 from __future__ import annotations
@@ -54,22 +54,25 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the plan. Raises `HetpipeError` for options that no plan can meet."""
+    """Options of the plan. Raises `HetpipeError` for options that no plan can satisfy."""
 
     plan: Plan | None = None
-    """A whole plan, instead of all the options below."""
+    """A whole plan; it replaces `cuts`, `replicas`, `microbatches`, `schedule`, `weights`, `split`.
+    """
     costs: CostTable | None = None
-    """The costs of `plan`; without them the pipeline profiles."""
+    """The costs with which `plan` was made; without them stored costs are used, or measured ones if
+    an option needs them."""
     cuts: Sequence[int] | None = None
-    """First layer of every stage but the first."""
+    """The first layer of every stage but the first."""
     replicas: Sequence[int] | None = None
-    """The number of members of each stage; stages take the cluster's members in order."""
+    """The number of replicas of each stage; stages take the cluster's members in order."""
     microbatches: int | None = None
     schedule: str = "auto"
     weights: str = "auto"
     """The policy for versions of the weights, see `hetpipe.schedule.weights`."""
     split: Mapping[str, int] | None = None
-    """Layers to split in two (`hetpipe.plan.plan`): output channels of the first part."""
+    """Layers to split in two, each with the output channels of its first part; see
+    `hetpipe.plan.plan`."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None
@@ -79,13 +82,15 @@ class PlanOptions:
         splits_of(self.split)
         if self.asked and self.plan is not None:
             raise HetpipeError(
-                f"the plan already contains {', '.join(self.asked)}: remove one or the other"
+                f"the plan already contains {', '.join(self.asked)}: remove these options or the "
+                "plan"
             )
         if self.microbatches is not None:
             _check_count("microbatches", self.microbatches)
         if self.rebalance not in (None, "auto"):
             raise HetpipeError(
-                f"rebalance={self.rebalance!r}: give 'auto', or leave it out and call rebalance()"
+                f"rebalance={self.rebalance!r}: give 'auto', or leave the option out and call "
+                "rebalance()"
             )
         for replicas in self.replicas or ():
             _check_count("replicas", replicas)
@@ -98,12 +103,12 @@ class PlanOptions:
         if self.replicas is not None and len(self.replicas) != len(cuts) + 1:
             raise PlanError(
                 f"replicas {list(self.replicas)} are of {len(self.replicas)} stages, and cuts "
-                f"{cuts} make {len(cuts) + 1}: give a number for each stage"
+                f"{cuts} make {len(cuts) + 1}: give a number of replicas for each stage"
             )
 
     @property
     def decided(self) -> bool:
-        """Whether the options decide everything that costs would decide."""
+        """Whether the options decide everything, so that no choice is left to costs."""
         parts = (self.cuts, self.microbatches, None if self.schedule == "auto" else self.schedule)
         return self.plan is not None or (self.replicas is None and None not in parts)
 
@@ -114,33 +119,35 @@ class PlanOptions:
 
     @property
     def channels(self) -> dict[str, int]:
-        """Output channels of the first part, by name of a layer to split."""
+        """By name of a layer to split, the output channels of its first part."""
         splits = splits_of(self.split) if self.plan is None else self.plan.splits
         return {split.layer: split.channels for split in splits}
 
     @property
     def asked(self) -> list[str]:
-        """The names of the given options that a plan decides."""
+        """The names of the options that were given and that a plan would decide."""
         return [name for name, value in self.keywords.items() if value not in (None, "auto")]
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The options that a plan decides, as keywords of `Pipeline`."""
+        """The options that a plan would decide, as keywords of `Pipeline`."""
         decided = ("cuts", "replicas", "microbatches", "schedule", "weights", "split")
         return {name: getattr(self, name) for name in decided}
 
     def _check_one_stage(self) -> None:
-        """Raise `PlanError` for several stages under a schedule whose replicas do not average."""
+        """Raise `PlanError` for several stages under a schedule that has only one: one whose
+        replicas do not average gradients."""
         rule, replicas = rule_of(self.schedule), list(self.replicas or ())
         if not rule.averages and (self.cuts or len(replicas) > 1):
             raise PlanError(
-                f"{rule.name} has 1 stage, the whole model on every replica, not cuts "
-                f"{list(self.cuts or ())} and replicas {replicas}: leave out cuts, and replicas or "
-                "give one number, as [2]; or use pipedream"
+                f"{rule.name} has 1 stage, the whole model on every replica, so cuts "
+                f"{list(self.cuts or ())} and replicas {replicas} do not fit: leave out cuts, and "
+                "give one number of replicas, as [2], or none; or use pipedream"
             )
 
     def _check_names(self) -> None:
-        """Raise `HetpipeError` for unknown schedules or weights, or a pair that does not fit."""
+        """Raise `HetpipeError` if the schedule or the policy of weights is unknown, or if they do
+        not fit together."""
         for name in ("schedule", "weights"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -150,8 +157,8 @@ class PlanOptions:
             self._check_one_stage()
         elif self.weights != "auto" and not policy_of(self.weights).flushes:
             raise PlanError(
-                f"weights={self.weights!r} goes with an asynchronous schedule: give one as well, "
-                "such as schedule='pipedream'"
+                f"weights={self.weights!r} goes with an asynchronous schedule: give such a "
+                "schedule as well, as schedule='pipedream'"
             )
 
 
@@ -160,7 +167,8 @@ class PassOptions:
     """Options of forwards and backwards."""
 
     recompute: str | Sequence[str] = "none"
-    """`inputs` or `min-cut`, for all stages or one per stage: the values to compute again."""
+    """The values that backwards compute again, for all stages or one per stage: `none`, `inputs`
+    (all but the stage's inputs) or `min-cut`."""
     precision: str | None = None
     """`bfloat16` or `float16`: the dtype in which passes compute."""
     cut_dtype: str | None = None
@@ -168,7 +176,7 @@ class PassOptions:
     sync_batch_norm: bool = False
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
     check_finite: bool = False
-    """Whether to check that all outputs of passes are finite; slow."""
+    """Whether to check that all outputs of passes are finite; it slows passes down."""
     pass_limit_s: float | None = None
     """Seconds after which a pass counts as stuck, and all workers are ended; None: never."""
     seed: int = 0
@@ -193,13 +201,13 @@ class UpdateOptions:
     """Options of updates."""
 
     clip_norm: float | None = None
-    """The largest norm of all gradients, or with `clip_each` of each stage's gradients."""
+    """The largest norm of all gradients together; with `clip_each`, of each stage's gradients."""
     clip_each: bool = False
     accumulate: int = 1
     """The number of mini-batches whose mean gradient makes one update."""
     loss_scale: float | LossScale | None = None
     changed: Sequence[str] = ()
-    """Names of settings that may differ from the checkpoint's."""
+    """Names of settings that may differ from the settings of the checkpoint."""
 
     def __post_init__(self) -> None:
         if isinstance(self.changed, str):

@@ -1,4 +1,4 @@
-"""Pipeline, the class that users call: captures, profiles, plans, starts the workers and trains
+"""Pipeline, the class that users call: starts the workers, captures, profiles, plans and trains
 (stations 1 and 16 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ __all__ = ["Pipeline", "Result"]
 class Pipeline:
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
-    `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
-    takes the model's output and `y` and returns a mean over samples, or `(sum, count)`. If it is a
-    module with parameters, they are trained as the model's are, on the last stage.
+    `example` is one mini-batch `(x, y)`: tensors, or tuples or dicts of tensors, whose first axis
+    is the samples. `loss_fn` takes the model's output and `y` and returns a mean over samples, or
+    `(sum, count)`. If `loss_fn` is a module with parameters, the last stage trains them like the
+    model's parameters.
 
     The planner chooses the parts of the plan that you leave out; `hetpipe.pipeline.options`
-    describes every option in a line.
-
-    `close` does not touch a `crew` (started workers) or a `captured` model that the caller gives;
-    a crew serves one pipeline at a time. Raises only children of `HetpipeError`.
+    describes every option. All errors are children of `HetpipeError`. `close` does not stop a
+    `crew` (started workers) that the caller gives; a crew serves one pipeline at a time.
 
     An interrupt (Ctrl-C) waits until the call has ended, so that a mini-batch is trained completely
-    or not at all, and the pipeline can continue. A second one during that wait closes the pipeline.
+    or not at all. A second interrupt during this wait closes the pipeline.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Pipeline:
             raise
 
     def step(self, x: Any, y: Any) -> float:
-        """Train on one mini-batch, flush, and return its mean loss; a stream is faster by `run`."""
+        """Train on one mini-batch, flush, return the mean loss; for a stream `run` is faster."""
         return self._delivery.step(x, y).loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
@@ -142,18 +141,18 @@ class Pipeline:
             self._crew.set_speed(member, speed)
 
     def evaluate(self, x: Any, y: Any) -> float:
-        """Return the mean loss of one mini-batch in eval mode; flushes. Compiles stages for each
-        new size of a mini-batch."""
+        """Return the mean loss of one mini-batch in eval mode. Flushes, and compiles stages for
+        each new size of a mini-batch."""
         with self._delivery.at_rest("evaluate"):
             return self._training.evaluate(x, y)
 
     def flush(self) -> None:
-        """Wait until all mini-batches are applied, accumulated gradients too."""
+        """Wait until all mini-batches are applied, and apply accumulated gradients."""
         with self._delivery.at_rest("flush"):
             self._training.apply()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return loss and gradients (by parameter name) of one mini-batch; updates nothing."""
+        """Flush, and return loss and gradients (by parameter name) of one mini-batch."""
         with self._guard("gradients"):
             self.flush()
             loss, grads = gradients_of(self._training, x, y)
@@ -161,7 +160,7 @@ class Pipeline:
 
     def diagnose(self, x: Any, y: Any) -> Diagnosis:
         """Compare every program of one mini-batch with torch in float64, and name the device, layer
-        and operator where they differ, or where a value is not finite. Changes nothing."""
+        and operator where results differ or are not finite. The training does not change."""
         with self._guard("diagnose"):
             self._delivery.settle_anyway()
             return diagnose_training(self._training, x, y)
@@ -172,16 +171,16 @@ class Pipeline:
             return self._state.read(self._training)
 
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the loss's parameters and buffers, if it has any, under their original names;
-        in checkpoints, gradients and `decay_exclude` these begin with `loss.`."""
+        """Return the loss's parameters and buffers, if it has any, under their original names. In
+        checkpoints, gradients and `decay_exclude` the names begin with `loss.`."""
         with self._delivery.at_rest("loss_state_dict"):
             return self._loss_state.read(self._training)
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
-        """Write a checkpoint, which replaces the one in that folder; flushes first.
+        """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder.
 
-        Raises `CheckpointError`: the earlier checkpoint stays valid. Refuses weights that are not
-        finite, or were trained with a loss that was not, unless `force`.
+        Raises `CheckpointError`; then the earlier checkpoint stays valid. Without `force`, refuses
+        weights that are not finite, or that were updated by a loss that was not finite.
         """
         with self._guard("save"):
             self.flush()
@@ -200,16 +199,16 @@ class Pipeline:
     ) -> Pipeline:
         """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
-        It has the checkpoint's plan unless you give `plan` or one of its parts (`cuts`, `split` and
-        so on). On one machine, training then gives the same weights, bit for bit, as a pipeline
-        that was flushed and never saved. Raises `CheckpointError` for damaged files, for another
-        model or optimizer, and for another setting (such as `seed`) that `changed` does not name.
+        It has the checkpoint's plan unless you give `plan` or a part of one (`cuts`, `split` and so
+        on). On one machine, training then gives the same weights, bit for bit, as a pipeline that
+        was flushed and never saved. Raises `CheckpointError` for damaged files, for another model
+        or optimizer, and for a changed setting (such as `seed`) that `changed` does not name.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         return cls(model, loss_fn, example, resume=saved, **options)
 
     def close(self) -> None:
-        """Stop the workers, unless they were lent. Does nothing in a fork of the process."""
+        """Stop the workers, unless the caller gave the crew. Does nothing in a forked process."""
         if not self._is_lent and self._guard.owns:
             self._crew.close()
 
@@ -255,7 +254,7 @@ class Pipeline:
 
     @property
     def wall_timeline(self) -> Timeline:
-        """The same by this machine's clock: a board's row shows how long its numerics took."""
+        """`timeline` by this machine's clock: a board's row has the times of its numerics."""
         return self._measurements.wall_timeline
 
     @property
@@ -265,17 +264,17 @@ class Pipeline:
 
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
-        """By stage, the most bytes of buffers on a device, counted in the last mini-batches."""
+        """By stage, the most bytes of buffers that a device had in the last mini-batches."""
         return self._measurements.peak_nbytes
 
     @property
     def device_nbytes(self) -> dict[str, int]:
-        """By member, the bytes in use after the last mini-batch, where its device counts them."""
+        """By member, the bytes in use after the last mini-batch, if its device counts them."""
         return self._measurements.device_nbytes
 
     @property
     def costs(self) -> CostTable | None:
-        """The profile's costs, scaled by the times of the last mini-batches; None without costs."""
+        """The plan's costs, scaled by the times of the last mini-batches; None without costs."""
         return self._rebalancer.costs
 
     @property
@@ -285,12 +284,12 @@ class Pipeline:
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, predicted with the costs that made it. Raises `HetpipeError`."""
+        """The timeline that the costs predict. Raises `HetpipeError` if the plan has no costs."""
         return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
-        """Return the plan's predicted step, corrected for the present speed of its devices, which
-        the last passes or short probes tell. Flushes. Raises `HetpipeError` without costs."""
+        """Flush, and return the plan's predicted step, corrected for the present speed of devices:
+        by their last passes, or by short probes. Raises `HetpipeError` without costs."""
         with self._delivery.at_rest("corrected"):
             return self._rebalancer.corrected()
 

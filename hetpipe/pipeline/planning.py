@@ -1,4 +1,4 @@
-"""Planning: chooses a pipeline's plan by its profiles, and checks a plan that the user gives."""
+"""Planning: chooses a pipeline's plan by measured costs, and checks a plan that the user gives."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 STAGED_MICROBATCHES = 8
-"""Micro-batches by default if the user gives stages and replicas."""
+"""The default number of micro-batches if the user gives stages and replicas."""
 
 
 def microbatches_of(asked: PlanOptions) -> int:
-    """Return the number of micro-batches, or the first number that is tried."""
+    """Return the number of micro-batches that the options give, or else the first one to try."""
     if asked.plan is not None:
         return asked.plan.microbatches
     return asked.microbatches or EXPLORED_MICROBATCHES[0]
 
 
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
-"""Returns the costs for each of these micro-batch sizes, which begin with the largest."""
+"""A function that returns the costs at given micro-batch sizes, which begin with the largest."""
 
 
 def planning_for(
@@ -58,10 +58,10 @@ def planning_for(
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> Planning:
-    """Return the planning for a model on a crew, which is profiled if costs are needed.
+    """Return the `Planning` for a model on a crew; it profiles only if costs are needed.
 
-    `report` gets the effort of a profile. With boards among the members no plan is kept for later
-    starts: their costs are counted, and do not vary.
+    `report` gets the effort of a profile. If the cluster has boards, no plan is kept for later
+    starts, because the boards' costs are modelled and do not vary.
     """
     measured = captured, crew, optimizer
     if crew.cluster.described:
@@ -82,18 +82,18 @@ def planning_for(
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans for a `model` with these `layers` on a cluster; profiles only if necessary."""
+    """Makes plans for a `model` with these `layers` on a cluster; profiles only if necessary."""
 
     model: str
     layers: Sequence[str]
     cluster: Cluster
     mini_batch: int
     tables: Tables
-    stored: Tables | None = None  # tables that need no measurement; None: `tables` measures nothing
+    stored: Tables | None = None  # costs without a measurement; None: `tables` measures nothing
     graph: Callable[[int], LayerGraph] | None = None  # layer graph for a micro-batch size
     label: Label = "measured"  # label of times on these members
     whole_batch_statistics: bool = True
-    """Whether replicas that divide micro-batches change the training, as with batch norms."""
+    """Whether results depend on how replicas divide a micro-batch, as with batch norms."""
     earlier: EarlierPlans | None = None
     noted: Callable[[Plan], Plan] = lambda plan: plan
     """Adds notes about the programs of a plan's stages."""
@@ -104,10 +104,10 @@ class Planning:
         return list(self.cluster.ids)
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
-        """Return the fastest predicted plan that meets the options, and its costs; or the plan
-        among the options.
+        """Return the fastest predicted plan that meets the options, or the plan that they contain;
+        and its costs.
 
-        If the options decide everything, nothing is measured unless they ask for a price: then the
+        If the options decide everything and do not ask for measured costs, nothing is measured: the
         costs are stored ones, or None. Raises `PlanError`.
         """
         if asked.plan is not None:
@@ -132,7 +132,8 @@ class Planning:
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
     ) -> tuple[Plan, CostTable | None]:
-        """Return the fastest plan that meets the options; with `cuts`, on the first members."""
+        """Return the fastest plan that meets the options; with `cuts`, stages are on the first
+        members."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # the earliest updates
@@ -160,8 +161,9 @@ class Planning:
             () if asked.schedule == "auto" else (rule.name,), policy.name,
             replicas=free and not self.whole_batch_statistics,
         )  # fmt: skip
-        # Every size needs separate programs. So only the two ends and the stored sizes are
-        # measured at first, then sizes of plans that are the best by interpolated costs.
+        # Every size needs separate programs. So at first only the smallest and the largest size
+        # are measured, and stored sizes are read; then the sizes of plans that are the best by
+        # interpolated costs are measured.
         ends = self._sizes([counts[0], counts[-1]])
         tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
         while True:
@@ -171,7 +173,7 @@ class Planning:
             if kept or size in tables or min(best.replicas) > 1:
                 break
             measured = self.tables([size])
-            if size not in measured:  # costs that were given, and none for this size
+            if size not in measured:  # given costs do not include this size
                 break
             tables |= measured
         if self.earlier and not kept:
@@ -180,7 +182,7 @@ class Planning:
         return with_notes(best, tables, self.members, options), nearest_table(tables, best)
 
     def _unpriced(self, asked: PlanOptions, rule: Rule, policy: WeightPolicy) -> Plan:
-        """Return the plan that the user decides completely, without costs."""
+        """Return the plan that the user's options decide completely, without costs."""
         assert self.graph is not None
         assert asked.cuts is not None
         assert asked.microbatches is not None
@@ -194,10 +196,11 @@ class Planning:
         return without_price(plan)
 
     def _check(self, plan: Plan, asked: PlanOptions) -> CostTable | None:
-        """Return the costs for a user's plan: the user's, stored ones, or None.
+        """Return the costs for a user's plan: the user's, measured ones if the options need them,
+        stored ones, or None.
 
-        Raises `PlanError` if the plan belongs to another model or cluster, or a device cannot run
-        its layers.
+        Raises `PlanError` if the plan belongs to another model or cluster, or if a device cannot
+        run its layers.
         """
         if plan.stages[-1].hi != len(self.layers):
             raise PlanError(
@@ -208,7 +211,7 @@ class Planning:
         if absent:
             raise PlanError(
                 f"the plan uses {', '.join(dict.fromkeys(absent))}, the cluster has "
-                f"{', '.join(self.members)}: it can be simulated, but not run here"
+                f"{', '.join(self.members)}: the plan can be simulated, but not run here"
             )
         if asked.costs is not None:
             return asked.costs
@@ -220,7 +223,7 @@ class Planning:
         return costs
 
     def _replicated(self, asked: PlanOptions, rule: Rule) -> tuple[Plan, CostTable]:
-        """Return the fastest plan with the stages between the cuts on every member."""
+        """Return the fastest plan in which every member has all stages."""
         members, cuts = list(self.members), asked.cuts or ()
         everyone = [len(members)] * (len(cuts) + 1)
         if asked.replicas is not None and list(asked.replicas) != everyone:
@@ -229,7 +232,7 @@ class Planning:
                 f"stage on each of {len(members)} devices: remove replicas, or choose another "
                 "schedule"
             )
-        # A device may get any share, from one row to almost all: profile sizes in between.
+        # A device may get any share, from one row to almost all rows: profile many sizes.
         tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
@@ -239,12 +242,13 @@ class Planning:
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """Return the plan with these stages, on the members in their order."""
+        """Return the plan with the cuts and `replicas` that the user gives, on the members in their
+        order."""
         members = list(self.members)
         if sum(replicas) > len(members):
             raise PlanError(
                 f"replicas {list(replicas)} need {sum(replicas)} devices, the cluster has "
-                f"{len(members)}"
+                f"{len(members)}: give fewer replicas, or add devices"
             )
         microbatches = asked.microbatches or (STAGED_MICROBATCHES if rule.flushes else 1)
         names = iter(members)
@@ -261,11 +265,11 @@ class Planning:
         return -(-self.mini_batch // microbatches)
 
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """Return the tables for these numbers of micro-batches, by samples of a micro-batch."""
+        """Return the costs for these numbers of micro-batches, by samples of a micro-batch."""
         return self.tables(self._sizes(counts))
 
     def _stored(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """Return the tables for these numbers of micro-batches that need no measurement."""
+        """Return the costs for these numbers of micro-batches that need no measurement."""
         return (self.stored or self.tables)(self._sizes(counts))
 
     def _sizes(self, counts: Sequence[int]) -> list[int]:
@@ -277,7 +281,7 @@ ENDLESS_NBYTES = 1 << 62
 
 
 def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Label) -> CostTable:
-    """Return a table with zero costs for all layers on all devices, and unlimited memory."""
+    """Return a table in which layers cost nothing on any device, and memory is unlimited."""
     row = DeviceCost((LayerCost(0.0, 0.0, 0.0),) * len(graph), 0.0, ENDLESS_NBYTES, "", label=label)
     crossing = (*graph.cut_nbytes, 0)
     layers = tuple(
@@ -289,6 +293,6 @@ def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Lab
 
 
 def without_price(plan: Plan) -> Plan:
-    """Return a plan of a `free_table` with unknown costs."""
+    """Return a plan that was made with `free_table`, with a note that its costs are unknown."""
     stages = tuple(replace(stage, capacity_nbytes=0) for stage in plan.stages)
     return replace(plan, stages=stages, interval_s=None, notes=(NOTE,))

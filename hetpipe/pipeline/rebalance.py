@@ -1,4 +1,4 @@
-"""Rebalance: makes a new plan when the machine has changed, and follows it if that pays."""
+"""Rebalance: plans again when the devices' speeds have changed, and moves layers if it pays."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 HORIZON = 1000
-"""The number of steps in which a move must have paid."""
+"""In this many steps a move must save more than it costs."""
 CHANGE = 0.1
-"""A change of the devices' relative speeds after which plans are compared at once."""
+"""If the devices' relative speeds change by more than this, plans are compared at once."""
 PLANNING_SHARE = 0.005
-"""The largest share of the time for other comparisons of plans."""
+"""Comparisons of plans without such a change take at most this share of the time."""
 REORDERING_GAIN = 0.08
-"""The least gain of another order of the devices over the best plan in the present order."""
+"""The share that another order of the devices must save beyond the best plan in the present order.
+"""
 
 log = logging.getLogger("hetpipe")
 
@@ -51,7 +52,7 @@ class Rebalanced:
     after_s: float
     """Predicted seconds of a step under the best plan."""
     move_s: float
-    """Seconds of the move; if nothing was moved, of the last move or load."""
+    """Seconds of the move; if no layer moved, the seconds of the last move or load."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Move:
         return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
 
     def pays(self, steps: int) -> bool:
-        """Whether the best plan saves more than `GAIN`, and in `steps` steps more than the move."""
+        """Whether the best plan saves more than `GAIN` of a step, and in `steps` steps more than
+        the move takes."""
         saved_s = steps * (self.present.step_s - self.best.step_s)
         return self.promised > GAIN and saved_s > self.move_s
 
@@ -77,8 +79,9 @@ class Move:
 class Rebalancer:
     """Learns costs from a training, and moves its layers.
 
-    With `auto` it compares plans after every window of mini-batches; then `due` says whether layers
-    should move before the next mini-batch. `fixed` is the reason why no layer may move, or empty.
+    With `auto` it may compare plans after each window of mini-batches; then `due` says whether
+    layers should move before the next mini-batch. `fixed` is the reason why no layer may move; it
+    is empty if layers may move.
     """
 
     def __init__(self, training: Training, costs: CostTable | None, fixed: str, auto: bool) -> None:
@@ -86,17 +89,17 @@ class Rebalancer:
         self._planned_by = costs
         known = (
             None if self._crew.cluster.described else costs
-        )  # no measured time is a board's time
+        )  # the time of a board cannot be measured
         self._learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
-            self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
+            self._fixed = "layers on several replicas do not move: choose a schedule, like '1f1b'"
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
-        self._awaited: tuple[int, float, float] | None = None  # step, seconds of one, promise
-        self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
-        self._may_plan_s = 0.0  # when plans may be compared again without a change
+        self._awaited: tuple[int, float, float] | None = None  # step, step time before, promise
+        self._considered: Mapping[str, float] = {}  # factors for which no better plan was found
+        self._may_plan_s = 0.0  # the time at which plans may be compared without a change
         self._next: Move | None = None
         self._ran = {proposal_of(training.plan): None}  # in the order in which they ran
         training.watch = self._learn
@@ -119,14 +122,15 @@ class Rebalancer:
         """The costs that made the present plan. Raises `HetpipeError` if there are none."""
         if self._planned_by is None:
             raise HetpipeError(
-                "this plan's step is unknown, because you gave every choice "
+                "this plan's step is unknown, because you made every choice yourself "
                 "and hetpipe measured nothing; measure costs with "
                 "priced=True, or give the plan's costs"
             )
         return self._planned_by
 
     def corrected(self) -> Correction:
-        """Return the plan's prediction, corrected by its last passes, or before these by probes."""
+        """Return the plan's prediction, corrected by its last passes; by probes if there are not
+        enough passes yet."""
         from hetpipe.profile.drift import corrected_now  # it loads torch
 
         by_passes = None if self._learning is None else self._learning.corrected()
@@ -149,7 +153,7 @@ class Rebalancer:
         if count := self._training.accumulated:
             raise HetpipeError(
                 f"rebalance: {count} mini-batches are accumulated since the last update, and their "
-                "gradients do not move: flush() before it, or wait for the update"
+                "gradients cannot move: call flush() first, or wait for the update"
             )
         try:
             move = self._propose()
@@ -208,7 +212,7 @@ class Rebalancer:
             self._consider()
 
     def _has_changed(self) -> bool:
-        """Whether to compare plans: speeds have changed much, or enough time has passed."""
+        """Whether to compare plans, because speeds have changed much or enough time has passed."""
         assert self._learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
@@ -234,7 +238,7 @@ class Rebalancer:
         self._next = move if self._hysteresis.moves(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
-        """Log and judge the effect of the last move."""
+        """Compare the last move's effect with its promise, log both, and begin the pause."""
         assert self._learning is not None
         self._awaited = None
         now_s = self._learning.step_s
@@ -248,15 +252,16 @@ class Rebalancer:
     def _propose(self) -> Move:
         """Return the present plan and the best one, priced by the learned costs.
 
-        A partition that has run in this training is the best unless another saves `GAIN` more: the
-        time of a layer on a device that never had it is only extrapolated from its other layers.
-        Raises `HetpipeError` if nothing was measured, `PlanError` if no plan fits.
+        The best plan is one that has run in this training, unless a new plan saves `GAIN` more:
+        the time of a layer on a device that never had this layer is only extrapolated from the
+        device's other layers. Raises `HetpipeError` if nothing was measured, and `PlanError` if no
+        plan fits.
         """
         plan, table = self._training.plan, self.costs
         if table is None or not set(plan.devices) <= table.devices.keys():
             raise HetpipeError(
                 "rebalance: no layer was measured for this plan, so no costs can be learned: give "
-                "the costs as well, or leave out options of the plan"
+                "the plan's costs as well, use priced=True, or leave out options of the plan"
             )
         costs = StageCosts(table)
 
@@ -273,7 +278,7 @@ class Rebalancer:
         return Move(present, best, self._training.stages.took_s)
 
     def _speeds(self) -> str:
-        """Return the learned factors, in words."""
+        """Return the learned factors as a text."""
         factors = {} if self._learning is None else self._learning.factors
         each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
         if not each:
@@ -282,9 +287,10 @@ class Rebalancer:
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:
-    """Return the fastest plan with a stage on each member of `plan`, so that all stay measured.
+    """Return the fastest plan with a stage on each member of `plan`, so that all members are still
+    measured.
 
-    Another order of members moves all layers to devices that never had them, so it must save
+    Another order of members moves layers to devices that never had them, so it must save
     `REORDERING_GAIN`.
     """
     make = partial(
@@ -299,7 +305,7 @@ def _best(table: CostTable, plan: Plan) -> Plan:
 
 
 def _moves(before: Plan, after: Plan) -> str:
-    """Describe the layers that move."""
+    """Describe which layers move, and where to."""
     ways = zip(before.layers, _places(before), _places(after), strict=True)
     numbered = [(n, *way) for n, way in enumerate(ways) if way[1] != way[2]]
     groups = [list(group) for _, group in groupby(numbered, lambda each: each[2:])]

@@ -1,4 +1,4 @@
-"""Resume: saves a training in a checkpoint, and resumes it under any plan."""
+"""Resume: saves a training in a checkpoint, and reads and checks a checkpoint to continue it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ROLES = (PARAM, BUFFER, STATE)
 
 
 class Saved(Protocol):
-    """The part of a training that a checkpoint keeps. The training must be at rest."""
+    """A training, as far as a checkpoint keeps it. The training must be at rest."""
 
     steps: int
     not_finite: str | None
     updates: list[int]
     scaling: Scaling
     last_save: str
-    """Names the last checkpoint, for messages."""
+    """A text for messages that names the last checkpoint."""
 
     def read(self, role: str) -> Mapping[str, Any]:
         """Return the present values of a role, by name."""
@@ -46,12 +46,15 @@ def write(
     settings: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Save a training. Raises `CheckpointError` for weights that are not finite, or were trained
-    with a loss that was not, unless `force`."""
+    """Save a training.
+
+    Unless `force`, raises `CheckpointError` if a value is not finite, or if a loss or gradient that
+    was not finite has been applied.
+    """
     if training.not_finite is not None and not force:
         raise CheckpointError(
-            f"the content of {directory} is not replaced: {training.not_finite} The "
-            "weights have been updated with it; load() an earlier checkpoint, or save"
+            f"the content of {directory} is not replaced: {training.not_finite} This "
+            "mini-batch has updated the weights; load() an earlier checkpoint, or save"
             " with force=True"
         )
     values = {role: training.read(role) for role in ROLES}
@@ -60,7 +63,7 @@ def write(
     manifest = {
         "step": training.steps,
         "updates": list(training.updates),
-        "plan": json.loads(json.dumps(plan.to_json())),  # lists for tuples
+        "plan": json.loads(json.dumps(plan.to_json())),  # turns tuples into lists
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
         "settings": dict(settings),
@@ -70,7 +73,7 @@ def write(
 
 
 def last_save(step: int, checkpoint: Checkpoint | None) -> str:
-    """Name the checkpoint that a training continues, for messages."""
+    """Return a text for messages that names the checkpoint from which a training continues."""
     if checkpoint is None:
         return "no checkpoint of it was saved"
     return f"its last checkpoint is that of step {step} in {checkpoint.directory}"
@@ -95,7 +98,7 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest of a checkpoint. An early checkpoint lacks the loss scale, or the settings."""
+    """The manifest of a checkpoint. Checkpoints of early versions lack loss scale or settings."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
@@ -118,7 +121,11 @@ class Progress:
     """See `Setup.settings` in `hetpipe.pipeline.setup`."""
 
     def updates_under(self, plan: Plan) -> list[int]:
-        """Return updates by stage: for another schedule or other replicas, the highest number."""
+        """Return the updates so far, by stage of `plan`.
+
+        If the schedule, the replicas or the number of stages differ from the saved plan's, every
+        stage gets the highest saved number.
+        """
         same = self.plan.replicas == plan.replicas and self.plan.schedule == plan.schedule
         if same and len(self.updates) == len(plan.stages):
             return list(self.updates)
@@ -127,13 +134,13 @@ class Progress:
     def check_settings(self, present: Mapping[str, Any], changed: Sequence[str]) -> None:
         """Raise `CheckpointError` if a setting differs from the present one and is not `changed`.
 
-        An early checkpoint has no settings.
+        A checkpoint of an early version has no settings.
         """
         saved = self.settings
         if unknown := sorted(set(changed) - present.keys()):
             raise CheckpointError(
-                f"changed={list(changed)}: there is no setting {unknown[0]!r} that a checkpoint "
-                f"keeps; there are {', '.join(present)}"
+                f"changed={list(changed)}: a checkpoint keeps no setting {unknown[0]!r}; it keeps "
+                f"{', '.join(present)}"
             )
         names = [
             name
@@ -145,7 +152,7 @@ class Progress:
             now = ", ".join(f"{name}={present[name]!r}" for name in names)
             raise CheckpointError(
                 f"the checkpoint was trained with {before}, and would continue with {now}: give "
-                f"the checkpoint's, or say that it has changed, by changed={names} (of `hetpipe "
+                f"the checkpoint's values, or allow the change by changed={names} (of `hetpipe "
                 f"train`: {' '.join(f'--changed {name}' for name in names)})"
             )
 
@@ -170,7 +177,7 @@ def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Opti
     if saved != _described(optimizer):
         raise CheckpointError(
             f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
-            "given: its state does not fit; resume with the same one (lr may differ)"
+            "given, and their states differ; resume with the checkpoint's (lr may differ)"
         )
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}
@@ -188,7 +195,8 @@ def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Opti
             if (shape, dtype) != (slot.shape, host_dtype(slot.dtype)):
                 raise CheckpointError(
                     f"{role} {name!r} is {dtype}{list(shape)} in the checkpoint and "
-                    f"{slot.dtype}{list(slot.shape)} in the model: it is of another model"
+                    f"{slot.dtype}{list(slot.shape)} in the model: the checkpoint is of another "
+                    "model"
                 )
 
 
@@ -197,7 +205,7 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the traits of an optimizer on which its state depends."""
+    """Return the properties of an optimizer that decide which state it has."""
     return {"name": optimizer.name, "state": list(optimizer.state)}
 
 

@@ -1,4 +1,4 @@
-"""Schedules of a plan: for one mini-batch, with all or some kinds of actions, and for a stream, in
+"""Schedules of a plan: of one mini-batch, with all or some kinds of actions, and of a stream, in
 which mini-batches follow each other without flushes (station 1 of
 docs/life-of-a-micro-batch.md)."""
 
@@ -29,7 +29,8 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 class Schedules:
-    """The schedules of one plan. Each is made once: workers identify a schedule by its object."""
+    """The schedules of one plan. Each is made once, because the identity of the object tells
+    workers that they know a schedule."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan
@@ -38,7 +39,7 @@ class Schedules:
 
     @property
     def halved(self) -> bool:
-        """Whether backwards come in halves."""
+        """Whether the schedule has backwards in two halves."""
         return any(a.op in HALVES for row in self._whole(self._plan.microbatches) for a in row)
 
     def of(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
@@ -48,7 +49,7 @@ class Schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
             whole = self._whole(microbatches, in_flight, self._tied)
             rows = [tuple(a for a in row if a.op in ops) for row in whole]
-            if not self._plan.rule.flushes:  # a row for each replica; the first one runs it
+            if not self._plan.rule.flushes:  # a row for each replica; only first replicas run
                 turns = places(self._plan.replicas)
                 self._schedules[key] = tuple(
                     rows[n] if replica == 0 else () for n, replica in turns
@@ -87,7 +88,7 @@ class Schedules:
 
 
 def _lanes(rows: Sequence[tuple[Action, ...]], workers: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Return the lanes of each worker without empty ones; at least one per worker."""
+    """Return the lanes of each worker that have actions; one empty lane if none of them has."""
     kept: list[tuple[Action, ...]] = []
     for worker in sorted(set(workers)):
         lanes = [row for row, at in zip(rows, workers, strict=True) if at == worker]
@@ -107,7 +108,7 @@ class Streaming:
 
     @property
     def window(self) -> int:
-        """The number of mini-batches under way that keeps all workers busy."""
+        """How many mini-batches must be under way to keep all workers busy."""
         return self._stream.window
 
     def admit(self, request: StepRequest) -> None:
@@ -147,6 +148,6 @@ class Streaming:
         return StreamPart(first, begins, self._stream.microbatches, self._closing)
 
     def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
-        """Return, per micro-batch, how many updates ahead its forward predicts the weights."""
+        """Return, by micro-batch, how many updates ahead its forward predicts the weights."""
         stream, ahead = self._stream, self._policy.ahead
         return tuple(ahead(stream, stage, m) for m in stream.microbatches_of(mini_batch))

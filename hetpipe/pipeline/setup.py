@@ -50,9 +50,10 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a training, as JSON values, without the learning
-        rate and the plan. A checkpoint keeps them, and a resume must have the same.
+        rate and the plan. A checkpoint keeps them, and a resume must have the same settings.
 
-        With batch norms, whose statistics depend on the micro-batches, their number is a setting.
+        If the model has batch norms, whose statistics depend on the micro-batches, the number of
+        micro-batches is a setting.
         """
         captured, optimizer, updates = self.captured, self.optimizer, self.updates
         rule = updates.loss_scale
@@ -76,10 +77,10 @@ class Setup:
 def resolve(
     asked: PlanOptions, cluster: Cluster, mini_batch: int, resume: Checkpoint | None
 ) -> tuple[PlanOptions, str]:
-    """Return the plan's options, with the checkpoint's plan if they ask for no other, and why its
-    layers may not move.
+    """Return the plan's options, and why the plan's layers may not move (empty if they may).
 
-    Raises `HetpipeError` for options that contradict each other.
+    If the options name no part of a plan, they get the checkpoint's plan. Raises `HetpipeError` for
+    options that contradict each other.
     """
     fixed = fixed_by(asked, cluster.described)
     if resume is not None and asked.plan is None and not asked.asked:
@@ -102,7 +103,7 @@ def set_up(
 ) -> tuple[Setup, CostTable | None]:
     """Plan a pipeline, and check that model, plan, devices and options fit together.
 
-    Returns the plan's costs too, if they are known; `report` gets the effort of a profile. Raises
+    Also returns the plan's costs, if they are known. `report` gets the effort of a profile. Raises
     `HetpipeError`.
     """
     asked, passes, updates = options
@@ -133,13 +134,16 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
     Raises `HetpipeError` if the model was captured with other splits or pass options.
     """
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
-        raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")
+        raise HetpipeError(
+            f"captured has {captured.precision}, not {passes.dtypes}: capture the model with these"
+        )
     if passes.sync_batch_norm and not captured.sync_batch_norm:
-        raise HetpipeError("captured has sync_batch_norm=False: capture it with True")
+        raise HetpipeError("captured has sync_batch_norm=False: capture the model with True")
     if planned.plan is None and planned.split is None:
         return replace(planned, split=captured.split or None)
     if planned.channels != captured.split:
         raise HetpipeError(
-            f"captured has split={captured.split}, not {planned.channels}: capture it with that"
+            f"captured has split={captured.split}, not {planned.channels}: capture the model with "
+            "this split"
         )
     return planned

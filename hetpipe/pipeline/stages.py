@@ -1,5 +1,5 @@
-"""Stages: traces the graphs that a plan's devices need, loads them on the crew's workers, and moves
-them."""
+"""Stages: traces the graphs of a plan's stages, loads them on the crew's workers, and moves layers
+to other workers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def loading_of(
     recompute: str | Sequence[str],
     clip: Clip,
 ) -> Loading:
-    """Return the loading of a plan for training, with this `clip` of gradients."""
+    """Return the `Loading` of a plan for training, with this `clip` of gradients."""
     if plan.recompute and recompute == "none":
-        recompute = "inputs"  # the plan counts on it
+        recompute = "inputs"  # without it the plan's memory may not be enough
     needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": clip.takes_norms}
     needed["finite"] = not clip.takes_norms
     extras = tuple(extra for extra, is_needed in needed.items() if is_needed)
@@ -56,18 +56,18 @@ class Loading:
     recompute: str | Sequence[str]
     halves: bool  # backwards come in two halves
     extras: Collection[Extra]
-    ahead: bool = True  # members that can begin to compile do so
+    ahead: bool = True  # whether members may begin to compile before all stages are traced
 
     @property
     def shares(self) -> Shares:
-        """The share of each replica; under a schedule that does not flush, replicas take turns."""
+        """The replicas' shares of micro-batches, or their turns without flushes."""
         weights = tuple(stage.shares for stage in self.plan.stages)
         rule = self.plan.rule
         return Shares(weights, not rule.flushes, rule.averages)
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
-        """Return the graphs of all replicas, by stage, for whole micro-batches of these sizes, and
-        for evaluation of `evaluated` sizes. Raises `CaptureError`, `HetpipeError`.
+        """Return the graphs of all replicas, by stage, for micro-batches of these `sizes` and, in
+        evaluation, of the sizes `evaluated`. Raises `CaptureError` and `HetpipeError`.
 
         Members that compile ahead begin with their stages while other stages are traced.
         """
@@ -84,14 +84,16 @@ class Loading:
         return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
 
     def whole(self, number: int, sizes: Collection[int]) -> list[StageGraphs]:
-        """Return all stages, in the operators of their replica `number` (or the last one), with
-        passes for all rows of micro-batches of these sizes."""
+        """Return all stages, with passes for all rows of micro-batches of these sizes.
+
+        A stage has the operators of its replica `number`, or of its last one if it has fewer.
+        """
         counts = [len(stage.devices) for stage in self.plan.stages]
         replicas = [Replica(n, min(number, count - 1)) for n, count in enumerate(counts)]
         return self._traced(replicas, sorted(sizes, reverse=True), set())
 
     def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
-        """Return the numbers of replicas; those with a member that compiles ahead come first."""
+        """Return the numbers of replicas, first those with a member that compiles ahead."""
 
         def waits(number: int) -> bool:
             own = [names[number] for names in devices if number < len(names)]
@@ -107,8 +109,10 @@ class Loading:
     def _traced(
         self, replicas: Sequence[Replica], rows: Sequence[int], evaluated: set[int]
     ) -> list[StageGraphs]:
-        """Trace all stages, each in the operators of its replica, for these numbers of rows; in
-        evaluation for the rows of any replica."""
+        """Trace all stages, each in the operators of its replica of `replicas`.
+
+        Passes are for these numbers of rows; forwards of evaluation, for the rows of every replica.
+        """
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
         tables = [decompositions_of(self.crew.infos[name].backend) for name in devices]
@@ -138,7 +142,7 @@ class Loading:
         ]
 
     def _rows(self, replicas: Sequence[Replica], sizes: set[int]) -> list[int]:
-        """Return the numbers of rows of these replicas in such micro-batches, the largest first."""
+        """Return the rows that replicas have in micro-batches of these sizes, the most first."""
         counts = {self._count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
 
@@ -161,7 +165,7 @@ class Stages:
     """The loaded stages of a plan, with programs for the sizes of micro-batches in use."""
 
     def __init__(self, setup: Setup, progress: Progress, clip: Clip) -> None:
-        """Loads nothing yet. `clip` is the clip of the training's gradients."""
+        """Load nothing yet. `clip` is the clip of the training's gradients."""
         self._clip = clip
         self._setup, self._crew = setup, setup.crew
         self._crew.pass_limit_s = setup.passes.pass_limit_s
@@ -178,12 +182,12 @@ class Stages:
         self._own_load = 0
 
     def check_own(self) -> None:
-        """Raise `HetpipeError` if somebody has loaded other stages on the crew since."""
+        """Raise `HetpipeError` if another pipeline or profile has loaded its stages on the crew."""
         if self._crew.load_count != self._own_load:
-            self._crew.check()  # a worker may have failed in a load of ours
+            self._crew.check()  # the reason may be a failed worker in a load of this pipeline
             raise HetpipeError(
-                "this pipeline's crew has the stages of another pipeline or of a profile now: a "
-                "crew serves one pipeline at a time; give each pipeline a separate crew, or "
+                "this pipeline's crew now has the stages of another pipeline or of a profile, but "
+                "a crew serves one pipeline at a time: give each pipeline a separate crew, or "
                 "load() a checkpoint"
             )
 
@@ -215,10 +219,10 @@ class Stages:
         self._progress("compiling stages", 1, 1)
 
     def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
-        """Change to the stages of another plan, at rest. A member that keeps a layer keeps its
-        values.
+        """Change to the stages of another plan, at rest.
 
-        Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
+        The values of a layer that stays on its member are not sent. Raises `HetpipeError` before
+        anything has moved, and `WorkerError` if a worker fails.
         """
         begin_s = time.monotonic()
         self._progress("moving layers", 0, 1)
@@ -233,7 +237,7 @@ class Stages:
         self._progress("moving layers", 1, 1)
 
     def _traced(self, plan: Plan) -> _Traced:
-        """Trace the graphs for the sizes in use. Raises `HetpipeError`."""
+        """Trace a plan's graphs for the sizes in use. Raises `HetpipeError`."""
         loading = self._loading(plan)
         graphs = loading.graphs(self.sizes, self.evaluated)
         tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
@@ -241,8 +245,11 @@ class Stages:
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
 
     def columns(self) -> Iterator[tuple[list[StageGraphs], list[str]]]:
-        """Yield, for each number of a replica, the stages and their members; a stage with fewer
-        replicas repeats its last one. Passes are for all rows of a micro-batch."""
+        """Yield, for each replica number, all stages and their members.
+
+        A stage with fewer replicas repeats its last replica. Passes are for all rows of a
+        micro-batch.
+        """
         loading, devices = self._loading(self.plan), [stage.devices for stage in self.plan.stages]
         for number in range(max(map(len, devices))):
             members = [names[min(number, len(names) - 1)] for names in devices]

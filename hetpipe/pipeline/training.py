@@ -39,15 +39,16 @@ if TYPE_CHECKING:
 
 NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
-"""The number of last mini-batches of a run whose timelines are kept."""
+"""The timelines of this many mini-batches, the last ones of a run, are kept."""
 
 
 @dataclass(frozen=True)
 class Result:
     """One mini-batch of a run.
 
-    By stage, `versions` are the numbers of mini-batches applied to the weights of its (last)
-    forward, and `live_versions` the most versions that were alive at once.
+    By stage, `versions` has the number of mini-batches that were applied to the weights of its
+    forward (the last one, if it has several), and `live_versions` the most versions that were alive
+    at once.
     """
 
     index: int
@@ -67,14 +68,14 @@ class Ran:
 class Training:
     """The state of a training on a crew's workers. A new size of micro-batches loads stages again.
 
-    Under a schedule that flushes, `step` trains a mini-batch. Under any other, `admit` hands it in
-    and `collect` returns its result later.
+    Under a schedule that flushes, `step` trains a mini-batch. Under any other schedule, `admit`
+    hands a mini-batch in, and `collect` returns its result later.
     """
 
     def __init__(
         self, setup: Setup, mini_batch: int, resume: Checkpoint | None, progress: Progress
     ) -> None:
-        """Loads stages for a mini-batch of `mini_batch` samples."""
+        """Load stages for mini-batches of `mini_batch` samples, with the values of `resume`."""
         plan, updates = setup.plan, setup.updates
         self.setup, self._crew = setup, setup.crew
         before = None if resume is None else progress_of(resume)
@@ -94,9 +95,9 @@ class Training:
         """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
         """The message of the first loss that was not finite and was still applied."""
-        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
+        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, sizes
         self.last_save = last_save(self.steps, resume)
-        self._accumulated: list[float] = []  # the counts of mini-batches since the last update
+        self._accumulated: list[float] = []  # each mini-batch's count since the last update
         self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
 
@@ -127,7 +128,7 @@ class Training:
         return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
-        """Whether stages for a mini-batch are loaded. Raises `HetpipeError` if it is refused."""
+        """Whether stages are loaded for a mini-batch. Raises `HetpipeError` if it is not valid."""
         samples = sizes_of(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
@@ -135,8 +136,8 @@ class Training:
     def step(self, x: Any, y: Any) -> Result:
         """Train on one whole mini-batch, under a schedule that flushes.
 
-        Raises `NotFiniteError` if its loss is not finite. Then neither it nor the mini-batches
-        accumulated before it are applied.
+        Raises `NotFiniteError` if the loss or a gradient is not finite. Then neither this
+        mini-batch nor the mini-batches accumulated before it are applied.
         """
         self.stages.check_own()
         request = self.request(x, y)
@@ -175,8 +176,8 @@ class Training:
         self.steps += 1
 
     def collect(self) -> Result:
-        """Return the result of the oldest mini-batch under way. Raises `NotFiniteError` if its loss
-        is not finite: it was applied nevertheless, and `not_finite` keeps the message."""
+        """Return the result of the oldest mini-batch under way. Raises `NotFiniteError` if loss or
+        gradients are not finite; they were applied, and `not_finite` keeps the message."""
         streaming = self.stages.streaming
         assert streaming is not None
         self.stages.check_own()
@@ -189,7 +190,7 @@ class Training:
             loss = mean_loss(result, samples, index)
             check_gradients(result, index)
         except NoMeanError:
-            raise  # it was applied with zero gradients
+            raise  # the mini-batch was applied with zero gradients
         except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
@@ -201,8 +202,8 @@ class Training:
         if (streaming := self.stages.streaming) is not None:
             applied, rest = streaming.flush()
             self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
-            if rest.culprit and self.not_finite is None:  # otherwise the user knows already
-                self.not_finite = f"{rest.culprit} was not finite"
+            if rest.culprit and self.not_finite is None:  # otherwise an error was raised before
+                self.not_finite = f"{rest.culprit} was not finite."
                 check_gradients(rest, self.steps - 1)
 
     def apply(self) -> None:
@@ -228,7 +229,7 @@ class Training:
         return self.setup.captured.parts.join(self._crew.read(role))
 
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
-        """Run one mini-batch with only the actions of these kinds."""
+        """Run one mini-batch with only the actions `ops`."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent = deque([result], RECENT)
@@ -263,7 +264,7 @@ class Training:
         )
 
     def _prepare(self, sizes: set[int], ready: set[int]) -> None:
-        """Load stages with passes for these sizes too, unless all are in `ready`."""
+        """Load stages that also have passes for these sizes, unless all are in `ready`."""
         if sizes <= ready:
             return
         self.flush()
@@ -280,7 +281,7 @@ class Training:
     def move(self, plan: Plan) -> None:
         """Change to a plan with other cuts or members, at rest; nothing may be accumulated.
 
-        Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
+        Raises `HetpipeError` before anything has moved, and `WorkerError` if a worker fails.
         """
         self.stages.check_own()
         self.flush()
@@ -301,7 +302,7 @@ class Training:
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
-        """Update with the accumulated gradients, multiplied by `grad_scale`; NaN drops them."""
+        """Update with the accumulated gradients times `grad_scale`; if it is NaN, drop them."""
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         lr = self.setup.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
@@ -311,7 +312,7 @@ class Training:
             self._record(result)
 
     def _record(self, result: StepResult) -> None:
-        """Count an update that was made or skipped."""
+        """Count an update that was made, or one that was skipped."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
 
@@ -321,7 +322,7 @@ def gradients_of(
 ) -> tuple[float, dict[str, Array]]:
     """Return loss and gradients of one mini-batch, by parameter, at rest.
 
-    If the loss is a sum with a count, they are the gradients of its mean, or with `summed` of the
+    If the loss is a sum with a count, the gradients are of the mean; with `summed` they are of the
     sum, as the stages have them.
     """
     crew = training.setup.crew

@@ -1,4 +1,4 @@
-"""Output for people and programs: tables, pictures of timelines, JSON."""
+"""Output for people and programs: tables, pictures of timelines, traces in JSON."""
 
 from typing import TYPE_CHECKING
 

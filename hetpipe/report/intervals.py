@@ -1,13 +1,13 @@
-"""Turns a timeline into intervals for readers: passes, sums, transfers and waits.
+"""Turns a timeline into intervals for people: passes, sums, transfers and waits.
 
-A predicted receive begins when its worker asks for the message, a measured one when the message
-arrives. So transfers and waits are derived, by the same rules for both:
+A predicted receive begins when its worker asks for the message, but a measured receive begins when
+the message arrives. So transfers and waits are derived from both kinds by the same rules:
 
-- A message is under way while its send lasts. Then it is ready until the receiving lane has
-  no pass to do, and is under way again until the end of its receive.
-- A sum over replicas begins when its last replica begins it.
+- A message is under way while its send lasts. Then the message waits until the receiving lane has
+  ended its pass, and is under way again until the end of its receive.
+- A sum over replicas begins when the last replica begins it.
 - A lane waits before its first pass and between two passes, except while a message for the later
-  pass is under way, or, before an update, while the lane sums.
+  pass is under way or, before an update, while the lane sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetpipe.simulate.timeline import Span, Timeline
 
 
 class Kind(str, Enum):
-    """How a lane spends an interval; the value is text for people."""
+    """The occupation of a lane in an interval; the value is a text for people."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -48,9 +48,10 @@ PASSES = {
 
 
 class Interval(NamedTuple):
-    """Seconds since the step began, on a row of the timeline.
+    """A part of a row of a timeline; `start_s` and `end_s` are in the timeline's seconds.
 
-    `action` is the action itself; for a transfer its receive, for a wait the delayed pass.
+    `action` is the action that lasts; for a transfer it is the receive, for a wait the delayed
+    pass.
     """
 
     kind: Kind
@@ -61,7 +62,7 @@ class Interval(NamedTuple):
 
 
 def intervals(timeline: Timeline) -> list[Interval]:
-    """Return all intervals of a timeline, by kind. Transfers are on the rows of their receivers."""
+    """Return all intervals: passes, sums, transfers, waits. A transfer is on its receiver's row."""
     passes = [
         Interval(PASSES[span.action.op], span.worker, span.action, span.start_s, span.end_s)
         for span in timeline.spans
@@ -77,7 +78,7 @@ def intervals(timeline: Timeline) -> list[Interval]:
 def pair_messages(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
     """Return each receive with the send of its message, or None if the spans lack the send.
 
-    Among several sends it chooses the last one that ends before the receive.
+    If several spans send the message, the send is the last one that ends no later than the receive.
     """
     sends: dict[Message | None, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=attrgetter("end_s")):
@@ -99,7 +100,10 @@ def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
 
 
 def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
-    """Yield sums by worker; a measured sum has a span per message, from first start to last end."""
+    """Yield an interval for each sum on each worker.
+
+    A measured sum has a span for each message; it lasts from their first start to their last end.
+    """
     ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):
         lo, hi = ends[span.action].get(span.worker, (span.start_s, span.end_s))
@@ -129,7 +133,7 @@ def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> It
 
 
 def _has_length(span: Span) -> bool:
-    """Return whether the span lasts: a predicted receive of a ready message takes no time."""
+    """Whether a receive takes time: a predicted receive of a message that waits takes none."""
     return span.end_s > span.start_s
 
 
@@ -152,7 +156,7 @@ def _waits(
 
 
 def _free_parts(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
-    """Yield the parts of lo..hi outside `busy`, whose intervals are sorted by their starts."""
+    """Yield the parts of lo..hi that no interval of `busy` covers; `busy` is sorted by starts."""
     for start_s, end_s in [*((interval.start_s, interval.end_s) for interval in busy), (hi, hi)]:
         if lo < min(start_s, hi):
             yield lo, min(start_s, hi)

@@ -1,4 +1,4 @@
-"""Draws timelines: a row per lane with its passes and waits, transfers and sums below them.
+"""Draws timelines: each lane has a row with its passes and waits, and transfers and sums below.
 
 `hetpipe.report.intervals` defines transfers and waits. A transfer is on its receiver's row.
 """
@@ -34,27 +34,26 @@ COLOURS = {
     Kind.WAIT: "#dedede",
 }
 BANDS = {Kind.TRANSFER: (0.27, 0.08), Kind.SUM: (0.37, 0.08), Kind.WAIT: (-0.25, 0.3)}
-"""Top and height of the bars of each kind, in rows from the middle of the row."""
+"""Offset of the bars' upper edge from the middle of the row, and their height; 1 is a row."""
 
 PASS_BAND = (-0.42, 0.64)
 NUMBERED = 0.011
-"""A pass shows the number of its micro-batch if it takes this fraction of the axis."""
+"""A pass shows the number of its micro-batch if it is at least this fraction of the time axis."""
 
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "") -> None:
-    """Draw timelines of one workload, one above the other on one time axis.
+    """Draw timelines of one workload, one above the other, on the same time axis.
 
-    Each title says whether the timeline is measured, emulated or predicted. Raises `HetpipeError`
-    for a file that is no .png, .svg or .pdf, if matplotlib is missing or if the file cannot be
-    written.
+    Each timeline's title begins with its label. Raises `HetpipeError` for a file that is not .png,
+    .svg or .pdf, if matplotlib is missing, or if the file cannot be written.
     """
     draw_workloads(path, [timelines], title)
 
 
 def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: str = "") -> None:
-    """Draw the timelines of several workloads, each workload on a separate time axis.
+    """Draw the timelines of several workloads, with a separate time axis for each workload.
 
     Raises the same errors as `draw_timelines`.
     """
@@ -144,7 +143,7 @@ GROUP_COLOURS = ("#2f6b9a", "#c0504d", "#6a994e", "#8d6cab", "#b8860b")
 
 @dataclass(frozen=True)
 class Point:
-    """A kernel: operations per byte, GFLOP/s, and the group that gives its colour."""
+    """A kernel: operations per byte (`intensity`), GFLOP/s, and the group that has one colour."""
 
     label: str
     group: str

@@ -42,7 +42,7 @@ def format_rate(per_s: float) -> str:
 
 
 class _PlainTable(Table):
-    """A table without markup: users' names may contain brackets, or colons like an emoji's name."""
+    """A table that reads no text as markup, because users' names may contain brackets or colons."""
 
     def add_row(self, *renderables: RenderableType | None, **options: Any) -> None:
         plain = (Text(cell) if isinstance(cell, str) else cell for cell in renderables)
@@ -50,7 +50,7 @@ class _PlainTable(Table):
 
 
 def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()) -> Table:
-    """Return an empty table; the columns named in `numbers` are flush right. Text is no markup."""
+    """Return an empty table; the columns in `numbers` are aligned at the right."""
     table = _PlainTable(title=Text(title, "bold"), title_justify="left")
     for column in columns:
         table.add_column(Text(column), justify="right" if column in numbers else "left")
@@ -60,9 +60,9 @@ def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()
 def device_table(
     infos: Iterable[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
 ) -> Table:
-    """Return a table of devices; `joining` are the ids that a local cluster takes by default.
+    """Return a table of devices; `joining` has the ids of those in a local cluster by default.
 
-    `providers` has the provider of each backend.
+    `providers` has the origin of each backend.
     """
     columns = ("device", "kind", "name", "memory", "domain", "joins", "times are", "provided by")
     table = make_table("Devices", columns, {"memory"})
@@ -81,7 +81,8 @@ def device_table(
 
 
 def cost_table(costs: CostTable) -> Table:
-    """Return forward and backward times of every layer on every device, for one micro-batch."""
+    """Return a table with the forward and backward times of every layer on every device, for one
+    micro-batch."""
     members = list(costs.devices)
     heads = [f"{member}, {costs.devices[member].label}" for member in members]
     columns = ["layer", *heads, "weights", "saved", "cut"]
@@ -108,7 +109,7 @@ def cost_table(costs: CostTable) -> Table:
 
 
 def link_table(costs: CostTable) -> Table:
-    """Return every link: latency, bandwidth, and the time of the largest cut."""
+    """Return a table with every link's latency and bandwidth, and its time for the largest cut."""
     largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
     columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
     table = make_table("Links", columns, columns[2:5])

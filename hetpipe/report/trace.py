@@ -1,8 +1,8 @@
-"""Writes timelines as Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) opens too.
+"""Writes timelines as Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) also opens.
 
-A timeline is a process. One thread per lane has the passes and waits. Sums and messages overlap
-passes and each other, so they are on further threads. The format is described in "Trace Event
-Format", Google, 2016.
+In the trace, a timeline is a process. One thread for each lane has the passes and waits. Sums and
+messages overlap passes and each other, so they are on additional threads. The format is described
+in "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ CATEGORIES = dict.fromkeys(BACKWARDS, "backward") | {
 }
 
 GAP_S = 1e-8
-"""Least gap between events of a thread, so that an arrow's end belongs to one event alone."""
+"""Least gap between two events of a thread, so that the end of an arrow belongs to only one event.
+"""
 
 Event = dict[str, Any]
 
 
 def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write timelines as one trace; all of them begin at its time 0.
+    """Write timelines as one trace; all timelines begin at time 0 of the trace.
 
-    Every span is an event with its own times, except that a receive begins when its message is on
-    its way: before that there is a wait. Raises `HetpipeError` if the file cannot be written, and
-    `CostError` if a time in it is not finite.
+    Every span is an event with the span's times, except that a receive does not begin before its
+    send: until then the lane waits. Raises `HetpipeError` if the file cannot be written, and
+    `CostError` if a time is not finite in microseconds.
     """
     events = [
         event
@@ -51,20 +52,20 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     except ValueError as error:
         last_s = max(span.end_s for timeline in timelines for span in timeline.spans)
         raise CostError(
-            f"cannot write {path}: a timeline ends at {last_s:g} s, which is no finite number in "
-            "the microseconds of a trace; check the costs"
+            f"cannot write {path}: a timeline ends at {last_s:g} s, which is not a finite number "
+            "of microseconds, the unit of a trace; check the costs"
         ) from error
     write_beside(path, text)
 
 
 class _Process:
-    """One timeline. Each event gets the first free thread, so that events never overlap."""
+    """One timeline. Sums and messages get the first free thread, so that events never overlap."""
 
     def __init__(self, number: int, timeline: Timeline) -> None:
         self._number = number
         self._timeline = timeline
         self._begin_s = min((span.start_s for span in timeline.spans), default=0.0)
-        self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # of the further threads
+        self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # additional threads
         self._threads: dict[tuple[int, int], int] = {}
 
     def events(self) -> list[Event]:
@@ -89,7 +90,7 @@ class _Process:
         return self._complete(name, each.kind, thread, each.start_s, each.end_s)
 
     def _beside(self) -> Iterator[Event]:
-        """Yield sums, and messages with an arrow from each send to its receive."""
+        """Yield the events of sums and messages, and an arrow from each send to its receive."""
         spans = [s for s in self._timeline.spans if not s.action.op.is_compute]
         send_of = {id(receive): send for send, receive in pair_messages(spans)}
         threads: dict[int, int] = {}
@@ -135,5 +136,5 @@ class _Process:
 
 
 def _leaves_s(span: Span, send: Span | None) -> float:
-    """Return the start of a span; for a receive, not before the start of its send."""
+    """Return the start of a span; a receive starts at its send's start if this is later."""
     return span.start_s if send is None else min(max(span.start_s, send.start_s), span.end_s)

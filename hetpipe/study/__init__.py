@@ -1,7 +1,7 @@
-"""Studies: plans for clusters, attached or only described, and predictions of their gains.
+"""Studies: plans and predictions for clusters whose devices are attached, or only described.
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
-`coverage`. None of them needs the devices, except to measure.
+`coverage`. They need devices only to measure; `coverage` opens the device that it is asked about.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The step time of a cluster with another device, one less, or another link."""
+"""The step time after a change of a cluster: one device more or fewer, another device or link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change of a cluster and the plan that follows, or why there is none."""
+    """A change of a cluster, and the plan after the change, or the reason why there is none."""
 
     change: str  # empty: the unchanged cluster
     plan: Plan | None
@@ -40,7 +40,7 @@ class WhatIf:
     changes: tuple[Alternative, ...]
 
     def factor(self, changed: Alternative) -> float | None:
-        """Return the step time after a change over the time before; below 1 is quicker."""
+        """Return the step time after a change, divided by the time before; below 1 is faster."""
         if changed.plan is None or self.now.plan is None or not self.now.plan.step_s:
             return None
         return changed.plan.step_s / self.now.plan.step_s
@@ -71,7 +71,8 @@ def whatif(
 ) -> WhatIf:
     """Plan the unchanged cluster, and the cluster after each single change.
 
-    Raises `ClusterError` for a change that has no form of `FORMS`, or an unknown name.
+    Raises `ClusterError` for a change in a form that `FORMS` does not name, or with an unknown
+    name.
     """
     clusters = [(change, changed(cluster, change)) for change in changes]
 
@@ -113,7 +114,7 @@ def _without(cluster: Cluster, gone: str) -> Cluster:
 
 
 def _with(cluster: Cluster, board: str, server: str) -> Cluster:
-    """Return the cluster with one more board at the end, in `server` if that is not empty."""
+    """Return the cluster with one more board, the last member, in `server` if it is not empty."""
     taken = [re.fullmatch(rf"{re.escape(board)}\.(\d+)", id) for id in cluster.ids]
     number = max((int(match[1]) for match in taken if match), default=-1) + 1
     new = Member(f"{board}.{number}", "", board=board, server=server)
@@ -121,7 +122,7 @@ def _with(cluster: Cluster, board: str, server: str) -> Cluster:
 
 
 def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
-    """Return the cluster with a board instead of a member, under the member's id."""
+    """Return the cluster with a board in the place of a member; the board has the member's id."""
     old = cluster.member(name)
     new = replace(old, device="", board=board)
     members = tuple(new if member is old else member for member in cluster.members)
@@ -129,7 +130,7 @@ def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
 
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:
-    """Return the cluster with a network of the same shape and another speed between servers."""
+    """Return the cluster with another speed of the network between servers; the shape stays."""
     if cluster.network is None:
         raise ClusterError("the cluster has no network between servers; change a link, as a~b=LINK")
     link = parse_link(text)

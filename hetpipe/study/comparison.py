@@ -1,4 +1,4 @@
-"""A comparison of plans: the planners' plans, and simple plans made by hand."""
+"""A comparison of plans: the plans of all planners, and simple plans as one makes them by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.study.subject import Subject, costs_for, sizes_of
 
 BY_HAND = ("even", "speed-sorted", "data-parallel")
-"""Names of plans made by hand."""
+"""Names of the plans that are made by hand; see `by_hand`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class Comparison:
     mini_batch: int
     rows: tuple[PlannerRow, ...]
     sum_samples_per_s: float
-    """Samples per second of all devices, each with the whole model and all the memory it needs."""
+    """Samples per second of all devices together, if each alone runs the whole model and has enough
+    memory."""
 
     @property
     def best(self) -> Plan:
-        """The plan with the quickest predicted step. Raises `PlanError` if none can run."""
+        """The plan with the shortest predicted step. Raises `PlanError` if there is no plan."""
         for row in self.rows:
             if row.plan is not None:
                 return row.plan
@@ -84,8 +85,8 @@ def compare(
 ) -> Comparison:
     """Return the plans of these planners, priced by one cost model and one simulator.
 
-    With `measured`, the plans also run; all devices must be attached. Raises `HetpipeError` if
-    costs are missing, or if the plans should run and the subject is a profile.
+    With `measured`, the plans also run, and all devices must be attached. Raises `HetpipeError` if
+    costs are missing, or if `measured` is given for a subject that is only a profile.
     """
     options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
@@ -98,10 +99,10 @@ def compare(
 
 
 def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the proposals of a way to plan by hand.
+    """Yield the proposals of one way to plan by hand, for all numbers of micro-batches.
 
-    `even` gives devices equal numbers of layers, in the cluster's order; `speed-sorted` too, the
-    quickest device first; `data-parallel` puts the whole model on each device.
+    `even` gives devices equal numbers of layers, in the cluster's order. `speed-sorted` does the
+    same with the fastest device first. `data-parallel` puts the whole model on each device.
     """
     options, members = priced.options, list(cluster.ids)
     table = priced.tables[max(priced.tables)]
@@ -118,7 +119,8 @@ def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
-    """Return samples per second of all devices, each with the whole model at its best micro-batch.
+    """Return the samples per second of all devices together, if each alone runs the whole model at
+    its best micro-batch size.
 
     The sum is infinite if a device takes no time.
     """

@@ -1,7 +1,7 @@
-"""The operators that a device lacks for a model, and operators that a companion runs for it.
+"""The operators that a device lacks for a model, and the operators that a companion runs for it.
 
-Missing operators have their share of the model's time, modelled on a described processor. Lent
-operators have their cost, measured for each call alone, with its copies there and back.
+Each missing operator has its share of the model's time, modelled on the board `JUDGE`. Each lent
+operator has its cost: the measured seconds of its calls, with the copies to the companion and back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from hetpipe.sdk.host.companion import CompanionDevice
 
 RUNS = 4
-"""Runs of a lent operator, the first as a warm-up; the shortest run counts."""
+"""How often a lent operator runs; the shortest run counts, so the first one may be a warm-up."""
 JUDGE = "desktop-cpu"
-"""The board whose modelled seconds weight the operators."""
+"""The board whose modelled seconds decide each operator's share of the time."""
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """An operator that a device refuses: its calls, share of the model's time, and the reason."""
+    """An operator that a device refuses: its calls, its share of the model's time, and why."""
 
     operator: str
     calls: int
@@ -41,9 +41,10 @@ class Lacking:
 
 @dataclass(frozen=True)
 class LentCost:
-    """An operator that a companion runs, with its calls in the programs of a mini-batch.
+    """An operator that a companion runs, with its calls in the model's programs.
 
-    `nbytes` counts the copied bytes, `measured_s` the measured seconds of calls and copies.
+    `nbytes` counts the copied bytes of all calls, `measured_s` the measured seconds of all calls
+    and copies.
     """
 
     operator: str
@@ -55,7 +56,8 @@ class LentCost:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The operators that a device lacks for one model, the largest share of time first."""
+    """The operators that a device lacks for one model, the largest share of the time first, and the
+    operators that a companion runs for the device."""
 
     model: str
     device: str
@@ -86,7 +88,8 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     """Return the operators of a workload's forwards, backwards and updates that a device refuses.
 
     The model is captured in the operators of the device's backend. The device is opened, but runs
-    only lent operators, on ones. Raises `HetpipeError` if there is no such model or device.
+    only the operators that a companion lends it, on inputs of ones. Raises `HetpipeError` if there
+    is no such model or device.
     """
     from hetpipe.profile.count import count_calls
     from hetpipe.sdk.graph import operator_name
@@ -137,7 +140,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
 
 
 def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[LentCost]:
-    """Return the operators of graphs that the companion runs, the most expensive first."""
+    """Return the costs of the operators that the companion runs, the most expensive first."""
     from hetpipe.sdk.graph import graph_structure, operator_name
     from hetpipe.sdk.host.parts import part_of, units_of
 
@@ -162,7 +165,7 @@ def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[Len
 
 
 def _seconds(device: CompanionDevice, graph: fx.GraphModule) -> float:
-    """Return the seconds of the shortest of `RUNS` runs of a graph on ones."""
+    """Return the seconds of the shortest of `RUNS` runs of a graph on inputs of ones."""
     from hetpipe.sdk.inputs import input_forms
 
     arrays = [np.ones(shape, dtype) for shape, dtype in input_forms(graph)]

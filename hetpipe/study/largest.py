@@ -1,4 +1,4 @@
-"""The largest model, or the largest micro-batch, that a cluster holds."""
+"""The largest model, or the largest micro-batch, for which a cluster has enough memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 2**20
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: a schedule with its weights, or data parallelism, and recompute or not."""
+    """A way to train: a schedule, its policy of weights, and whether stages recompute."""
 
     schedule: str
     weights: str = "auto"
@@ -48,9 +48,9 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Capacity:
-    """By method, the largest count on the first 1, 2, 4, ... devices; 0 if nothing fits.
+    """The largest counts by method, on the first 1, 2, 4, ... members; 0 if not even 1 fits.
 
-    `devices` are these numbers of devices.
+    `devices` has these numbers of members.
     """
 
     subject: str
@@ -78,18 +78,19 @@ def capacity(
     block: tuple[int, int] | None = None,
     methods: Sequence[Method] = METHODS,
 ) -> Capacity:
-    """Return the largest model or micro-batch that 1, 2, 4, ... and all devices hold.
+    """Return the largest model or micro-batch that fits on 1, 2, 4, ... and on all devices.
 
-    With a block of layers (first, last), count its repetitions, else the samples of a micro-batch.
-    Each device has a stage, with the best cuts for its memory. `microbatches` of a mini-batch are
-    two for each stage by default. Raises `PlanError` if the model lacks the block.
+    With a block of layers (first, last), repetitions of the block in the model are counted;
+    without a block, the samples of a micro-batch. Each device has a stage, and the cuts are the
+    best ones. A mini-batch has `microbatches`, by default two for each stage. Raises `PlanError` if
+    the model lacks the block.
     """
     tables = subject.costs(cluster, sizes_of(subject.mini_batch))
     layers = len(next(iter(tables.values())).layers)
     if block is not None and not 0 <= block[0] <= block[1] < layers:
         raise PlanError(
-            f"block {block[0]}..{block[1]}: the model has layers 0..{layers - 1}; give a first and "
-            "a last of them"
+            f"block {block[0]}..{block[1]}: the model has layers 0..{layers - 1}; give the numbers "
+            "of a first and a last layer"
         )
     whole = len(cluster.ids)
     counts = tuple(sorted({*(2**k for k in range(whole.bit_length())), whole}))
@@ -114,9 +115,9 @@ def capacity(
 
 
 def repeated(table: CostTable, first: int, last: int, times: int) -> CostTable:
-    """Return the table of a model that repeats layers first..last `times` times in a row.
+    """Return the table of a model in which layers first..last come `times` times in a row.
 
-    Its layers share no parameters.
+    In this model no parameters are tied.
     """
 
     def again(entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -134,7 +135,7 @@ def fits(
     microbatches: int,
     cuts: tuple[int, ...] | None = None,
 ) -> bool:
-    """Whether every stage has enough memory with these cuts; without `cuts`, with any cuts."""
+    """Whether every stage has enough memory, with these cuts or (None) with the best ones."""
     if rule_of(method.schedule).replicates:
         costs = StageCosts(table, method.recompute)
         need = costs.memory_nbytes(0, costs.count, 1)
@@ -151,7 +152,7 @@ def fits(
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, if all smaller numbers fit; 0 if 1 does not."""
+    """Return the largest number that `holds`, if it also holds all smaller numbers; 0 if not 1."""
     if not holds(1):
         return 0
     low = 1

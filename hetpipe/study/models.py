@@ -1,4 +1,4 @@
-"""Models and profiles as subjects: a user's workload, or a file of costs."""
+"""Subjects of studies from a workload by name, or from a file of costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 MEASURED_PARTS = (4, 32)
-"""Measured micro-batches are a mini-batch divided by these numbers."""
+"""Costs are measured at the sizes of a mini-batch divided by these numbers."""
 WARM_STEPS, TIMED_STEPS = 2, 5
 
 
@@ -67,21 +67,22 @@ class Model:
         return {size: merge_tables(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
-        """Return output channels of layers that can be split; none if the optimizer forbids it."""
+        """Return the output channels of the layers that can be split; none if the optimizer does
+        not allow splits."""
         from hetpipe.capture.passes.update_programs import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 
         captured = self.captured()
         matrices = [name for name, value in captured.parameters.items() if value.ndim >= 2]
         try:
-            first = dict.fromkeys(matrices[:1], 1)  # the optimizer treats all in the same way
+            first = dict.fromkeys(matrices[:1], 1)  # one is enough: all are updated in the same way
             check_elementwise(optimizer_of(self.workload), first, captured.parameters)
         except HetpipeError:
             return {}
         return captured.channels
 
     def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
-        """Return the median seconds of some steps of the plan on attached devices."""
+        """Return the median of the seconds of some steps of the plan on attached devices."""
         from hetpipe.train.training import open_pipeline
 
         captured = None if plan.splits else self.captured()  # a split model is captured again
@@ -119,7 +120,7 @@ class Model:
 
 
 def of_model(name: str, mini_batch: int | None = None) -> Model:
-    """Return a workload by name as a subject. Raises `HetpipeError` for an unknown name."""
+    """Return the workload of this name. Raises `HetpipeError` for an unknown name."""
     from hetpipe.zoo.load import load_workload
 
     return Model(load_workload(name), mini_batch)
@@ -134,9 +135,10 @@ def of_file(
     cut_nbytes: int | None = None,
     unit_s: float = 1e-3,
 ) -> Subject:
-    """Return the costs in a file, whose content shows its format.
+    """Return the costs in a file as a subject; the name and content of the file show its format.
 
-    JSON profiles lack `cut_nbytes` and `unit_s` (see `read_chain`). Raises `CostError`.
+    `cut_nbytes` and `unit_s` are for profiles in JSON, which do not contain them (see
+    `read_chain`). Raises `CostError`.
     """
     if path.suffix == ".json":
         data = read_json(path, CostError)
@@ -144,7 +146,9 @@ def of_file(
             table = CostTable.from_json(data, str(path))
             return of_table(table, mini_batch or 8 * table.samples)
     if samples is None:
-        raise CostError(f"{path} does not say its micro-batch; give it, as --samples 32")
+        raise CostError(
+            f"{path} does not say its micro-batch; give the number of samples, as --samples 32"
+        )
     total = mini_batch or 8 * samples
     if path.suffix != ".json":
         if cut_nbytes is not None:

@@ -20,15 +20,16 @@ from hetpipe.simulate.timeline import Timeline
 class Simulation:
     """The timeline of one step, and its outcome.
 
-    Without flushes, the timeline has several mini-batches and starts with an empty pipeline. The
-    outcome then describes one mini-batch in a full pipeline, but memory over the whole timeline.
+    Without flushes, the timeline has several mini-batches and starts with an empty pipeline. Then
+    the outcome describes one mini-batch in a full pipeline, except that its memory is over the
+    whole timeline.
     """
 
     plan: Plan
     timeline: Timeline
     outcome: Outcome
     step_s: float
-    """Predicted seconds per mini-batch, with the controller's overhead."""
+    """Predicted seconds per mini-batch, including the controller's overhead."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write."""
@@ -58,11 +59,11 @@ class Simulation:
 
 
 def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Simulation:
-    """Simulate a plan by the costs at its micro-batches, without the devices.
+    """Simulate a plan without its devices, by the costs at the plan's size of micro-batches.
 
-    With a `cluster`, messages and sums over replicas share its buses, half-duplex links and uplinks
-    of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` if the costs lack a
-    device or link of the plan, and `ClusterError` if the cluster lacks it.
+    With a `cluster`, messages and sums over replicas share the cluster's buses, half-duplex links
+    and uplinks of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` if the costs
+    lack a device or link of the plan, and `ClusterError` if the cluster lacks a device of the plan.
     """
     times = stage_times(plan, costs)
     if cluster is not None:
@@ -76,7 +77,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
 
 
 def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
-    """Return the outcome of one mini-batch in a full pipeline, from a whole timeline's."""
+    """Return the outcome of one mini-batch in a full pipeline; `whole` is the whole timeline's."""
     count = 1 + max(s.action.number for s in timeline.spans if s.action.op is Op.UPDATE)
     busy_s = ((1 - bubble) * whole.step_s / count for bubble in whole.bubble)
     return replace(
@@ -88,9 +89,9 @@ def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
 
 
 def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
-    """Return by stage the constant bytes, and the bytes that each micro-batch in flight adds.
+    """Return, by stage, the constant bytes and the bytes that each micro-batch in flight adds.
 
-    If a backward has two halves, half of the added bytes are assumed to wait for the second.
+    If a backward has two halves, half of the added bytes are assumed to be kept for the second one.
     """
     stages = StageCosts(costs, plan.recompute)
     parts = []

@@ -1,4 +1,4 @@
-"""Subjects: models with their costs on any cluster, for studies."""
+"""Subjects of studies: models with their costs on any cluster."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
 
 Costs = Callable[[Cluster, Sequence[int]], Mapping[int, CostTable]]
-"""A cluster and sizes of micro-batches -> the costs at each size."""
+"""From a cluster and sizes of micro-batches, the costs at each size."""
 Measure = Callable[[Cluster, Plan, CostTable], float]
-"""Attached devices, a plan and its costs -> the measured seconds of a step."""
+"""From a cluster of attached devices, a plan and its costs, the measured seconds of a step."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with a mini-batch, and its costs on a cluster at sizes of micro-batches."""
+    """A model with a mini-batch, and a function that returns the model's costs on a cluster."""
 
     name: str
     mini_batch: int
     costs: Costs
     measure: Measure | None = None
-    """Runs a plan and measures it; None if only costs are known."""
+    """Runs a plan and measures the step; None if only costs are known."""
     channels: Callable[[], Mapping[str, int]] = dict
-    """Returns output channels of layers that two stages can share; none for a profile."""
+    """Returns the output channels of the layers that can be split; none for a profile."""
 
     def options(self, **chosen: Any) -> PlannerOptions:
         """Return the options of a planner for this subject."""
@@ -48,9 +48,10 @@ class Subject:
 
 
 def of_profile(path: Path, samples: int, mini_batch: int, reference: str = REFERENCE) -> Subject:
-    """Return a published profile, measured at micro-batches of `samples` on board `reference`.
+    """Return the subject of a profile in PipeDream's format.
 
-    For other boards, its times are scaled (`hetpipe.cost.placed`). Raises `CostError`.
+    The profile was measured at micro-batches of `samples` on board `reference`; for other boards
+    and sizes its times are scaled (`hetpipe.cost.placed`). Raises `CostError`.
     """
     return of_chain(
         path.stem, read_profile(path).without_inputs().chain(), samples, mini_batch, reference
@@ -65,9 +66,10 @@ def of_chain(
     reference: str = REFERENCE,
     state_copies: int = 1,
 ) -> Subject:
-    """Return a chain of layers, measured at micro-batches of `samples` on board `reference`.
+    """Return the subject of a chain of layers.
 
-    Optimizer state is `state_copies` times the parameters: 1 for momentum, 2 for Adam.
+    The chain was measured at micro-batches of `samples` on board `reference`. Optimizer state is
+    `state_copies` times the parameters: 1 for momentum, 2 for Adam.
     """
     profiled = board(reference), samples
 
@@ -99,15 +101,15 @@ def described(cluster: Cluster) -> dict[str, Board]:
     for member in cluster.members:
         if not member.board:
             raise ClusterError(
-                f"{member.id} is {member.device}, an attached device, and these costs are of "
-                "boards: give it a board, or profile the model on it"
+                f"{member.id} is {member.device}, an attached device, but these costs are only of "
+                "boards: give this member a board, or profile the model on the device"
             )
     return {member.id: board(member.board) for member in cluster.members}
 
 
 @cache
 def sizes_of(mini_batch: int) -> tuple[int, ...]:
-    """Return a mini-batch divided by powers of two, rounded up, down to one sample."""
+    """Return the mini-batch divided by 1, 2, 4, ... and rounded up, down to 1 sample; ascending."""
     return tuple(sorted({-(-mini_batch // 2**k) for k in range(mini_batch.bit_length() + 1)}))
 
 
@@ -117,7 +119,7 @@ def plan(
     options: PlannerOptions | None = None,
     planner: str = "auto",
 ) -> tuple[Plan, CostTable]:
-    """Return the plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
+    """Return a planner's plan, and the costs at its micro-batches. Raises `HetpipeError`."""
     options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
     chosen = planned(tables, cluster, options, planner)
@@ -125,7 +127,8 @@ def plan(
 
 
 def costs_for(priced: Priced, plan: Plan) -> CostTable:
-    """Return the costs at a plan's micro-batches, or at the nearest known size."""
+    """Return the costs at a plan's size of micro-batches, or at the nearest known size, after the
+    plan's splits."""
     size = priced.options.size(plan.microbatches)
     least, most = min(priced.tables), max(priced.tables)
     table = priced.table(min(max(size, least), most))
