@@ -251,7 +251,7 @@ def test_invalid_arguments_are_refused(pair: Crew, speeds: Speeds) -> None:
         pipe.rebalance(steps=0)
     one = open_planned(pair, mixed())
     open_planned(pair, mixed())
-    with pytest.raises(HetpipeError, match="crew has the stages of another pipeline"):
+    with pytest.raises(HetpipeError, match="crew now has the stages of another pipeline"):
         one.rebalance()
 
 

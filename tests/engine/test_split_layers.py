@@ -309,7 +309,7 @@ def test_conflicting_options_are_refused(crew: Crew) -> None:
             model, F.cross_entropy, batches[0], cluster=crew.cluster, crew=crew, plan=plan,
             optimizer=OPTIMIZERS["sgd"][0], split={"layers.2": 10},
         )  # fmt: skip
-    with pytest.raises(HetpipeError, match=r"not \{'layers\.2': 10\}: capture it with that"):
+    with pytest.raises(HetpipeError, match=r"not \{'layers\.2': 10\}: capture the model"):
         hp.Pipeline(
             model, F.cross_entropy, batches[0], cluster=crew.cluster, crew=crew, plan=plan,
             optimizer=OPTIMIZERS["sgd"][0], captured=captured,
