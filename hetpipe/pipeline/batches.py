@@ -59,7 +59,7 @@ def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
             f"{result.culprit} is not finite in mini-batch {index}, although its loss is",
             index,
             ": pipe.diagnose(x, y) with that mini-batch names the first operator whose result is "
-            f"not finite; a possible cause are values of the batch that are far too large.{advice}",
+            f"not finite; values of the batch that are far too large are a possible cause.{advice}",
         )
 
 

@@ -41,7 +41,7 @@ class Delivery:
         self._training.flush()
 
     def settle_anyway(self) -> None:
-        """Do the same as `settle`, even if losses under way are not finite."""
+        """Wait like `settle`, and continue if the losses of mini-batches are not finite."""
         while True:
             try:
                 self.settle()

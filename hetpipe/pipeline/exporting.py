@@ -108,7 +108,7 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards` has the board of a member of the plan, with the vendor's commands; `command` is the
+    `boards` has, by member of the plan, the board with its vendor's commands; `command` is the
     command that repeats the export. A stage on a device that exports nothing has a reason instead
     of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan names
     unknown members.

@@ -19,10 +19,11 @@ HELD = (signal.SIGINT, signal.SIGTERM)
 class Guard:
     """`with guard("step"):` surrounds a public call.
 
-    A call in a forked process raises an error, and so does a call while another thread is in one:
-    it does not wait. An interrupt (Ctrl-C, a notebook's stop button) waits until the outermost call
-    has ended, so every mini-batch is trained completely or not at all. A second interrupt aborts
-    the call: `abort(call)` then closes the pipeline, and returns the message for all later calls.
+    A call in a forked process raises an error. So does a call while another thread is in a call; it
+    does not wait for that thread. An interrupt (Ctrl-C, a notebook's stop button) waits until the
+    outermost call has ended, so every mini-batch is trained completely or not at all. A second
+    interrupt aborts the call: `abort(call)` then closes the pipeline, and returns the message for
+    all later calls.
     """
 
     def __init__(self, abort: Callable[[str], str]) -> None:

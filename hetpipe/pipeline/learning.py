@@ -201,7 +201,7 @@ def scale_costs(
 ) -> CostTable:
     """Return the table with every device's times multiplied by the device's factor, by default 1.
 
-    `emulated` devices get the label `emulated`.
+    `emulated` devices get the label `emulated`. Without factors the table stays unchanged.
     """
 
     def device_of(name: str, cost: DeviceCost) -> DeviceCost:

@@ -60,7 +60,8 @@ class Scaling:
         self._good = 0  # good updates since the scale changed
 
     def record(self, skipped: bool) -> None:
-        """Adapt the scale after an update. Raises `HetpipeError` when no scale would help."""
+        """Adapt the scale after an update. Raises `HetpipeError` for a skipped update at a scale of
+        1 or less, because a lower scale does not help then."""
         if self.rule is None:
             return
         if skipped:

@@ -135,8 +135,8 @@ class PlanOptions:
         return {name: getattr(self, name) for name in decided}
 
     def _check_one_stage(self) -> None:
-        """Raise `PlanError` for several stages under a schedule that has only one: one whose
-        replicas do not average gradients."""
+        """Raise `PlanError` for several stages under a schedule whose replicas do not average
+        gradients, because it has only one stage."""
         rule, replicas = rule_of(self.schedule), list(self.replicas or ())
         if not rule.averages and (self.cuts or len(replicas) > 1):
             raise PlanError(
@@ -157,8 +157,8 @@ class PlanOptions:
             self._check_one_stage()
         elif self.weights != "auto" and not policy_of(self.weights).flushes:
             raise PlanError(
-                f"weights={self.weights!r} goes with an asynchronous schedule: give such a "
-                "schedule as well, as schedule='pipedream'"
+                f"weights={self.weights!r} goes with an asynchronous schedule: give one of these "
+                "schedules as well, such as schedule='pipedream'"
             )
 
 
@@ -167,8 +167,8 @@ class PassOptions:
     """Options of forwards and backwards."""
 
     recompute: str | Sequence[str] = "none"
-    """The values that backwards compute again, for all stages or one per stage: `none`, `inputs`
-    (all but the stage's inputs) or `min-cut`."""
+    """`inputs` (stages keep only their inputs, and backwards repeat the forward), `min-cut` (stages
+    keep few values) or `none`; for all stages, or one per stage."""
     precision: str | None = None
     """`bfloat16` or `float16`: the dtype in which passes compute."""
     cut_dtype: str | None = None

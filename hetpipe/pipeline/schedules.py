@@ -29,8 +29,8 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 class Schedules:
-    """The schedules of one plan. Each is made once, because the identity of the object tells
-    workers that they know a schedule."""
+    """The schedules of one plan. Each is made only once, because a crew recognises a schedule by
+    the identity of the object, and sends it to its workers only once."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan

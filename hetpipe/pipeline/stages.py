@@ -54,7 +54,7 @@ class Loading:
     optimizer: Optimizer
     crew: Workers
     recompute: str | Sequence[str]
-    halves: bool  # backwards come in two halves
+    halves: bool  # whether backwards come in two halves
     extras: Collection[Extra]
     ahead: bool = True  # whether members may begin to compile before all stages are traced
 

@@ -94,7 +94,7 @@ class Training:
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
         """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
-        """The message of the first loss that was not finite and was still applied."""
+        """The message for the first loss or gradient that was applied although not finite."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, sizes
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # each mini-batch's count since the last update

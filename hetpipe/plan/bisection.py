@@ -31,7 +31,7 @@ ROUNDING = 2.0**-49
 """More than all rounding errors of a stage's time, relative to the prefix sums."""
 
 COARSE = 1e-6
-"""Precision of the bound by computation alone, before transfers and memory count."""
+"""Relative precision of the bound by computation alone, which ignores transfers and memory."""
 
 NEAR = 2e-3
 """If the lower and the upper limit are relatively this near, every second trial is a limit just

@@ -35,10 +35,10 @@ def build_plan(
     """Return the plan of a proposal, with its step predicted by simulation.
 
     `costs` are by micro-batch size, for whole micro-batches and for the parts of replicas, while
-    all devices of the proposal compute. `rows` are the rows of a micro-batch by stage and replica,
-    by default the rows of the fastest step. Raises `PlanError` if the cuts do not fit the model, a
-    device cannot run its layers, or a device's rows under data parallelism are beyond the sizes of
-    the costs.
+    all devices of the proposal compute. `rows` are the rows of a micro-batch by stage and replica;
+    by default they minimise the time of the slowest replica. Raises `PlanError` if the cuts do not
+    fit the model, a device cannot run its layers, or a device's rows under data parallelism are
+    beyond the sizes of the costs.
     """
     spans = _checked_spans(proposal, next(iter(costs.values())))
     rule, samples = rule_of(proposal.schedule), -(-mini_batch // proposal.microbatches)
@@ -98,7 +98,7 @@ def replicated_plan(
     other sizes are interpolated. If `microbatches` is None, powers of two are tried. Raises
     `PlanError` as `build_plan` does.
     """
-    most = mini_batch // max(len(devices), 1)  # a row for each device
+    most = mini_batch // max(len(devices), 1)  # each device needs a row
     counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
     groups = (tuple(devices),) * (len(cuts) + 1)
     plans: list[Plan] = []

@@ -17,8 +17,8 @@ from hetpipe.cost.table import CostTable, DeviceCost
 
 Objective = Literal["sum", "max"]
 """How a stage's time counts its sends. `max`: the stage sends while it computes, so the longest of
-computation and sends counts. `sum`: the same for an async device; a sync device sends after it has
-computed, so the times are added (BaPipe's 1F1B-SNO)."""
+the computation and its sends counts. `sum`: the same for an async device; a sync device sends after
+the computation, so the times are added (BaPipe's 1F1B-SNO)."""
 
 Array = Any  # an index or time, or a numpy array of them
 
@@ -156,7 +156,8 @@ class StageCosts:
     ) -> Array:
         """Return `stage_s` for all [lo, hi].
 
-        Empty stages take infinite time and, if `bounded`, stages that exceed the device's memory.
+        The time is infinite for an empty stage and, if `bounded`, for a stage that exceeds the
+        device's memory.
         """
         lo = np.arange(self.count + 1)[:, None]
         hi = np.arange(self.count + 1)[None, :]

@@ -301,7 +301,7 @@ class _Search:
 
     def _plan(self, number: int) -> DapplePlan:
         stages = []
-        servers = list(range(len(self.machines.counts)))  # in the order in which counts name them
+        servers = list(range(len(self.machines.counts)))  # by place in the choice's counts
         while number >= 0:
             block = bisect_right(self.starts, number) - 1
             choices, at = self.choices[block], number - self.starts[block]
@@ -316,7 +316,7 @@ class _Search:
 
 
 def _at(servers: Sequence[int], counts: Counts) -> Counts:
-    """Return the counts of these servers, in the servers' order."""
+    """Return `counts` in the order of servers' numbers; `servers` has the number for each count."""
     return tuple(count for _, count in sorted(zip(servers, counts, strict=True)))
 
 

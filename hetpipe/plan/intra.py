@@ -1,6 +1,6 @@
 """BaPipe's intra-layer partition: two neighbouring stages share a layer (section 3.3.2).
 
-With whole layers, the slowest stage and its neighbour may take unequal times. So the slowest
+With whole layers, the slowest stage and its neighbour may take unequal times. Then the slowest
 stage's layer at their cut is split by output channels, so that both stages take equal times.
 """
 

@@ -20,7 +20,7 @@ MIB = 2**20
 MISSING = "bytes are missing"
 """Every reason that more memory would cure contains these words."""
 MOST_REFUSALS = 8
-"""Number of devices whose reasons an error lists."""
+"""An error lists the reasons of at most this many devices."""
 
 
 def check_able(plan: Plan, table: CostTable) -> None:

@@ -22,7 +22,7 @@ def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
     4 devices. A bisection on the bottleneck takes O(N L) per limit, but requires additive times and
     no bound on memory; this programme works for any costs. (Pinar, Tabak, Aykanat 2008.)
     """
-    slowest = costs[0][0]  # slowest[hi]: slowest stage so far, for layers 0..hi
+    slowest = costs[0][0]  # slowest[hi]: time of the slowest stage so far, for layers 0..hi
     choices = []
     for cost in costs[1:]:
         joined = np.maximum(slowest[:, None], cost)
@@ -90,7 +90,7 @@ def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]
 
 
 def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
-    """Yield all partitions that differ by one boundary layer and leave no stage empty."""
+    """Yield all cuts in which one layer moves to a neighbouring stage and no stage is empty."""
     ends = (0, *cuts, layers)
     for index in range(1, len(ends) - 1):
         for cut in (ends[index] - 1, ends[index] + 1):

@@ -35,7 +35,7 @@ class Split:
 
 
 def splits_of(channels: Mapping[str, int] | None) -> tuple[Split, ...]:
-    """Return the splits, from the channels of the first part by layer name; none for None.
+    """Return the splits; `channels` has, by layer name, the output channels of the first part.
 
     Raises `PlanError` for other values.
     """
@@ -82,7 +82,7 @@ class StagePlan:
     update_s: Seconds
     memory_nbytes: Count  # predicted peak
     capacity_nbytes: Count
-    shares: tuple[Share, ...] = ()  # of a micro-batch, by replica; empty: equal
+    shares: tuple[Share, ...] = ()  # of a micro-batch, by replica; empty: equal shares
     all_reduce_s: Seconds = 0.0  # sum of all replicas' gradients
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline. `label` tells of its costs whether they are measured, emulated or modelled."""
+    """A pipeline. `label` says whether its costs are measured, emulated or modelled."""
 
     model: str
     layers: Annotated[tuple[str, ...], Entries(1)]  # names
@@ -116,7 +116,7 @@ class Plan:
     interval_s: tuple[Seconds, Seconds] | None = None  # predicted: holds four of five steps
     recompute: bool = False  # whether stages keep only their inputs for the backward
     lower_bound_s: Seconds | None = None  # no plan on these devices has a shorter step
-    splits: tuple[Annotated[Split, Placed()], ...] = ()  # `layers` has two names for each
+    splits: tuple[Annotated[Split, Placed()], ...] = ()  # `layers` has the names of both parts
 
     def __post_init__(self) -> None:
         if self.microbatches > self.mini_batch:

@@ -20,8 +20,7 @@ from hetpipe.simulate.walk import order_of, step_s
 ROUNDING = 1e-12
 """A smaller share of a cut is a rounding error."""
 NEAR = 1e-3
-"""If a stream's bounds of the period are relatively nearer than this, the upper one is the price.
-"""
+"""If the bounds of a stream's period differ relatively by no more, the upper bound is the price."""
 LONGEST = 256
 """Longest stream that is simulated for a price, as a multiple of the mini-batches in flight."""
 LONG_TURN = 16
@@ -47,7 +46,7 @@ def predict(
     times = times or stage_times(plan, table)
     rule, names, count = plan.rule, plan.devices, 1
     workers = len(set(names))
-    if not rule.flushes:  # a row for every replica
+    if not rule.flushes:  # the schedule has a row for every replica
         names, count = plan.all_devices, mini_batches or _filling(plan)
     schedule = generate(
         rule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight,

@@ -45,8 +45,8 @@ partitioner chooses the cuts."""
 PROMISING = 20
 """How many of the partitions with the lowest bounds become proposals."""
 SHALLOW = 8
-"""If at most this many micro-batches are in flight, each lower number is tried; otherwise the
-number is halved until it is."""
+"""With at most this many micro-batches in flight, each lower number is tried; with more, half the
+number."""
 PRICES, FRUGAL_PRICES = 120, 16
 """The most plans that a search prices; and the most if each price takes long."""
 LARGE = 2_000

@@ -67,7 +67,7 @@ class Machines:
 
         Every replica has an equal share of the samples. Samples that both groups have on the same
         server stay inside this server. The server, or the device, that moves most bytes decides:
-        between servers of one device each, m replicas send max(1 / m, 1 / n) of the bytes to n.
+        between servers of one device each, m replicas send to n at max(1 / m, 1 / n) of the bytes.
         """
         return max(fixed + each * nbytes for fixed, each in self.transfer_lines(source, target))
 

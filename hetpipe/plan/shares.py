@@ -19,7 +19,7 @@ BEYOND = 1.25
 class ReplicaTimes:
     """Seconds of forward and backward of layers lo..hi (hi excluded) on a device, by rows.
 
-    More rows never take less time: a measurement that says so is noise.
+    If more rows seem to take less time, this is noise; then they get the time of the fewer rows.
     """
 
     def __init__(self, costs: Mapping[int, StageCosts], device: str, lo: int, hi: int) -> None:

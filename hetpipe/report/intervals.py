@@ -25,7 +25,7 @@ from hetpipe.simulate.timeline import Span, Timeline
 
 
 class Kind(str, Enum):
-    """The occupation of a lane in an interval; the value is a text for people."""
+    """The activity of a lane in an interval; the value is a text for people."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -102,7 +102,8 @@ def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
 def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
     """Yield an interval for each sum on each worker.
 
-    A measured sum has a span for each message; it lasts from their first start to their last end.
+    A measured sum has a span for each message; the interval lasts from the first start to the last
+    end of these spans.
     """
     ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):

@@ -60,7 +60,7 @@ def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()
 def device_table(
     infos: Iterable[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
 ) -> Table:
-    """Return a table of devices; `joining` has the ids of those in a local cluster by default.
+    """Return a table of devices; `joining` has the ids that a local cluster takes by default.
 
     `providers` has the origin of each backend.
     """

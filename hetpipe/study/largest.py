@@ -152,7 +152,10 @@ def fits(
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """Return the largest number that `holds`, if it also holds all smaller numbers; 0 if not 1."""
+    """Return the largest number for which `holds` is true, if it is true for all smaller numbers.
+
+    The result is 0 if `holds` is false for 1.
+    """
     if not holds(1):
         return 0
     low = 1

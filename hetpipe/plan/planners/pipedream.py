@@ -46,7 +46,7 @@ synchronisation. The authors drop Input nodes from the profile.
 
 @dataclass(frozen=True)
 class Level:
-    """`count` equal components and the links between them. Raises `PlanError` for other numbers."""
+    """`count` equal components and their links. Raises `PlanError` without components or links."""
 
     count: int
     bandwidth_Bps: float
