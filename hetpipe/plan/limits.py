@@ -54,7 +54,7 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
             return (
                 f"none of them can run layer {layer.name} ({'; '.join(refusals)}); add a device "
                 "that can, or let another backend run its operators (`lends`): "
-                "`hetpipe coverage` lists the operators that each device lacks"
+                "`hetpipe coverage MODEL DEVICE` lists the operators that a device lacks"
             )
     return None
 

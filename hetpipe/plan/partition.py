@@ -15,7 +15,7 @@ from hetpipe.plan.costs import Array
 
 
 def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
-    """Return the cuts whose slowest stage is fastest; None if every partition takes infinite time.
+    """Return the cuts whose slowest stage is fastest; None if all partitions take infinite time.
 
     `costs[n][lo, hi]` is the time of layers lo..hi as stage n, infinite where impossible. A dynamic
     programme over (stages placed, layers placed) takes O(N L^2) in numpy: 0.2 ms for 100 layers on
