@@ -23,10 +23,10 @@ from hetpipe.words import short
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in pipeline order, links by pair of ids (either order), servers and their network.
+    """Devices in pipeline order, links by pair of ids (in any order), servers and their network.
 
-    Attached devices may be absent: a device is looked up when its worker starts. A link of two
-    members overrides servers and network. Raises `ClusterError` for values that no cluster has.
+    An attached device may be absent until its worker starts, which looks it up. A link between two
+    members overrides servers and network. Raises `ClusterError` for impossible values.
     """
 
     members: tuple[Member, ...]
@@ -34,7 +34,7 @@ class Cluster:
     transport: str = "auto"  # see `hetpipe.cluster.transports`
     places: Mapping[str, str] = field(default_factory=dict, compare=False)  # file:line by member id
     servers: tuple[Server, ...] = ()
-    network: Topology | None = None  # between servers; a device outside of any server counts as one
+    network: Topology | None = None  # between servers; a device without a server counts as a server
     options: Mapping[str, BackendOptions] = field(default_factory=dict)  # by name of the backend
 
     def __post_init__(self) -> None:
@@ -60,12 +60,12 @@ class Cluster:
 
     @property
     def described(self) -> tuple[Member, ...]:
-        """The members that are boards: their times are modelled, with `numerics` or without."""
+        """The members that are boards, with numerics or without. Their times are modelled."""
         return tuple(member for member in self.members if member.board)
 
     @property
     def boards_without_numerics(self) -> tuple[Member, ...]:
-        """The members on which no worker can start."""
+        """The boards without numerics: no worker can start for them."""
         return tuple(member for member in self.members if not member.opened_device)
 
     @cached_property
@@ -84,10 +84,10 @@ class Cluster:
         return self._by_id[member_id]
 
     def link(self, one: str, other: str) -> Link:
-        """Return the link between two members: the sum of its hops' latencies, the least bandwidth.
+        """Return the link between two members. Over several hops, latencies add up.
 
-        A value of None stands for the transport itself: no description changes it. Raises
-        `ClusterError` for unknown members, and for a board without a described bandwidth.
+        A latency or bandwidth of None is the transport's own: the cluster does not describe it.
+        Raises `ClusterError` for unknown members, and for a board's link without a bandwidth.
         """
         first, second = self.member(one), self.member(other)
         if first is second:
@@ -121,8 +121,8 @@ class Cluster:
     def way(self, one: str, other: str) -> tuple[str, ...]:
         """Return the media that a message from one member to another occupies, in order.
 
-        Empty if no other pair and no opposite message uses them. Raises `ClusterError` for unknown
-        members.
+        The result is empty if neither messages of other pairs nor opposite messages use the media.
+        Raises `ClusterError` for unknown members.
         """
         if self.member(one) is self.member(other):
             return ()
@@ -131,13 +131,16 @@ class Cluster:
         return () if is_private else self._layout.way(one, other)
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return the members' ids by server, in order; a member without one is a group."""
+        """Return groups of members' ids: one for each server, and one for each member without a
+        server."""
         return self._layout.groups
 
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Return components and bandwidth (B/s) of each level: devices in a server, then servers.
+        """Return, for each level, the number of its components and the bandwidth (B/s) between
+        them.
 
-        Raises `ClusterError` if servers or links differ from each other, or a bandwidth is unknown.
+        The components are the devices of a server, and then the servers. Raises `ClusterError` if
+        servers or links differ from each other, or if a bandwidth is unknown.
         """
         if not self.links:
             return self._layout.levels()
@@ -148,7 +151,7 @@ class Cluster:
             pairs = f"{len(self.links)} of {count * (count - 1) // 2} pairs"
             raise ClusterError(
                 f"the cluster is irregular: {pairs} have a separate link; give"
-                " all pairs a link with a bandwidth, or describe all links by"
+                " every pair a link with a bandwidth, or describe all links by"
                 " servers and the network"
             )
         return ((count, first.bandwidth_Bps),)
@@ -174,13 +177,14 @@ class Cluster:
     def published(name: str) -> Cluster:
         """Return a paper's cluster, such as "pipedream-a" (docs/clusters.md).
 
-        Raises `ClusterError`, with the known names.
+        Raises `ClusterError`, with the known names, for an unknown name.
         """
         return Cluster(*read_paper_cluster(name))
 
     @staticmethod
     def with_ids(ids: Sequence[str]) -> Cluster:
-        """Return a cluster for plans from costs alone: nothing but the members' ids is known."""
+        """Return a cluster that has only the ids of its members, for plans from a cost
+        table."""
         return Cluster(tuple(Member(id, id) for id in ids))
 
     @staticmethod
@@ -198,9 +202,9 @@ class Cluster:
 
 
 def load_or_published(text: str) -> Cluster:
-    """Return the cluster of a file, or of a paper where no file has the name.
+    """Return the cluster of a file, or a paper's cluster if no file has this name.
 
-    A name with a suffix is always a file. Raises `ClusterError`.
+    A name with a suffix always names a file. Raises `ClusterError`.
     """
     path = Path(text)
     return Cluster.load(path) if path.suffix or path.exists() else Cluster.published(text)
@@ -222,7 +226,7 @@ def _check_link(pair: frozenset[str], link: Link, members: Mapping[str, Member])
             raise ClusterError(f"a link names {member_id!r}; the cluster has {there}")
     name = " - ".join(sorted(pair))
     if len(pair) != 2:
-        raise ClusterError(f"link {name}: it joins two different devices")
+        raise ClusterError(f"link {name}: a link joins two different devices; name two")
     check_link(name, link.latency_s, link.bandwidth_Bps)
 
 
@@ -247,9 +251,9 @@ def published_names() -> tuple[str, ...]:
 
 
 def link_costs(cluster: Cluster) -> dict[tuple[str, str], LinkCost]:
-    """Return the cost of the link between every two members, by (from, to) ids.
+    """Return the cost of the link between every two members, by (source, target) ids.
 
-    Raises `ClusterError` for two described devices without a link.
+    Raises `ClusterError` for a board whose link to another member has no described bandwidth.
     """
     costs = {}
     for here, there in permutations(cluster.ids, 2):

@@ -24,7 +24,8 @@ MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)
 """The slowest and the fastest usual network between servers."""
 FASTEST_BPS = 250e9
-"""No network is faster. A bandwidth in bytes near it may be meant in bits."""
+"""No network between servers is faster. Above the usual bandwidths, only a bandwidth that the file
+gives in bits, and that is below this one, is accepted without a warning."""
 
 _TOPOLOGY = {
     "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
@@ -52,7 +53,7 @@ CURES = {
 
 
 class BandwidthWarning(UserWarning):
-    """A bandwidth is unusual: the file may have bytes where bits are meant."""
+    """A bandwidth is unusual: perhaps the file says bytes where bits are meant."""
 
 
 Many = Annotated[int | None, Whole(1, MOST_DEVICES)]
@@ -65,7 +66,7 @@ class _Device:
     device: Name = ""
     board: Name = ""
     numerics: Name = ""  # of a board
-    id: Name = ""  # empty: the device's id, or the board's with a number
+    id: Name = ""  # empty: the device's id, or the board's id with a number
     count: Many = None  # None: one device, with the plain id
     server: Name = ""
     cores: tuple[Count, ...] = ()
@@ -142,9 +143,9 @@ class ClusterFile(NamedTuple):
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
-    """Read and check a cluster file. Raises `ClusterError` as `file:line: place and fault`.
+    """Read and check a cluster file. Raises `ClusterError` with file, line, place and fault.
 
-    Issues a `BandwidthWarning` for a network with an unusual bandwidth.
+    Issues a `BandwidthWarning` if the [network] between servers has an unusual bandwidth.
     """
     path = user_path(path, ClusterError)
     text = read_text(path, ClusterError)
@@ -201,7 +202,8 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
 
 
 def _check_devices(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for a [[device]] table with impossible values, or too many devices."""
+    """Raise `ClusterError` for a [[device]] table with impossible values, and for no device or too
+    many."""
     if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
     copies = {table.name: table.count or 1 for table in tables.server} | {"": 1}
@@ -219,7 +221,8 @@ def _check_devices(tables: _Tables, source: Source) -> None:
 
 
 def _check_backends(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for options of a backend without a device in the cluster."""
+    """Raise `ClusterError` for a [backend.NAME] table if no device of the cluster is of that
+    backend."""
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
     for name in tables.backend:
         if name not in used:
@@ -229,7 +232,8 @@ def _check_backends(tables: _Tables, source: Source) -> None:
 
 
 def _check_hardware(table: _Device, index: int, source: Source) -> None:
-    """Raise `ClusterError` for an impossible device or board, and for absent cores."""
+    """Raise `ClusterError` for an impossible device or board, and for cores that this machine
+    lacks."""
     if table.numerics and not table.board:
         why = (
             "computes the numbers of a board, but the table has no board; add board ="
@@ -263,8 +267,9 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
 def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """Yield the members, each with the index of its table.
 
-    A copy of a server yields all its devices before the next copy. Counted devices get the
-    numbers 0, 1, ... after their prefix, across the whole cluster.
+    All devices of one copy of a server come before the devices of the next copy. Devices with a
+    count get the numbers 0, 1, ... after their prefix; the numbers continue through the whole
+    cluster.
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
@@ -277,7 +282,7 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
         if table.server in copies:
             rows = together.pop(
                 table.server, []
-            )  # empty if an earlier table of the server has yielded them
+            )  # empty if an earlier table of the server yielded its devices
         for server in copies.get(table.server, (table.server,)):
             for row, device in rows:
                 for id in _ids(device, table.server in copies, numbers):
@@ -299,7 +304,8 @@ def _member(table: _Device, id: str, server: str) -> Member:
 
 
 def _warn_of_unusual_bandwidth(bandwidth_Bps: float, written: str, where: str) -> None:
-    """Warn of a network with an unusual bandwidth; `written` is its text in the file."""
+    """Warn of a network with an unusual bandwidth; `written` is the bandwidth's text in the
+    file."""
     least, most = USUAL_BPS
     in_bits = "b/s" in written
     if least <= bandwidth_Bps < (FASTEST_BPS if in_bits else most):

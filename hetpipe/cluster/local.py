@@ -26,14 +26,15 @@ def local_members(
 ) -> list[Member]:
     """Return the members of a cluster of this machine's devices.
 
-    `devices` lists ids, or prefixes up to a colon, each for all devices that it matches; a device
-    named twice becomes two members. Without `devices`, every accelerator joins, and per memory
-    domain the best CPU-type device of each backend: the first that the backend lists, or the one
-    with the lowest `rank`. Emulated and reference devices join only if named. If `backends` is not
-    given either, a device of another package must also pass its self-test.
+    `devices` lists ids of devices, or prefixes of ids up to a colon; a prefix names all devices
+    whose ids begin with it. A device that is named twice becomes two members. Without `devices`,
+    every accelerator joins, and for each memory domain and backend one device of the kind "cpu":
+    the device with the lowest `rank`, or without `rank` the first that the backend lists. Emulated
+    and reference devices join only if they are named. If neither `devices` nor `backends` is given,
+    a device whose backend is not hetpipe's, or is untried, must also pass its self-test.
 
-    Loads only the backends that it needs. Members that compute on the host's cores share them
-    evenly. `emulate_speed` has the speeds by member id.
+    Only the backends that are needed are loaded. Members that compute on the host's cores divide
+    them evenly. `emulate_speed` has the speeds by member id.
 
     Raises `ClusterError` for a name without a match, or if no device remains, and `BackendError`
     with the reason for a named device whose backend does not work.
@@ -66,7 +67,7 @@ def _needed(backends: Sequence[str] | None, devices: Sequence[str] | None) -> li
 
 
 def _passes(info: DeviceInfo) -> bool:
-    """Whether a device passes its self-test, as a device that nobody named must; warns if not."""
+    """Whether a device that the user has not named may join; warns if its self-test fails."""
     reason = trusted(info)
     if reason:
         warnings.warn(
@@ -117,7 +118,8 @@ def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
 
 
 def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
-    """Return members with the ids of the devices, and #0, #1, ... if one is named repeatedly."""
+    """Return members with the ids of the devices; #0, #1, ... follow the id of a device that is
+    named several times."""
     total = Counter(info.id for info in chosen)
     used: Counter[str] = Counter()
     members = []
@@ -129,9 +131,10 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 
 
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
-    """Give each member that uses the host an equal share, within one, of neighbouring cores.
+    """Give each member that computes on the host's cores neighbouring cores. The numbers of cores
+    differ by at most one.
 
-    With fewer cores than members, each gets one core.
+    If there are fewer cores than members, each member gets one core, and some share it.
     """
     cores = available_cores()
     hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]

@@ -1,4 +1,4 @@
-"""Members: one device of a cluster each, with its cores, speed and server."""
+"""Member: one device of a cluster, with its cores, speed and server."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 from hetpipe.errors import ClusterError
 
 MOST_LISTED = 20
-"""An error lists all known names up to this number, and only similar ones beyond it."""
+"""A message lists all known names if they are at most this many, and otherwise only similar
+names."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One device of a cluster, with an `id` that is unique there.
+    """One device of a cluster, with an `id` that is unique in the cluster.
 
-    An attached device has `device`, a `DeviceInfo.id`. A described device has `board`, a
-    `Board.id`, and may have `numerics`, a `DeviceInfo.id`: that device computes the board's
-    numbers. The times of a board are always modelled.
+    An attached device has `device`, a `DeviceInfo.id`. A board has `board`, a `Board.id`, and may
+    have `numerics`, the `DeviceInfo.id` of the device that computes the board's numbers. The times
+    of a board are always modelled.
     """
 
     id: str
     device: str
-    cores: tuple[int, ...] = ()  # CPU cores its worker is pinned to; empty: not pinned
+    cores: tuple[int, ...] = ()  # CPU cores to which its worker is pinned; empty: not pinned
     speed: float = 1.0  # at most 1; 0.5 (emulated) doubles the time of every compute action
     board: str = ""
-    server: str = ""  # empty: the device is outside of any server
-    numerics: str = ""  # the device that computes for a board in a training
+    server: str = ""  # empty: the device has no server
+    numerics: str = ""  # the device that computes a board's numbers in a training
 
     @property
     def opened_device(self) -> str:
@@ -58,7 +59,8 @@ def available_cores() -> tuple[int, ...]:
 
 
 def choices(name: str, known: Sequence[str]) -> str:
-    """Return the known names for an error message; of a long list, only names similar to `name`."""
+    """Return the known names for an error message; if they are many, only names similar to
+    `name`."""
     if len(known) <= MOST_LISTED:
         return ", ".join(known)
     near = get_close_matches(name, known, n=3)

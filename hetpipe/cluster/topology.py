@@ -16,7 +16,8 @@ DUPLEXES = ("full", "half")
 
 @dataclass(frozen=True)
 class Link:
-    """A link in both directions; None: as the transport is. Attached devices emulate it."""
+    """The latency and bandwidth of a link, the same in both directions; None: the transport's own.
+    A link between attached devices is emulated."""
 
     latency_s: float | None = None
     bandwidth_Bps: float | None = None
@@ -31,11 +32,11 @@ class Topology:
     every link on its way. Raises `ClusterError` for invalid values.
     """
 
-    latency_s: float | None = None  # of a link, or of the path through the switch
+    latency_s: float | None = None  # of a link, or of the way through the switch
     bandwidth_Bps: float | None = None
     shape: str = "point-to-point"
-    duplex: str = "full"  # "half": both directions share a link, as on any bus
-    all_reduce_Bps: float | None = None  # of collective operations; None: the bandwidth
+    duplex: str = "full"  # "half": both directions of a link share its bandwidth, as on any bus
+    all_reduce_Bps: float | None = None  # of sums over replicas; None: as `bandwidth_Bps`
 
     def __post_init__(self) -> None:
         for key, value, known in (("shape", self.shape, SHAPES), ("duplex", self.duplex, DUPLEXES)):
@@ -46,19 +47,20 @@ class Topology:
 
     @property
     def sum_speed(self) -> float:
-        """The bandwidth of collective operations, relative to messages."""
+        """The bandwidth of sums over replicas, relative to the bandwidth of messages."""
         if self.all_reduce_Bps is None or self.bandwidth_Bps is None:
             return 1.0
         return self.all_reduce_Bps / self.bandwidth_Bps
 
     def link(self, one: int, other: int) -> Link:
-        """Return the link that a message uses from one end to another, by their numbers."""
+        """Return the link that a message uses between the ends with these numbers."""
         if self.shape != "chain" or self.latency_s is None:
             return Link(self.latency_s, self.bandwidth_Bps)
         return Link(abs(one - other) * self.latency_s, self.bandwidth_Bps)
 
     def media(self, name: str, ends: Sequence[str], one: int, other: int) -> tuple[str, ...]:
-        """Return the media that a message occupies, each with the topology's name before it."""
+        """Return the media that a message occupies. Their names begin with `name`, the
+        topology's."""
         if self.shape == "bus":
             return (name,)
         if self.shape == "switch":
@@ -83,21 +85,23 @@ class Server:
 
 
 class _Meeting(NamedTuple):
-    """The topology that two devices have in common, and the numbers of their ends in it."""
+    """The topology that links two devices, and the numbers of the two ends in this topology."""
 
     topology: Topology | None
     name: str
     ends: tuple[str, ...]
     one: int
     other: int
-    alone: bool  # each end is one device
+    alone: bool  # whether each of the two ends is a single device
 
 
 class Layout:
-    """The places of a cluster's devices: groups, each a server or a single device without one.
+    """The places of a cluster's devices in groups. A group is a server, or a single device without
+    a server.
 
-    `devices` are pairs of a device's id and its server's name, empty for a device without a server.
-    A message between groups occupies only the network, no medium inside a server.
+    `devices` are pairs of a device's id and the name of its server, which is empty for a device
+    without a server. A message between groups occupies only the network, and no medium inside a
+    server.
     """
 
     def __init__(
@@ -121,14 +125,14 @@ class Layout:
         }
 
     def link(self, one: str, other: str) -> Link:
-        """Return the link between two different devices, by servers and network."""
+        """Return the link between two different devices, as servers and network describe it."""
         meeting = self._meeting(one, other)
         if meeting.topology is None:
             return Link()
         return meeting.topology.link(meeting.one, meeting.other)
 
     def sum_speed(self, one: str, other: str) -> float:
-        """Return the bandwidth of sums over replicas, relative to messages."""
+        """Return the bandwidth of sums over replicas, relative to the bandwidth of messages."""
         topology = self._meeting(one, other).topology
         return 1.0 if topology is None else topology.sum_speed
 
@@ -148,9 +152,11 @@ class Layout:
         return "a [network]" if group != other_group else f"`inside` to {self._names[group]}"
 
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Return components and bandwidth (B/s) of each level, the innermost first.
+        """Return, for each level, the number of its components and the bandwidth (B/s) between
+        them.
 
-        Raises `ClusterError` if the servers differ, or a level's bandwidth is unknown.
+        The innermost level comes first. Raises `ClusterError` if the servers differ, or if a
+        level's bandwidth is unknown.
         """
         sizes = list(map(len, self.groups))
         size, levels = sizes[0], []

@@ -12,10 +12,10 @@ from hetpipe.errors import ClusterError
 
 @dataclass(frozen=True)
 class Transport:
-    """A transport, implemented by `module`.
+    """A transport, which `module` implements.
 
-    The module's `plugs(wire, ranks, tag, pieces)` makes both ends of a wire. If `meets`, the module
-    also has `host()` and `join(...)`; see `hetpipe.wire.gloo`.
+    The module's function `plugs(wire, ranks, tag, pieces)` makes both ends of a wire. If `meets` is
+    true, the module also has `host()` and `join(...)`; see `hetpipe.wire.gloo`.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Transport:
 
 
 _TRANSPORTS = {
-    "auto": Transport("shared-memory", "hetpipe.wire.sharedmemory"),  # all are on this host
+    "auto": Transport("shared-memory", "hetpipe.wire.sharedmemory"),  # all workers are on this host
     "local": Transport("local", "hetpipe.wire.handover", in_threads=True),
     "shared-memory": Transport("shared-memory", "hetpipe.wire.sharedmemory"),
     "distributed": Transport("distributed", "hetpipe.wire.gloo", meets=True),

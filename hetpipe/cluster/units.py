@@ -19,7 +19,7 @@ PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 def parse_bandwidth(text: str) -> float:
     """Return the bytes per second of `1 Gb/s`, `250 MB/s` or `2 GiB/s` (b: bits, B: bytes).
 
-    Raises `ClusterError`.
+    Raises `ClusterError` for any other text, and for an impossible bandwidth.
     """
     match = re.fullmatch(rf"{NUMBER}([kKMGT]?i?)(b|B)/s", text.strip())
     if match is None or match[2] not in PREFIXES:

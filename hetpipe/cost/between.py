@@ -1,4 +1,4 @@
-"""Costs between: interpolates costs at a micro-batch size between two measured sizes."""
+"""Interpolates the costs at a micro-batch size from the costs at two measured sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hetpipe.errors import CostError
 def with_sizes_between(
     tables: Mapping[int, CostTable], sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return the measured tables, and an interpolated table for each of `sizes` between them."""
+    """Return the measured tables, and an interpolated table for each of `sizes` that is between two
+    measured sizes."""
     modelled = {
         size: _between(tables[low], tables[high], size)
         for low, high in pairwise(sorted(tables))
@@ -24,14 +25,17 @@ def with_sizes_between(
 
 
 def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
-    """Return the costs at any size: measured, interpolated, or extrapolated from the last two."""
+    """Return the costs at any size: measured, interpolated, or extrapolated from the nearest two.
+
+    Raises `CostError` for another size than the only measured one.
+    """
     if samples in tables:
         return tables[samples]
     sizes = sorted(tables)
     if len(sizes) == 1:
         raise CostError(
             f"costs are known only for micro-batches of {sizes[0]} samples, not of {samples}: "
-            "profile another size, so that there is a line through both"
+            "profile another size, because a line through the costs needs two"
         )
     above = next((place for place, size in enumerate(sizes) if size > samples), len(sizes) - 1)
     low, high = sizes[max(above - 1, 0)], sizes[max(above, 1)]

@@ -26,30 +26,30 @@ class Fabric:
     """The programmable part of an FPGA."""
 
     dsp: int  # DSP slices (AMD) or DSP blocks (Intel)
-    clock_Hz: float  # clock of designs for deep learning
+    clock_Hz: float  # clock that designs for deep learning reach
     on_chip_nbytes: int  # block and ultra RAM
     dsp_per_mac: dict[str, float]  # by dtype: "float32", "float16", "int16"
     usable: float  # share of the DSPs that a design can use
-    efficiency: float  # share of the cycles in which these DSPs do useful work
+    efficiency: float  # share of the cycles in which the used DSPs do useful work
 
 
 @dataclass(frozen=True)
 class Offline:
     """The commands of the vendor's compiler for a board that need not be attached.
 
-    Both commands contain `{source}`, `{options}` and `{binary}`. `kernel` also has `{kernel}`, and
-    `program` has `{objects}`, the results of `kernel`.
+    In both commands, `{source}`, `{options}` and `{binary}` are filled in. In `kernel` also
+    `{kernel}`, and in `program` also `{objects}`, the files that the commands `kernel` make.
     """
 
-    compiler: str  # name
-    kernel: str  # command for each kernel; empty: there is none
+    compiler: str  # name of the compiler
+    kernel: str  # command for each kernel; empty: only `program` is needed
     program: str  # command for the whole program
     binary: str  # suffix of the resulting file: "aocx"
 
     def commands(
         self, stem: str, source: str, options: Sequence[str], kernels: Sequence[str]
     ) -> tuple[str, ...]:
-        """Return the commands for a source with these kernels, which make `stem`.`binary`."""
+        """Return the commands that make the file `stem`.`binary` of a source with these kernels."""
         names = {
             "source": source,
             "options": " ".join(options),
@@ -73,16 +73,16 @@ class Board:
     id: str  # the file's stem: "v100-sxm-16"
     name: str
     kind: str  # "gpu", "fpga" or "cpu"
-    execution: str  # "sync": sends results whole; "async": while it makes them
+    execution: str  # "sync": sends complete results; "async": sends parts while it computes
     memory_nbytes: int
     memory_Bps: float
-    peak_flops: dict[str, float]  # by dtype; a multiplication and an addition are two; FPGA: empty
+    peak_flops: dict[str, float]  # by dtype; a multiply-add counts as two; FPGA: empty
     launch_s: float  # fixed seconds of one kernel or pass
     host_Bps: float  # to the host, in one direction
     peer_Bps: float | None  # to an equal board by a direct link, in one direction; None: no link
     fabric: Fabric | None  # of an FPGA
     offline: Offline | None  # for a board whose kernels are compiled beforehand
-    sources: dict[str, str]  # source of each number, by key of the file: "fabric.dsp"
+    sources: dict[str, str]  # source of each number, by its key in the file: "fabric.dsp"
 
 
 def read_board(path: Path) -> Board:
@@ -118,7 +118,8 @@ def read_board(path: Path) -> Board:
 
 
 def boards(folder: Path | None = None) -> dict[str, Board]:
-    """Return all boards by id: hetpipe's, or the boards in a folder. Raises `CostError`."""
+    """Return all boards by id: the boards in `folder`, by default hetpipe's boards. Raises
+    `CostError`."""
     if folder is None:
         return dict(_own_boards())
     if not folder.is_dir():
@@ -132,7 +133,7 @@ def board(id: str) -> Board:
 
 
 def find_board(boards: Mapping[str, Board], id: str) -> Board:
-    """Return the board with this id. Raises `CostError` with similar ids."""
+    """Return the board with this id. Raises `CostError`, with similar ids, if there is none."""
     if id not in boards:
         low = id.lower()
         parts = [known for known in boards if low and (low in known or known in low)]
@@ -190,7 +191,7 @@ class _Offline:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The keys in the files of all kinds."""
+    """The keys that the files of all kinds of boards have."""
 
     name: Name
     kind: Annotated[str, OneOf(KINDS)]
@@ -263,13 +264,14 @@ def _offline(table: _Offline | None) -> Offline | None:
 def _by_dtype(
     numbers: Mapping[str, _Number], known: tuple[str, ...], place: Place, source: Source
 ) -> dict[str, float]:
-    """Return the numbers of a table whose keys are dtypes. Raises `CostError` without float32."""
+    """Return the numbers of a table whose keys are dtypes. Raises `CostError` for an unknown dtype,
+    and if float32 is missing."""
     for dtype in numbers:
         if dtype not in known:
             why = f"has an unknown key {short(dtype)}; known: {', '.join(known)}"
             raise source.fault(place, why, dtype)
     if "float32" not in numbers:
-        raise source.fault(place, "lacks the key 'float32', which compares boards")
+        raise source.fault(place, "lacks the key 'float32', by which boards are compared")
     return {dtype: number.value for dtype, number in numbers.items()}
 
 

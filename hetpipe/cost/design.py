@@ -1,7 +1,7 @@
 """Designs: hardware for matrix products in an FPGA's fabric, described by plain numbers.
 
-The author of the kernels states them. `hetpipe.cost.fpga` prices products by a design, not by an
-even share of the DSPs, so that a product pays for tiles that it fills only in part.
+The author of the kernels gives these numbers. With a design, `hetpipe.cost.fpga` prices a product
+by its tiles, so the price includes tiles that the product fills only in part.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hetpipe.errors import CostError
 class ProductDesign:
     """One array that computes products tile by tile; a board has as many arrays as fit.
 
-    A tile takes `step_cycles` for each k, and `tile_cycles` in addition.
+    A tile takes `step_cycles` for each step of the sum over the depth, and `tile_cycles` once.
     """
 
     name: str
     macs: int
-    """Multiplications and additions of the product that begin in every cycle."""
+    """Multiply-adds of the product that begin in every cycle."""
     further_macs: int
-    """Further multiplications and additions that need DSPs, as for a bias."""
+    """Further multiply-adds for which the array has DSPs, as for a bias."""
     block_ram_nbytes: int
     tile_rows: int
     tile_cols: int
@@ -43,14 +43,14 @@ class ProductDesign:
         return math.ceil(self.tiles(shape) / arrays) * each
 
     def efficiency(self, shape: ProductShape) -> float:
-        """Return the share of an array's multiplications and additions that the product uses."""
+        """Return the share of an array's multiply-adds that the product uses."""
         cycles = self.cycles(shape)
         return shape.macs / (self.macs * cycles) if cycles else 0.0
 
     def arrays(self, board: Board, dtype: str = "float32") -> int:
         """Return how many arrays fit on a board, by its DSPs and the memory on its chip.
 
-        Raises `CostError` for a board without a fabric, and if not even one fits.
+        Raises `CostError` for a board without a fabric, or if not even one array fits.
         """
         if board.fabric is None:
             raise CostError(f"{board.id} has no fabric; it is no FPGA")
@@ -60,8 +60,8 @@ class ProductDesign:
         by_memory = fabric.on_chip_nbytes // self.block_ram_nbytes
         if min(by_dsp, by_memory) < 1:
             raise CostError(
-                f"the design {self.name} does not fit on {board.id}: it takes {dsp:.0f} DSPs and "
-                f"{self.block_ram_nbytes} bytes on the chip, and the board has "
+                f"the design {self.name} does not fit on {board.id}: it needs {dsp:.0f} DSPs and "
+                f"{self.block_ram_nbytes} bytes on the chip, but the board has "
                 f"{fabric.dsp * fabric.usable:.0f} and {fabric.on_chip_nbytes}"
             )
         return min(by_dsp, by_memory)

@@ -1,16 +1,16 @@
-"""Modelled seconds on FPGA boards, in the spirit of FPDeep (algorithm of BaPipe's section 4.3).
+"""Modelled seconds on FPGA boards, similar to FPDeep (BaPipe's section 4.3).
 
-The DSPs are divided among the layers and passes of a stage in proportion to their operations. So a
-stage takes its operations over the throughput of all DSPs,
+The DSPs are divided among the layers and passes of a stage in proportion to their operations. So
+the seconds of a stage are its operations over the throughput of all DSPs,
 
     seconds = operations / (2 f DSP u e / d)
 
-with the clock f, d DSPs for a multiplication and addition, the share u of DSPs that a design can
-use and its efficiency e; the product u e is calibrated by measured designs. Bytes of a layer that
-do not fit into the memory on the chip cross the board's memory, which may take longer.
+with the clock f, d DSPs for a multiply-add, the share u of DSPs that a design can use, and the
+design's efficiency e. The product u e is calibrated by measured designs. Bytes of a layer that do
+not fit on the chip are read from and written to the board's memory, which may take longer.
 
-`kernels_s` gives each layer the whole chip, so that its seconds add up over layers; in `stage_s`
-the layers of a stage share it.
+`kernels_s` gives each layer the whole chip, so the seconds of layers can be added. In `stage_s` the
+layers of a stage share the chip.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rates:
 class LayerShape:
     """A layer with weights: the operations of its products for one micro-batch, and its bytes.
 
-    `features_nbytes` is its input, which its backward needs, for one micro-batch.
+    `features_nbytes` are the bytes of its input for one micro-batch; its backward needs them again.
     """
 
     forward_operations: float
@@ -51,20 +51,22 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that the chip may keep, and the traffic per micro-batch if the memory keeps them."""
+    """Bytes that the chip may keep, and the bytes that cross to and from the memory per micro-batch
+    if the memory keeps them."""
 
     nbytes: float
     traffic_nbytes: float
 
 
 def throughput(fabric: Fabric, dtype: str = "float32", working: float | None = None) -> float:
-    """Return the operations per second of all DSPs. `working` is u e, by default the board's.
+    """Return the operations per second of all DSPs. `working` is the product u e, by default the
+    board's.
 
-    Raises `CostError` for a dtype if the board does not say how many DSPs it needs.
+    Raises `CostError` for a dtype without a number of DSPs in the board's file.
     """
     if dtype not in fabric.dsp_per_mac:
         there = ", ".join(fabric.dsp_per_mac)
-        raise CostError(f"no DSPs are given for {dtype}; the board has them for {there}")
+        raise CostError(f"no DSPs are given for {dtype}; the board has numbers for {there}")
     share = fabric.usable * fabric.efficiency if working is None else working
     return 2 * fabric.clock_Hz * fabric.dsp * share / fabric.dsp_per_mac[dtype]
 
@@ -77,9 +79,9 @@ def kernels_s(
 ) -> float:
     """Return the seconds of a layer's kernels in one pass.
 
-    With a `design`, matrix products take the cycles of its arrays, as many as fit on the board;
-    all other kernels take their operations over the throughput of the DSPs. Raises `CostError` for
-    a board without a fabric, or without room for the design.
+    With a `design`, the board has as many of its arrays as fit, and matrix products take the cycles
+    of these arrays. The seconds of all other kernels are their operations over the throughput of
+    the DSPs. Raises `CostError` for a board without a fabric, or without room for the design.
     """
     if board.fabric is None:
         raise CostError(f"{board.id} has no fabric; it is no FPGA")
@@ -101,10 +103,10 @@ def stage_s(
 ) -> tuple[float, float]:
     """Return the seconds of the forward and the backward of a stage, for one micro-batch.
 
-    Each layer takes the longer of its operations and its bytes over the memory. Weights are read by
-    both passes; their gradients are read and written by the backward; features are written by the
-    forward, read by the backward, and kept for `in_flight` micro-batches. Without `weights_on_chip`
-    the memory keeps weights and gradients.
+    A layer takes as long as its operations, or as its bytes to and from the memory if that is
+    longer. Both passes read the weights; the backward reads and writes their gradients; the forward
+    writes features, and the backward reads them. Features are kept for `in_flight` micro-batches.
+    Without `weights_on_chip` the memory keeps all weights and gradients.
     """
     weights = [Kept(layer.params_nbytes, 2 * layer.params_nbytes) for layer in layers]
     features = [
@@ -132,8 +134,8 @@ def stage_s(
 def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
     """Return how many bytes of each entry cross the memory in a micro-batch; their sum is minimal.
 
-    The chip keeps the entries that save most traffic per byte, and possibly a part of the next
-    entry.
+    The chip keeps the entries that save most traffic per byte, and a part of the next entry if
+    bytes remain free.
     """
     crossing = [kept.traffic_nbytes for kept in everything]
     free_nbytes = on_chip_nbytes

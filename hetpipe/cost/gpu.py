@@ -2,7 +2,7 @@
 
     seconds = launch + max(operations / (peak x a), bytes / (bandwidth x b))
 
-The two shares a and b are calibrated by a few measured kernels.
+The two shares a and b are fitted to a few measured kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetpipe.errors import CostError
 class Shares:
     """The shares of a board's peak and of its memory's bandwidth that kernels reach.
 
-    `error` is the median relative error of predictions, on kernels outside the calibration.
+    `error` is the median relative error of predictions for kernels that were not used to fit them.
     """
 
     matrix: float
@@ -28,16 +28,17 @@ class Shares:
 
 
 V100 = Shares(0.95, 0.30, 0.345)
-"""Calibrated on every other layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards
-of 0.1 ms and more); the error is measured on the layers between, and a test repeats the
-calibration. Another model may have a larger error: calibrated on VGG-16 and AlexNet alone, it is
-0.50 on ResNet-50."""
+"""Fitted to every second layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards of
+0.1 ms and more). The error is measured on the layers between, and a test repeats the fit. The error
+of another model may be larger: after a fit to VGG-16 and AlexNet alone, it is 0.50 for
+ResNet-50."""
 
 
 def kernels_s(
     board: Board, kernels: Iterable[Kernel], shares: Shares = V100, dtype: str = "float32"
 ) -> float:
-    """Return the seconds of kernels one by one. Raises `CostError` for a dtype without a peak."""
+    """Return the seconds of kernels that run one after another. Raises `CostError` for a dtype
+    without a peak."""
     if dtype not in board.peak_flops:
         there = ", ".join(board.peak_flops)
         raise CostError(f"{board.id} has no peak for {dtype}; it has {there}")

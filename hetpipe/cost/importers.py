@@ -41,7 +41,8 @@ class _MetisTimes(OpenRecord):
 
 @dataclass(frozen=True)
 class _MetisProfile(OpenRecord):
-    """One device at one tensor-parallel degree and batch size, which are in the file's name."""
+    """The profile of one device, at one tensor-parallel degree and one batch size. Only the name of
+    the file says which."""
 
     model: _MetisModel
     execution_time: _MetisTimes
@@ -54,19 +55,19 @@ def read_chain(
     unit_s: float = 1e-3,
     cut_nbytes: int | None = None,
 ) -> ChainCosts:
-    """Read the layers of a JSON profile. Its content shows its form, one of
+    """Read the layers of a JSON profile. The content of the file shows its form:
 
-    - device placement (`placement_chain`), where `latency` names the device,
-    - Piper (`piper_chain`),
-    - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). Its times are for both
-      passes, and the forward gets a third. It does not say how many bytes cross a cut: `cut_nbytes`
-      cross each. A layer keeps the same number, because the file does not divide memory into
-      parameters and activations.
+    - Device placement (`placement_chain`). `latency` names the device whose times count. - Piper
+    (`piper_chain`). - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). A time is
+    for both passes, and the forward gets a third of it. The file does not say how many bytes cross
+    a cut: `cut_nbytes` cross each cut. A layer also keeps `cut_nbytes` for its backward, because
+    the file does not divide memory into parameters and activations.
 
-    `unit_s` is the unit of time of the first two, in seconds. The files do not state it:
-    milliseconds in device placement's files and Piper's ResNet, seconds in Piper's BERT.
+    `unit_s` is the unit of time in files of the first two forms, in seconds. The files do not state
+    it: it is a millisecond in device placement's files and Piper's ResNet, a second in Piper's
+    BERT.
 
-    Raises `CostError` with the file and the place in it, and for invalid arguments.
+    Raises `CostError` for a faulty file, with the place in it, and for invalid arguments.
     """
     source = Source("the profile", CostError, str(path), CURES)
     if latency not in get_args(Latency):
@@ -96,7 +97,7 @@ def _metis_chain(source: Source, data: Any, cut_nbytes: int | None) -> ChainCost
         (("model", "parameters", "parameters_per_layer_bytes"), params_nbytes),
     ):
         if len(entries) != count:
-            why = f"has {len(entries)} entries, model.num_layers is {count}: give one each"
+            why = f"has {len(entries)} entries, model.num_layers is {count}: give one per layer"
             raise source.fault(place, why)
     if cut_nbytes is None:
         why = "lacks the bytes that cross a cut; give cut_nbytes (--cut-nbytes), the product of"

@@ -1,9 +1,10 @@
-"""Published profiles: PipeDream's `graph.txt`, a format that DAPPLE uses too. It needs no torch.
+"""Published profiles in the format of PipeDream's `graph.txt`, which DAPPLE also uses. It needs no
+torch.
 
 A node is a line `name -- description -- forward_compute_time=ms, backward_compute_time=ms,
-activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. Several
-outputs are written `[bytes; bytes]`, and their sum counts. Times are for one mini-batch. In a
-graph that PipeDream's optimizer has partitioned, ` -- stage_id=number` follows a node's costs.
+activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. The size
+of several outputs is written `[bytes; bytes]`, and the sum counts. Times are for one mini-batch. In
+a graph that PipeDream's optimizer has partitioned, ` -- stage_id=number` follows a node's costs.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ class ProfileNode:
             raise CostError(f"the description of {self.name} has several lines; write it in one")
         for field in ("forward_s", "backward_s", "activation_nbytes", "params_nbytes"):
             value = getattr(self, field)
-            if not 0 <= value < math.inf:  # NaN fails, too
-                raise CostError(f"{field} of {self.name} is {value}; give a finite one from 0")
+            if not 0 <= value < math.inf:  # NaN fails as well
+                raise CostError(f"{field} of {self.name} is {value}; give 0 or more, finite")
 
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """The costs of a chain of layers, one entry a layer, for one mini-batch.
+    """The costs of a chain of layers for one mini-batch, with one entry for each layer.
 
-    `cut_nbytes[i]` crosses a cut after layer i: the activations of layers up to i that a later
-    layer reads, each counted once. The last entry is 0. Raises `CostError` for unequal lengths.
+    `cut_nbytes[i]` is the number of bytes that cross a cut after layer i: the activations of layers
+    up to i that a later layer reads. An activation with several readers counts once. The last entry
+    is 0. Raises `CostError` for unequal lengths.
     """
 
     names: tuple[str, ...]
@@ -71,7 +73,7 @@ class ChainCosts:
             if len(values) != len(self.names):
                 raise CostError(
                     f"{name} has {len(values)} entries, the chain {len(self.names)} layers: "
-                    "give one each"
+                    "give one entry per layer"
                 )
 
 
@@ -83,13 +85,13 @@ class ProfileGraph:
     edges: tuple[Edge, ...]
 
     def without_inputs(self) -> ProfileGraph:
-        """Return the graph without Input nodes, whose forward loads data."""
+        """Return the graph without Input nodes. Their forward only loads data."""
         nodes = tuple(node for node in self.nodes if not node.description.startswith("Input"))
         names = {node.name for node in nodes}
         return ProfileGraph(nodes, tuple(edge for edge in self.edges if names.issuperset(edge)))
 
     def order(self) -> tuple[ProfileNode, ...]:
-        """Return the nodes, writers before readers, and otherwise in the order of the file.
+        """Return the nodes with writers before readers, and otherwise in the order of the file.
 
         Raises `CostError` for a circle.
         """
@@ -102,7 +104,7 @@ class ProfileGraph:
         return tuple(self.nodes[places[name]] for name in names)
 
     def circle(self) -> tuple[Edge, ...]:
-        """Return the edges of a circle, in its order; empty without a circle."""
+        """Return the edges of a circle, in the order along it; empty if there is no circle."""
         import networkx as nx
 
         try:
@@ -111,13 +113,14 @@ class ProfileGraph:
             return ()
 
     def chain(self) -> ChainCosts:
-        """Return the costs of the layers in order. Raises `CostError` if they are circular."""
+        """Return the costs of the layers in the order of `order`. Raises `CostError` for a
+        circle."""
         layers = self.order()
         places = {layer.name: place for place, layer in enumerate(layers)}
         last_reader = dict.fromkeys(places, 0)
         for writer, reader in self.edges:
             last_reader[writer] = max(last_reader[writer], places[reader])
-        changes = [0] * (len(layers) + 1)  # change of the crossing bytes from cut to cut
+        changes = [0] * (len(layers) + 1)  # by how much the bytes change from cut to cut
         for place, layer in enumerate(layers):
             if last_reader[layer.name] > place:
                 changes[place] += layer.activation_nbytes
@@ -149,7 +152,7 @@ def path_of(circle: Sequence[Edge]) -> str:
 def read_profile(path: Path) -> ProfileGraph:
     """Read a profile from a file.
 
-    Raises `CostError` if it cannot be read, or with file and line for a wrong line.
+    Raises `CostError` if the file cannot be read, or for a wrong line, with file and line.
     """
     text = read_text(path, CostError)
     node_lines: dict[str, int] = {}

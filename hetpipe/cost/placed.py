@@ -24,10 +24,11 @@ def scale_to_boards(
 ) -> CostTable:
     """Return the modelled costs of a chain at micro-batches of `samples`.
 
-    `profiled` are the board on which the chain was measured and its micro-batch. Times and
-    activations grow with the samples, and times with the ratio of both boards' sustained rates;
-    each pass has a fixed part of one launch. Optimizer state is `state_copies` times the
-    parameters: 1 for momentum, 2 for Adam.
+    `profiled` is the board on which the chain was measured, and the number of samples in that
+    measurement. Times and activations are proportional to the samples. Times are also divided by
+    the board's sustained rate relative to the profiled board's, and each pass has a fixed part of
+    one launch in addition. Optimizer state is `state_copies` times the parameters: 1 for momentum,
+    2 for Adam.
     """
     board, measured = profiled
     share = samples / measured
@@ -75,9 +76,10 @@ def scale_to_boards(
 
 
 def sustained_flops(board: Board) -> float:
-    """Return the sustained float32 operations per second; times of boards scale with their ratio.
+    """Return the float32 operations per second of a board, by which times are scaled to other
+    boards.
 
-    A board with a fabric computes on the usable share of its DSPs (algorithm of `cost.fpga`).
+    They are a processor's peak, or the throughput of an FPGA's DSPs (`hetpipe.cost.fpga`).
     """
     fabric = board.fabric
     if fabric is None:

@@ -1,7 +1,7 @@
-"""Probe: seconds of two short fixed programs on a device. Their change is the device's drift.
+"""Probe: the seconds of two short fixed programs on a device. Their change is the device's drift.
 
-Costs are as old as their profile, and machines are shared, throttle and change. A probe measures
-the change without measuring any layer again.
+Machines are shared, throttle and change, so costs become wrong with time. A probe measures the
+change without measuring any layer again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Relative = Annotated[float, Number(most=1e9)]
 class Probe:
     """Seconds of a fixed matrix product and of a fixed elementwise pass.
 
-    `spread` is the larger relative spread of both: half the distance of the quartiles, over the
-    median.
+    `spread` is the larger of their relative spreads. A relative spread is half the distance between
+    the quartiles, over the median.
     """
 
     arithmetic_s: AboveZero
@@ -35,12 +35,12 @@ class Probe:
         for name, time_s in (("product", self.arithmetic_s), ("pass", self.memory_s)):
             if not 0.0 < time_s < math.inf:
                 raise CostError(
-                    f"a probe's {name} takes {time_s} s: it must take more than 0 s; check the "
-                    "clock of the device's machine"
+                    f"a probe's {name} takes {time_s} s: it must take more than 0 s and a finite "
+                    "time; check the clock of the device's machine"
                 )
 
     def scaled(self, arithmetic: float, memory: float) -> Probe:
-        """Return the probe with both times multiplied."""
+        """Return the probe with its times multiplied by these factors."""
         return replace(
             self,
             arithmetic_s=self.arithmetic_s * arithmetic,
@@ -48,7 +48,7 @@ class Probe:
         )
 
     def towards(self, other: Probe, share: float) -> Probe:
-        """Return a probe between this one (`share` 0) and `other` (`share` 1)."""
+        """Return a probe between this probe (`share` 0) and `other` (`share` 1)."""
         rest = 1 - share
         return replace(
             self,
@@ -60,7 +60,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Drift:
-    """A device's time now over its time when its costs were measured; above 1 it is slower."""
+    """The time of each program now, over its time when the costs were measured. Above 1, the device
+    has become slower."""
 
     arithmetic: float
     memory: float
@@ -68,31 +69,32 @@ class Drift:
 
     @property
     def factor(self) -> float:
-        """The factor of costs. Layers compute and move memory, so both ratios count."""
+        """The factor by which to multiply costs. Layers compute and move memory, so both ratios
+        count."""
         return math.sqrt(self.arithmetic * self.memory)
 
     @property
     def spread(self) -> float:
-        """Relative spread of `factor`, from the probes' noise and the distance of the two ratios.
+        """Relative spread of `factor`, from the probes' noise and the distance between the ratios.
 
-        A layer's factor is between the two ratios, so they are the ends of its interval, and the
-        quartiles are half as far apart.
+        The true factor of a layer is somewhere between the two ratios. So the distance between the
+        quartiles is half the distance between the ratios, and the spread is half of that.
         """
         return math.hypot(self.noise, abs(math.log(self.arithmetic / self.memory)) / 4)
 
 
 def drift(then: Probe, now: Probe) -> Drift:
-    """Return the drift from one probe of a device to another. Raises `CostError` if their programs
-    differ.
+    """Return the drift of a device from probe `then` to probe `now`.
 
-    Two probes of an unchanged device differ by their noise. So a change d (the logarithm of a
-    ratio) with the noise n counts with the share max(0, 1 - n^2 / d^2): James and Stein's estimate,
-    "Estimation with quadratic loss" (1961), of a change of unknown size.
+    Even without a drift, two probes differ by their noise. So of a change d (the logarithm of a
+    ratio) with the noise n only the share max(0, 1 - n^2 / d^2) counts: James and Stein's estimate
+    of a change of unknown size ("Estimation with quadratic loss", 1961). Raises `CostError` if the
+    programs of the probes differ.
     """
     if (then.order, then.nbytes) != (now.order, now.nbytes):
         raise CostError(
             f"probes of {then.order} rows and {then.nbytes} bytes, and of {now.order} and "
-            f"{now.nbytes}, cannot be compared: take the second one like the first"
+            f"{now.nbytes}, cannot be compared: probe again with the sizes of the first"
         )
     noise = math.hypot(then.spread, now.spread)
     return Drift(

@@ -9,18 +9,20 @@ from hetpipe.errors import CostError
 
 
 def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: float) -> CostTable:
-    """Return the table with one layer replaced by two, with `share` and 1 - `share` of its work.
+    """Return the table with a layer replaced by two parts, with `share` and 1 - `share` of its
+    work.
 
-    Both parts read the layer's input, so it crosses a cut between them, with the first part's
-    output. All these times and bytes are modelled. Raises `CostError` for an unknown layer, for the
-    first layer, whose input is unknown, and for a layer that shares a parameter.
+    Both parts read the layer's input. So the input and the first part's output cross a cut between
+    the parts. The times and bytes of the parts are modelled. Raises `CostError` for an unknown
+    layer, for the first layer, because the table lacks the bytes of its input, and for a layer that
+    shares a parameter.
     """
     index = next((n for n, each in enumerate(table.layers) if each.name == layer), -1)
     if index < 0:
         raise CostError(f"no layer {layer!r}; the table has {len(table.layers)} others")
     if index == 0 or any(index in shared.layers for shared in table.tied):
-        why = "is the first layer" if index == 0 else "shares a parameter with another"
-        raise CostError(f"{layer} {why}: its costs cannot be split")
+        why = "is the first layer" if index == 0 else "shares a parameter with another layer"
+        raise CostError(f"{layer} {why}, so its costs cannot be split; name another layer")
     tied = tuple(
         replace(shared, layers=tuple(n + (n > index) for n in shared.layers))
         for shared in table.tied
@@ -42,7 +44,8 @@ def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: flo
 
 
 def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> LayerBytes:
-    """Return a part's bytes. It saves as much as the whole layer: mostly the input."""
+    """Return the bytes of a part. A part saves as many bytes as the whole layer, mostly the
+    input."""
     params_nbytes, state_nbytes = (
         round(share * nbytes) for nbytes in (whole.params_nbytes, whole.state_nbytes)
     )
@@ -50,7 +53,8 @@ def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> Layer
 
 
 def _row(cost: DeviceCost, index: int, share: float) -> tuple[LayerCost, ...]:
-    """Return a device's layers; each part has the fixed overhead, and its share of the work."""
+    """Return the costs of a device's layers. Each part has the whole fixed overhead, and its share
+    of the remaining time."""
     whole, overhead_s = cost.layers[index], cost.overhead_s
 
     def part(share: float) -> LayerCost:

@@ -24,7 +24,7 @@ from hetpipe.words import short, words
 
 VERSION = 3
 EARLIER = (1, 2)
-"""Earlier versions that can be read: both lack `sum_speed`, 1 also lacks probe and spread."""
+"""Earlier versions that can be read. Both lack `sum_speed`, and 1 also lacks probes and spreads."""
 LONGEST_ID = 1000
 """Longest device id in letters, so that messages stay short."""
 
@@ -38,25 +38,25 @@ Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer on one device, one micro-batch. Infinite seconds: the device cannot run it."""
+    """The cost of a layer on a device, for one micro-batch; infinite if it cannot run there."""
 
     forward_s: MaybeSeconds
     backward_s: MaybeSeconds
-    update_s: MaybeSeconds  # optimizer, once per mini-batch
-    reason: str = ""  # why the device cannot run it
+    update_s: MaybeSeconds  # the optimizer, once per mini-batch
+    reason: str = ""  # why the device cannot run the layer
     spread: Relative = 0.0  # of forward + backward: half the quartiles' distance, over the median
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "reason" and not value >= 0.0:  # NaN fails, too
-                raise CostError(f"a layer's {name} is {value}; it should be 0 or more")
+            if name != "reason" and not value >= 0.0:  # NaN fails as well
+                raise CostError(f"a layer's {name} is {value}; give 0 or more")
 
     def scaled(self, factor: float) -> LayerCost:
         """Return the cost with all times multiplied."""
         return self._changed(lambda time_s: factor * time_s)
 
     def delayed(self, seconds: float) -> LayerCost:
-        """Return the cost with `seconds` added to each pass and update that takes time."""
+        """Return the cost with `seconds` added to each pass and update whose time is above 0."""
         return self._changed(lambda time_s: time_s + seconds * (time_s > 0))
 
     def _changed(self, change: Callable[[float], float]) -> LayerCost:
@@ -78,33 +78,33 @@ class LayerBytes:
     name: str
     params_nbytes: Count
     state_nbytes: Count  # optimizer state
-    saved_nbytes: Count  # kept per micro-batch in flight
-    cut_nbytes: Count  # across a cut after this layer, in one direction
+    saved_nbytes: Count  # kept for each micro-batch in flight
+    cut_nbytes: Count  # cross a cut after this layer, in one direction
 
 
 @dataclass(frozen=True)
 class DeviceCost:
     """The costs of all layers on one device, measured while all devices of the table computed.
 
-    `spread` is the relative spread of the whole network's time, as in `LayerCost`. `alone` is that
-    time while the other devices are idle, over the time beside them.
+    `spread` is the relative spread of the whole network's time, as in `LayerCost`. `alone` is the
+    network's time while the other devices are idle, over its time while they compute.
     """
 
     layers: tuple[LayerCost, ...]
     overhead_s: Seconds  # fixed part of any compute action; each layer's times include it
     memory_nbytes: Count
     memory_domain: str
-    execution: Execution = "sync"  # sync: sends a result when complete; async: while computing it
+    execution: Execution = "sync"  # sync: sends complete results; async: parts while it computes
     label: Label = "measured"
     spread: Relative = 0.0
     alone: Factor = 1.0
-    probe: Probe | None = None  # at the time of the measurement, beside all others
-    probe_alone: Probe | None = None
+    probe: Probe | None = None  # from the measurement, while all other devices computed
+    probe_alone: Probe | None = None  # while they were idle
 
     def drifted(self, drift: Drift) -> DeviceCost:
-        """Return the costs after a drift, with its probes. Raises `CostError`."""
+        """Return costs and probes after a drift. Raises `CostError` for an impossible factor."""
         if not 0.0 < drift.factor < math.inf:
-            raise CostError(f"a drift of {drift.factor}: it should be above 0; probe again")
+            raise CostError(f"a drift of {drift.factor}: it must be above 0, finite; probe again")
         ratios = (drift.arithmetic, drift.memory)
         return replace(
             self._times(drift.factor),
@@ -129,16 +129,16 @@ class DeviceCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Time to move n bytes = latency_s + n / bandwidth_Bps."""
+    """A link between two devices: a message of n bytes takes latency_s + n / bandwidth_Bps."""
 
     latency_s: Seconds
     bandwidth_Bps: Bandwidth
     label: Label = "measured"
-    sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, relative to messages
+    sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, over the bandwidth of messages
 
     @property
     def sum_Bps(self) -> float:
-        """The bandwidth of sums over replicas."""
+        """The bandwidth of sums over replicas, in bytes per second."""
         return self.sum_speed * self.bandwidth_Bps
 
     def time_s(self, nbytes: int) -> float:
@@ -152,24 +152,25 @@ class TiedBytes:
 
     name: str
     nbytes: Count
-    layers: Annotated[tuple[Count, ...], Entries(2)]  # indices
+    layers: Annotated[tuple[Count, ...], Entries(2)]  # indices of these layers
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs at one micro-batch size. `links` has the links by (from, to) device ids."""
+    """The costs at one micro-batch size. The keys of `links` are (source, target) device ids."""
 
     model: str
     samples: int
     layers: tuple[LayerBytes, ...]
     devices: dict[str, DeviceCost]
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
-    step_overhead_s: float = 0.0  # the controller hands out the batch and gathers losses
+    step_overhead_s: float = 0.0  # in which the controller hands out the batch and gathers losses
     tied: tuple[TiedBytes, ...] = ()
-    contention: float = 0.0  # share of the cores that other work used, if it was large
+    contention: float = 0.0  # share of the cores that other work used; 0 if it was small
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
-        """Return the seconds of the forward of layers lo..hi (hi excluded), with one overhead."""
+        """Return the seconds of the forward of a stage with layers lo..hi-1; the fixed overhead
+        counts once."""
         return self._stage_s("forward_s", device, lo, hi)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
@@ -195,7 +196,7 @@ class CostTable:
         return forward_s, backward_s + recompute * forward_s, self.update_s(device, lo, hi)
 
     def link(self, source: str, target: str) -> LinkCost:
-        """Return the link between two devices, free if they are equal. Raises `CostError`."""
+        """Return the link between two devices; a device to itself is free. Raises `CostError`."""
         if source == target:
             return LinkCost(0.0, math.inf)
         if (source, target) not in self.links:
@@ -213,8 +214,8 @@ class CostTable:
     def beside(self, count: int) -> CostTable:
         """Return the costs while only `count` devices of the table compute.
 
-        They share memory and cores with fewer devices. Times grow linearly from one device alone to
-        all together, by assumption.
+        Fewer devices then share memory and cores. The times are assumed to grow linearly with
+        `count`, from one device alone to all devices together.
         """
         together = len(self.devices)
         costs = self.devices.values()
@@ -285,7 +286,7 @@ class _Table:
 
 
 def _upgraded(data: Any) -> Any:
-    """Return a table of an earlier version as one of this version; other data unchanged."""
+    """Return a table of an earlier version in the form of this version; other data unchanged."""
     if not isinstance(data, Mapping):
         return data
     data = {"contention": 0.0, **data}
@@ -307,7 +308,7 @@ def _upgraded(data: Any) -> Any:
 
 
 def _each_with(entries: Any, **new: float) -> Any:
-    """Return a list's records with more fields; anything else unchanged."""
+    """Return a list of records with the fields `new` added; anything else unchanged."""
     if not isinstance(entries, (list, tuple)):
         return entries
     return [{**one, **new} if isinstance(one, Mapping) else one for one in entries]
@@ -318,10 +319,10 @@ def _check_references(table: _Table, source: Source) -> None:
     count = len(table.layers)
     for id, device in table.devices.items():
         if len(id) > LONGEST_ID:
-            why = f"has {short(id)}, of {len(id)} letters; an id has {LONGEST_ID} at most"
+            why = f"has {short(id)}, of {len(id)} letters; an id has at most {LONGEST_ID}"
             raise source.fault(("devices",), why)
         if len(device.layers) != count:
-            why = f"has {len(device.layers)} entries, the model has {count} layers: give one each"
+            why = f"has {len(device.layers)} entries, the model {count} layers: give one per layer"
             raise source.fault(("devices", id, "layers"), why)
     pairs = [(link.source, link.target) for link in table.links]
     for index, pair in enumerate(pairs):
@@ -334,7 +335,7 @@ def _check_references(table: _Table, source: Source) -> None:
             raise source.fault(("links", index), why)
     for index, shared in enumerate(table.tied):
         if max(shared.layers) >= count:
-            why = f"names layer {max(shared.layers)}, the last is {count - 1}"
+            why = f"names layer {max(shared.layers)}, but the last layer is {count - 1}"
             raise source.fault(("tied", index, "layers"), why)
 
 

@@ -18,16 +18,16 @@ class ProductShape:
 
     @property
     def macs(self) -> int:
-        """Number of multiplications, each with an addition."""
+        """The number of multiply-adds."""
         return self.batches * self.rows * self.cols * self.depth
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operator: its operations (a multiplication and an addition are two), and its bytes read
-    and written.
+    """The work of one operator.
 
-    `products` are the matrix products that it computes.
+    `operations` counts a multiply-add as two. `nbytes` are read or written. `products` are the
+    matrix products that the operator computes.
     """
 
     operations: float
@@ -37,7 +37,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operators of a layer's forward and backward for one micro-batch, and of its update."""
+    """The operators of a layer's forward, backward and update, for one micro-batch."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -46,7 +46,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """All layers of a model at micro-batches of `samples`."""
+    """The work of all layers of a model, for micro-batches of `samples`."""
 
     model: str
     samples: int

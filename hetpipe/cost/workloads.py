@@ -1,10 +1,10 @@
-"""Workloads: profiles of two papers as JSON, which say nothing of devices. They need no torch.
+"""Workloads: the JSON profiles of two papers. This module needs no torch.
 
 - Device placement (Tarnawski et al., NeurIPS 2020): forward and backward nodes, and edges.
 - Piper (Tarnawski et al., NeurIPS 2021): nodes with times by tensor-parallel degree, and edges.
 
-The READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper describe the fields, without the
-unit of time: it is the millisecond in most published files.
+The READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper describe the fields, but not the
+unit of time. In most published files it is a millisecond.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hetpipe.records import Count, Entries, Number, Source, Whole
 from hetpipe.words import words
 
 Latency = Literal["accelerator", "cpu"]
-"""The device whose times count; the files call any accelerator an FPGA."""
+"""The device whose times count. (The files call any accelerator an FPGA.)"""
 
 FORWARD_SHARE = 1 / 3
-"""The forward's share of a time for both passes: a backward has twice its matrix products."""
+"""The forward's share of a time for both passes: a backward has twice as many matrix products."""
 CURES = {
     "edges.size": "write the bytes that cross the edge",
     "edges.communicationCost": "write the bytes that cross the edge",
@@ -33,7 +33,7 @@ Amount = Annotated[float, Number(most=1e18)]  # units of time or bytes
 
 
 class OpenRecord:
-    """A record that ignores unknown keys: the files have notes for their own planners."""
+    """A record that ignores unknown keys: the files have further keys for the papers' planners."""
 
     __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "ignore"}
 
@@ -122,7 +122,7 @@ def is_piper(data: Mapping[str, Any]) -> bool:
 def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
     """Return the chain of a Piper workload: each node's fastest costs without tensor parallelism.
 
-    Times are for both passes, and the forward gets a third. Raises `CostError`.
+    A time is for both passes, and the forward gets a third of it. Raises `CostError`.
     """
     workload = source.record(_PiperWorkload, data)
     _check_ids(source, workload.nodes, workload.edges)
@@ -144,14 +144,16 @@ def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
 
 
 def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) -> ChainCosts:
-    """Return the chain of a training workload of device placement: a layer is a forward node.
+    """Return the chain of a training workload of device placement. Each forward node is a layer.
 
-    A backward node's time goes to the forward nodes of its colour class in proportion to their
-    times; without such a class, to the class of the nearest node. A node that takes no time and
-    reads nothing is a parameter, and belongs to its first reader. If such nodes have bytes, these
-    are all parameters, and other nodes keep their bytes for the backward; otherwise a node's bytes
-    beyond its output are its parameters. A chain cannot say that a class stays on one device. Nodes
-    that load data count as layers, since the file does not mark them. Raises `CostError`.
+    The time of a backward node goes to the forward nodes of its colour class, in proportion to
+    their times. If it has no such class, its time goes to the layers that share the nearest node's
+    time. A node that takes no time and reads nothing is a parameter, and belongs to the layer of
+    its first reader. If such nodes have bytes, these are all parameters, and the bytes of other
+    nodes are kept for the backward. Otherwise a node's bytes beyond its output are its parameters.
+
+    A chain cannot say that a class must stay on one device. Nodes that load data count as layers,
+    since the file does not mark them. Raises `CostError`.
     """
     workload = source.record(_Workload, data)
     _check_ids(source, workload.nodes, workload.edges)
@@ -188,7 +190,8 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
 
 
 def _owners(forward: Mapping[int, _Node], edges: Collection[_SizedEdge]) -> dict[int, int]:
-    """Return the layer of each forward node: itself, or for a parameter its first reader."""
+    """Return the layer of each forward node: the node itself, or the first reader of a
+    parameter."""
     owners = {id: id for id in forward}
     readers = {edge.destId for edge in edges}
     places = {id: place for place, id in enumerate(forward)}
@@ -207,7 +210,7 @@ def _backward_times(
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
             classes.setdefault(node.colorClass, {})[owners[node.id]] = None
-    # Layers that share the time of a node: each forward's layer, then each class of backwards.
+    # A group has the layers that share a backward's time: one layer each, then each colour class.
     groups: list[tuple[int, ...]] = [(owner,) for owner in owners.values()]
     group_of = {id: number for number, id in enumerate(owners)}
     backward = {n.id: n for n in workload.nodes if n.isBackwardNode}
@@ -250,7 +253,8 @@ def _backward_times(
 
 
 def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
-    """Return the bytes that each node writes, the same on all its edges."""
+    """Return the bytes of each node's output: of its largest edge, as all edges carry one
+    output."""
     output_nbytes: dict[int, int] = {}
     for edge in edges:
         output_nbytes[edge.sourceId] = max(output_nbytes.get(edge.sourceId, 0), edge.nbytes)
@@ -258,9 +262,9 @@ def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
 
 
 def _received_gradients(workload: _Workload) -> dict[int, int]:
-    """Return the bytes of the gradients that the backward of a node's class reads.
+    """Return, by node, the bytes of the gradients that the backward nodes of its class read.
 
-    They equal the output of a forward node that no node reads.
+    They give the size of a forward node's output if no node reads that output.
     """
     nodes = {node.id: node for node in workload.nodes}
     by_class: dict[int | None, int] = {}
@@ -302,7 +306,7 @@ def _check_passes(source: Source, workload: _Workload) -> None:
 
 
 def _names(nodes: Sequence[_Node | _PiperNode]) -> dict[int, str]:
-    """Return names without spaces, by id; all with their ids if two are equal."""
+    """Return names without spaces, by id. If two are equal, the id is added to every name."""
     names = {node.id: "_".join(node.name.split()) or f"node{node.id}" for node in nodes}
     if len(set(names.values())) == len(names):
         return names
@@ -315,7 +319,8 @@ def _chain(
     layers: Mapping[int, _Layer],
     edges: Mapping[int, _Edge],
 ) -> ChainCosts:
-    """Return the chain of the layers, as `ProfileGraph` orders them; `edges` are by place."""
+    """Return the chain of the layers in the order of `ProfileGraph`; `edges` are by index in the
+    file."""
     places = {(names[e.sourceId], names[e.destId]): place for place, e in edges.items()}
     nodes = (
         ProfileNode(

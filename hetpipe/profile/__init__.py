@@ -1,1 +1,1 @@
-"""Measures what every layer costs on every device, and every link; keeps the costs on disk."""
+"""Measures every layer on every device, and every link; keeps the costs on disk."""

@@ -1,7 +1,7 @@
 """Costs for a cluster with boards: models the boards, and measures the attached devices.
 
-A worker of a board opens its numerics, and says which layers they can run; nothing is measured
-there. Attached devices are measured by themselves, since boards would not disturb them.
+A board's worker opens the board's numerics, and says which layers this device can run; it measures
+nothing. Attached devices are measured without the boards, which would not disturb them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 def modelled_costs(
     captured: Captured, cluster: Cluster, optimizer: Optimizer, sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return the costs of the boards alone, by micro-batch size, and all links as described.
+    """Return tables with the costs of the boards, and of all links as described, by micro-batch
+    size.
 
     Passes are priced in the dtype in which they compute. Raises `CostError` for a board without a
-    peak for that dtype, `ClusterError` for a link without a description.
+    peak for that dtype, and `ClusterError` for a link without a description.
     """
     boards = {member.id: board(member.board) for member in cluster.described}
     links, dtype = link_costs(cluster), captured.precision.compute or "float32"
@@ -55,7 +56,8 @@ def attached_cluster(cluster: Cluster) -> Cluster | None:
 
 
 def merge_tables(measured: CostTable, modelled: CostTable) -> CostTable:
-    """Return the devices of both tables, and links as measured, or else as described."""
+    """Return a table with the devices and links of both tables. Links that are in both count as
+    measured."""
     return replace(
         measured,
         devices={**modelled.devices, **measured.devices},
@@ -71,10 +73,11 @@ def board_costs(
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> dict[int, CostTable]:
-    """Return a table per micro-batch size for a crew with boards, whose workers are idle meanwhile.
+    """Return a table per micro-batch size for a crew with boards.
 
-    A board cannot run a layer that its numerics cannot. Attached members are profiled on separate
-    workers. Raises `HetpipeError` as `modelled_costs` and `profile` do.
+    A board cannot run a layer that its numerics cannot run. Attached members are profiled on
+    separate workers, while the workers of the crew are idle. Raises `HetpipeError` as
+    `modelled_costs` and `profile` do.
     """
     progress("counting operations for boards", 0, 1)
     tables = modelled_costs(captured, crew.cluster, optimizer, samples)
@@ -92,7 +95,7 @@ def board_costs(
 def _reasons(
     captured: Captured, crew: Crew, optimizer: Optimizer, size: int
 ) -> dict[str, dict[int, str]]:
-    """Return, by board and layer number, why its numerics cannot run the layer."""
+    """Return, by board and layer number, why the board's numerics cannot run the layer."""
     members: dict[str, list[str]] = {}
     for each in crew.cluster.described:
         members.setdefault(crew.infos[each.id].backend, []).append(each.id)

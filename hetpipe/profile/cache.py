@@ -1,6 +1,6 @@
-"""The cache of measurements on disk, valid while nothing that they depend on has changed.
+"""The cache of measurements on disk. An entry is used until something on which it depends changes.
 
-It has one JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
+The cache has one JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ENVIRONMENT = "HETPIPE_CACHE"
 
 
 def folder() -> Path:
-    """Return the folder of the entries. Issues a `CacheWarning` if it is not the usual one."""
+    """Return the folder of the entries. Issues a `CacheWarning` if the usual folder is unusable."""
     return cache_folder("costs", ENVIRONMENT)
 
 
 def key(parts: Mapping[str, Any]) -> str:
-    """Return the name of an entry: a hash of `parts`, on which its content depends.
+    """Return the name of an entry: a hash of `parts`, everything on which the entry depends.
 
-    A profile's parts are the model's fingerprint, the devices' infos with their drivers, the
-    samples of a micro-batch, the cores, and the versions of the software. `parts` is hashed as
-    JSON, so the order of its keys does not matter; a value without a JSON form (an enum) counts by
-    its text.
+    For a profile these are the model's fingerprint, the optimizer, the members with their devices'
+    infos, the links and the transport, the versions of the software, and the samples of a
+    micro-batch. `parts` is hashed as JSON, so the order of its keys does not matter; a value
+    without a JSON form, such as an enum, is replaced by its text.
     """
     return _digest(json.dumps(parts, sort_keys=True, default=str))
 
@@ -39,7 +39,8 @@ def key(parts: Mapping[str, Any]) -> str:
 def load(entry: str) -> dict[str, Any] | None:
     """Return the content stored under a key; None if there is none.
 
-    Issues a `CacheWarning`, and returns None, if the file is damaged or may be another user's.
+    If the file is damaged, or another user may have written it, issues a `CacheWarning` and returns
+    None.
     """
     there = optional_folder("costs", ENVIRONMENT)
     if there is None:
@@ -60,9 +61,9 @@ def load(entry: str) -> dict[str, Any] | None:
 
 
 def store(entry: str, content: Mapping[str, Any]) -> None:
-    """Store a JSON-able dict; readers see the old entry or the new one, never a part.
+    """Store a dict that `json` can write; readers see the old entry or the new one, never a part.
 
-    Issues a `CacheWarning`, and returns, if the store fails, as on a full disk.
+    If that fails, for example on a full disk, issues a `CacheWarning` and returns.
     """
     there = optional_folder("costs", ENVIRONMENT)
     if there is None:

@@ -1,7 +1,7 @@
-"""Credible times: a pass takes more than nothing and less than ten minutes.
+"""Credible times: a pass takes more than 0 s and at most ten minutes.
 
 A clock may stop, go back, or jump by an hour when a machine sleeps, and a device may report
-nonsense. Such times are kept apart: costs come from the others, or are refused.
+nonsense. Costs come only from credible times. If most times are not credible, there are no costs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUARTILES = 4
 
 
 class ClockWarning(UserWarning):
-    """Some times were not credible; costs come from the others."""
+    """Some times were not credible; costs come from the other times."""
 
 
 def now_s() -> float:
@@ -34,7 +34,7 @@ def begin() -> Moment:
 
 
 def since_s(begin: Moment, emulation: Emulation) -> float:
-    """Return the seconds since `begin`, at the emulated speed unless they are not credible."""
+    """Return the seconds since `begin`, at the emulated speed if they are credible."""
     time_s = now_s() - begin.clock_s
     return emulation.lasts_s(begin) if emulation.speed < 1 and credible(time_s) else time_s
 
@@ -42,7 +42,7 @@ def since_s(begin: Moment, emulation: Emulation) -> float:
 def catch_up(begin: Moment, lasts_s: float, emulation: Emulation) -> None:
     """Wait until `lasts_s` seconds after `begin`, if the speed is emulated.
 
-    Does not wait for a time that is not credible.
+    Does not wait if `lasts_s` is not credible.
     """
     if emulation.speed < 1 and credible(lasts_s):
         emulation.wait_until(begin.clock_s + lasts_s)
@@ -55,7 +55,7 @@ def credible(time_s: float) -> bool:
 
 @dataclass
 class Samples:
-    """Seconds of repeated measurements of one thing, credible ones apart from others."""
+    """Seconds of repeated measurements: credible ones (`good`), and all others (`bad`)."""
 
     good: list[float] = field(default_factory=list)
     bad: list[float] = field(default_factory=list)
@@ -98,8 +98,8 @@ class Samples:
 
     @property
     def error_s(self) -> float:
-        """Half the width of an interval for the median: the notch of a box plot (McGill, Tukey,
-        Larsen 1978).
+        """Half the width of a confidence interval of the median: the notch of a box plot (McGill,
+        Tukey, Larsen 1978).
 
         It is infinite for fewer than three times.
         """

@@ -1,7 +1,7 @@
 """Contention: the share of the cores that other processes used during a profile.
 
-Costs that are measured beside other work are too high, by a factor that differs between devices.
-A table records that share.
+Costs that are measured while other work runs are too high, by a factor that differs between
+devices. A cost table records the share of that work.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 0.1  # of the cores' time; a desktop at rest stays below a few hundredths
+LIMIT = 0.1  # share of the cores' time; on a desktop at rest it is below a few hundredths
 STAT = Path("/proc/stat")
 
 
 class ContentionWarning(UserWarning):
-    """Costs were measured beside other work, so predictions from them are unreliable."""
+    """Costs were measured while other work ran, so predictions from them are unreliable."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of computation so far: of one process, and of each core that it may use."""
+    """Seconds of computation so far: by a process, and on each core that the process may use."""
 
     host: str
     process: int
@@ -33,16 +33,16 @@ class Usage:
 
 
 def usage(_device: object = None) -> Usage:
-    """Return the usage of this process. Cores are empty if the system does not report them."""
+    """Return the usage of this process. `cores_s` is empty if the system does not report it."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())
 
 
 def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
-    """Return the share, 0..1, of the cores' time between two usages that other processes used.
+    """Return the share of the cores' time that other processes used between two usages, 0 or more.
 
-    Time that a hypervisor used counts too. 0 if no system reports it.
+    A hypervisor's time counts as well. The share is 0 if no system reports it.
     """
     busy_s, own_s, elapsed_s = {}, {}, {}
     for start, end in zip(before, after, strict=True):
@@ -57,12 +57,12 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
 
 
 def mark(share: float) -> float:
-    """Return the share of other work that a table records: 0 if it is too small to matter."""
+    """Return the share of other work as a table records it: 0 if it is at most `LIMIT`."""
     return min(share, 1.0) if share > LIMIT else 0.0
 
 
 def _busy_s() -> dict[int, float]:
-    """Return the seconds of any work, and of a hypervisor, by core."""
+    """Return, by core, the seconds of all work, including a hypervisor's."""
     try:
         lines = STAT.read_text(encoding="ascii").splitlines()
     except OSError:

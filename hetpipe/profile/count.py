@@ -1,7 +1,8 @@
 """Counts the operations and bytes of captured programs, operator by operator.
 
-torch's flop counter knows matrix products, convolutions and attention; this file has hetpipe's own
-operators. Every other operator counts one operation per number of its result, and views count zero.
+torch's flop counter counts matrix products, convolutions and attention; this file counts hetpipe's
+own operators. Every other operator counts as one operation for each number of its result. Views do
+not count.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[Produc
     want_x, want_weight = arguments[10][:2]
     shapes = [_pixels_of(dy, weight, x, groups)] if want_x else []
     if want_weight:
-        inner = x if transposed else dy  # each of its pixels has a window
+        inner = x if transposed else dy  # each pixel of `inner` has a window
         pixels = inner.shape[0] * math.prod(inner.shape[2:])
         shapes.append(
             ProductShape(groups, weight.shape[0] // groups, math.prod(weight.shape[1:]), pixels)
@@ -62,7 +63,8 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[Produc
 def _pixels_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, groups: int) -> ProductShape:
     """Return the product in which every pixel of y sums the taps of all channels of x in its group.
 
-    It also counts for a gradient with strides: taps between windows are multiplied with zeros.
+    The count also holds for a gradient with strides, which multiplies the taps between windows by
+    zeros.
     """
     taps = math.prod(weight.shape[2:])
     pixels = y.shape[0] * math.prod(y.shape[2:])
@@ -101,7 +103,7 @@ def kernels(program: Program) -> tuple[Kernel, ...]:
 
 
 def count_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
-    """Yield the calls of a graph that are not views, each with its work."""
+    """Yield each call of a graph that is not a view, with its work."""
     for node in graph.nodes:
         if node.op != "call_function" or _name(node) in VIEWS:
             continue
@@ -115,7 +117,8 @@ def count_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
 def _operations(
     node: fx.Node, arguments: Sequence[Any], options: Mapping[str, Any], result: Any
 ) -> float:
-    """Return multiplications plus additions; by default, one for each number of the result."""
+    """Return the multiplications plus the additions; for most operators, one operation for each
+    number of the result."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
         return float(flop_registry[packet](*arguments, **options, out_val=result))
@@ -132,7 +135,8 @@ def _attention(arguments: Sequence[Any]) -> float:
 
 
 def _attention_backward(arguments: Sequence[Any]) -> float:
-    """Count five such products, because the forward's weights are computed again."""
+    """Count five such products: four for the gradients, and one that computes the forward's weights
+    again."""
     return 2.5 * _attention([tensor for tensor in _tensors(arguments) if tensor.dim() == 4][-3:])
 
 
@@ -145,7 +149,7 @@ def _lstm_layer(arguments: Sequence[Any]) -> float:
 
 
 def _lstm_layer_backward(arguments: Sequence[Any]) -> float:
-    """Count the products for the gradients of inputs and weights."""
+    """Count twice the forward's products: for the gradients of the inputs and of the weights."""
     return 2.0 * _lstm_layer(arguments)
 
 

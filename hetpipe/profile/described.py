@@ -1,7 +1,7 @@
 """Modelled costs of a captured model on boards.
 
-The network is cut after every layer, as for a profile, and the operators of each pattern of layers
-are counted once. No device is opened.
+As for a profile, the network is cut after every layer, and each pattern of layers is counted only
+once. No device is opened.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def described_table(
 ) -> CostTable:
     """Return the costs of all layers on each member's board, for micro-batches of `samples`.
 
-    `designs` says, by the id of an FPGA board, how the board computes matrix products. Raises
-    `CostError` for a board without a peak for `dtype`, `CaptureError` as a capture does.
+    `designs` has, by the id of an FPGA board, the design with which it computes matrix products.
+    Raises `CostError` for a board without a peak for `dtype`, and `CaptureError` as a capture does.
     """
     count = len(captured.layer_graph(samples).layers)
     stages = captured.stage_graphs(range(1, count), [{}] * count, [samples], optimizer, extras=())
@@ -57,7 +57,7 @@ def table_of(
     tied: tuple[TiedBytes, ...] = (),
     designs: Mapping[str, ProductDesign] = MappingProxyType({}),
 ) -> CostTable:
-    """Return the costs of counted work on each member's board."""
+    """Return the costs of `work` on each member's board."""
     by_id = {board.id: board for board in boards.values()}
 
     @cache

@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan, StagePlan
 
 TURNS = 5
-"""Number of times that a probe is repeated for a comparison with an earlier probe."""
+"""How many times a probe is repeated before it is compared with an earlier probe."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A plan's predicted step: as planned, and by costs corrected for drift since then."""
+    """A plan's predicted step: as planned, and by costs that are corrected for the drift since the
+    profile."""
 
     raw_s: float
     corrected_s: float
-    interval_s: tuple[float, float] | None  # of the corrected step
-    drifts: dict[str, float]  # by member; a member without a probe is absent
+    interval_s: tuple[float, float] | None  # in which the corrected step should be
+    drifts: dict[str, float]  # factor by member; a member without a probe is absent
     by_passes: bool = False
     """Whether the drifts come from the training's last passes, not from probes."""
 
@@ -51,7 +52,7 @@ class Correction:
         )
         return (
             f"predicted {1e3 * self.raw_s:.1f} ms, corrected "
-            f"{'by its last passes' if self.by_passes else 'for drift'} "
+            f"{'by the last passes of the training' if self.by_passes else 'for drift'} "
             f"{1e3 * self.corrected_s:.1f} ms{span}; {factors}"
         )
 
@@ -86,7 +87,8 @@ def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[
 def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict[str, Drift]:
     """Return the drifts of devices from the table's probes to the probes `now`.
 
-    `count` devices were probed together. Raises `CostError` for probes of other programs.
+    `count` devices were probed together. Raises `CostError` if a device's two probes ran different
+    programs.
     """
     devices = table.beside(count).devices
     return {
@@ -97,9 +99,10 @@ def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict
 
 
 def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
-    """Return the prediction for a plan made by `table`, corrected by these probes of its devices.
+    """Return the prediction for a plan that was made with the costs of `table`, corrected by the
+    probes `now` of its devices.
 
-    Without probes it is the plan's own prediction.
+    Without probes, the corrected prediction is the plan's own.
     """
     if not now:
         return Correction(plan.step_s, plan.step_s, plan.interval_s, {})
@@ -113,15 +116,16 @@ def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) ->
 
 
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
-    """Probe the devices now, and return the corrected prediction for a plan made by `table`."""
+    """Probe the devices, and return the corrected prediction for a plan that was made with the
+    costs of `table`."""
     return correct_for_drift(plan, table, probe_again(crew, table, plan.all_devices))
 
 
 def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -> Correction:
-    """Return the prediction for a plan without replicas, corrected by passes.
+    """Return the prediction for a plan without replicas, corrected by the training's last passes.
 
-    `factors` are measured over predicted seconds of passes by device, and `present` the costs
-    multiplied by them.
+    `factors` has, by device, the measured seconds of its passes divided by the predicted ones.
+    `present` has the costs multiplied by these factors.
     """
     used = {id: factors[id] for id in plan.all_devices}
     step_s = predicted_step_s(plan, present)
@@ -129,7 +133,8 @@ def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -
 
 
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
-    """Return a stage with replicas after a drift: each time grows by the largest drift."""
+    """Return a stage after a drift. If it has replicas, its times are multiplied by their largest
+    drift; otherwise the costs of its device have the drift already."""
     if len(stage.devices) == 1:
         return stage
     factor = max(factors.get(device, 1.0) for device in stage.devices)

@@ -1,4 +1,5 @@
-"""Estimates the costs of layers, with their spread, from the times of rounds. It runs nothing."""
+"""Estimates the costs of layers, with their spread, from the times of rounds. Runs nothing
+itself."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from hetpipe.profile.probing import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
 
 PRECISION = 0.02  # sufficient relative error of a median
-LEAST_ALONE = 0.05  # of the time beside others; a smaller one is not a measurement
+LEAST_ALONE = 0.05  # least time alone over the time beside others; less is a faulty measurement
 
 
 @dataclass(frozen=True)
 class Series:
-    """All rounds of a member, beside the others and alone. `name` is for messages.
+    """All rounds of a member: beside the others, that is while the other devices compute, and
+    alone.
 
-    `updates` has the updates with the next passes, and then the passes after the next.
+    `name` is for messages. `updates` has the times of the updates and of the first passes after
+    them, and then the times of the second passes after them.
     """
 
     name: str
@@ -36,9 +39,10 @@ class Series:
     updates: tuple[Times, Times] = field(default_factory=lambda: (Times(), Times()))
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raise `CostError` for a pass without times, or with mostly incredible ones.
+        """Raise `CostError` for a forward without times, or if most times of a pass are not
+        credible.
 
-        Warns once if other passes have incredible times.
+        Warns once if any other times are not credible.
         """
         every = Samples()
         for size in sizes:
@@ -71,8 +75,8 @@ class Series:
     def usual(self, size: int) -> float:
         """Return the network's time in the usual slice over the sum of its passes' medians.
 
-        It exceeds 1 if something interrupts now and then: most passes do not notice, but a step
-        does.
+        The ratio exceeds 1 if something sometimes interrupts the device: the median of a pass does
+        not show that, but a step becomes longer.
         """
         ratios = self._ratios(size)
         return statistics.median(ratios) if ratios else 1.0
@@ -80,7 +84,8 @@ class Series:
     def alone_factor(self, size: int) -> float:
         """Return the network's time while other devices are idle, over its time beside them.
 
-        It is 1 if it was not measured, or differs from 1 by less than slices differ.
+        The factor is 1 if it was not measured, or if it is not below 1 by more than the spread of
+        slices.
         """
         alone_s = beside_s = 0.0
         for pattern in self.able:
@@ -94,10 +99,11 @@ class Series:
         return factor if factor < 1 - self.spread(size) else 1.0
 
     def usual_probe(self, probes: Sequence[Probe], sizes: Collection[int]) -> Probe | None:
-        """Return the probe of the usual slice, from the probes after each slice; None without any.
+        """Return the probe of the usual slice, from the probes after each slice; None without
+        probes.
 
-        Other work that slowed a slice also slowed its probe. So each probe is divided by the
-        slice's time over the usual one: then costs and probe belong to the same speed.
+        Other work that slowed a slice also slowed the slice's probe. So each probe is divided by
+        the slice's time relative to the usual slice. Then costs and probe belong to the same speed.
         """
         ratios = [self._ratio(measured, sizes) for measured in self.beside]
         pairs = [(p, ratio) for p, ratio in zip(probes, ratios, strict=True) if ratio is not None]
@@ -107,13 +113,16 @@ class Series:
         return median_probe([p.scaled(usual / ratio, usual / ratio) for p, ratio in pairs])
 
     def uncertain(self, size: int) -> list[int]:
-        """Return the patterns whose median is not known precisely: within `PRECISION` of its value,
-        or of an even share of the network."""
+        """Return the patterns whose median is not known precisely.
+
+        The error of a precise median is at most `PRECISION` of the median, or of the network's time
+        divided by the number of patterns.
+        """
         times_s, errors_s = {}, {}
         for pattern in self.able:
             passes = [_samples(self.beside, size, pattern, n) for n in (FORWARD, BACKWARD)]
             known = [samples for samples in passes if samples.good]
-            if known:  # otherwise `check` refuses it
+            if known:  # otherwise `check` raises an error
                 count = self._counts[pattern]
                 times_s[pattern] = count * sum(samples.median_s for samples in known)
                 errors_s[pattern] = count * sum(samples.error_s for samples in known)
@@ -165,14 +174,14 @@ class Series:
         return samples.median_s if samples.good else 0.0
 
     def _ratios(self, size: int) -> list[float]:
-        """Return `_ratio` of each slice that has passes of this size."""
+        """Return `_ratio` for each slice that has passes of this size."""
         ratios = (self._ratio(measured, {size}) for measured in self.beside)
         return [ratio for ratio in ratios if ratio is not None]
 
     def _ratio(self, measured: Times, sizes: Collection[int]) -> float | None:
         """Return the time of a slice's passes of these sizes, over the sum of their medians.
 
-        Compares only the patterns that the slice has; None if it has none.
+        Only passes that the slice has are compared; None if it has none of these sizes.
         """
         now_s = usual_s = 0.0
         for place, times_s in measured.times_s.items():
@@ -185,17 +194,20 @@ class Series:
 
 
 def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
-    """Return the median extra time of a pass after an update, over the next one; 0 if unknown."""
+    """Return by how many seconds a pass after an update takes longer than the next such pass, as a
+    median; 0 if unknown."""
     pairs = zip(after_s, then_s, strict=False)
     changes_s = [one_s - two_s for one_s, two_s in pairs if credible(one_s) and credible(two_s)]
     return statistics.median(changes_s) if changes_s else 0.0
 
 
 def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """Return the changes of layers without their noise: none is below 0, and the sum stays.
+    """Return the changes by pattern with less noise: none is below 0, and the sum over all layers
+    stays the same (0 if it was negative).
 
-    The noise of one layer compensates another's. Dropping only the negative changes would add up
-    many small changes that are noise. `counts` are the layers of each pattern.
+    In the sum, the noise of different layers cancels. If only the negative changes were dropped,
+    the sum would grow by many small changes that are noise. `counts` has the number of layers of
+    each pattern.
     """
     total_s = sum(counts[pattern] * one_s for pattern, one_s in changes_s.items())
     above_s = sum(counts[pattern] * max(one_s, 0.0) for pattern, one_s in changes_s.items())

@@ -1,8 +1,8 @@
 """Measures links (the time of a tensor between members), the controller's time per step, and the
-engine's part of an action: the seconds beyond the device's program.
+engine's part of an action: the seconds in addition to the device's program.
 
-A worker that has waited for its device finds little of its data in the caches of its core. So the
-engine's part is measured with a product as long as a probe's, and not with the smallest program.
+After a worker has waited for its device, the caches of its core have little of its data. So the
+engine's part is measured with a matrix product as long as a probe's, not with the smallest program.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from hetpipe.sdk.graph import canonical
 
 NBYTES = (4 << 10, 256 << 10, 4 << 20)
 ROUNDS = 12
-WARM_UP = 2  # rounds and actions that do not count
+WARM_UP = 2  # first rounds, and first actions, that do not count
 
 Links = dict[tuple[str, str], LinkCost]
-"""By source and target."""
+"""The costs of links by (source, target)."""
 
 
 def measure_links(crew: Crew) -> tuple[Links, float]:
     """Return latency and bandwidth of every ordered pair of members, and the controller's seconds
     per step.
 
-    Tensors of several sizes cross one at a time, through the transport that training uses, from
-    the end of one pass to the begin of the next. A line through the medians gives both figures.
+    Tensors of several sizes cross one at a time, through the transport that training uses. Their
+    time is from the end of the sender's pass to the begin of the receiver's. A line through the
+    medians gives latency and bandwidth.
     """
     links: Links = {}
     overheads_s: list[float] = []
@@ -66,7 +67,8 @@ def _fit(times_s: list[float], label: str) -> LinkCost:
 
 
 def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
-    """Return median seconds for one tensor, and for the step beyond its own actions."""
+    """Return two medians: the seconds of one tensor, and the seconds of a step outside its
+    actions."""
     count = nbytes // 4
     members = [source] if target is None else [source, target]
     stages = [probe_stage(index, len(members), count) for index in range(len(members))]
@@ -117,9 +119,9 @@ def small_stages() -> list[StageGraphs]:
 
 
 def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
-    """Return a stage that passes on a tensor of `count` floats, or the last one, which sums it.
+    """Return a stage that passes on a tensor of `count` floats; the last stage sums the tensor.
 
-    The graph is written here: tracing it would import torch's compiler, which takes a second.
+    The graph is built by hand: tracing would import torch's compiler, which takes a second.
     """
     last = index == stages - 1
     role, name = (INPUT, "x") if index == 0 else (CUT, "t")
@@ -142,9 +144,11 @@ ACTIONS = 12
 
 
 def engine_s(crew: Crew, orders: Mapping[str, int]) -> dict[str, float]:
-    """Return, by member, the seconds from one forward to the next, without its program.
+    """Return, by member, the seconds from one forward to the next, minus the seconds of its
+    program.
 
-    `orders` are the rows of a product's matrices. 0 for a device without products.
+    The program is a product of matrices with `orders` rows, by member. The result is 0 for a device
+    that cannot run the product.
     """
     return {member: _beyond_s(crew, member, order) for member, order in orders.items()}
 

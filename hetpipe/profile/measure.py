@@ -1,4 +1,5 @@
-"""Measures a cluster: every layer on every device, every link, the fixed costs -> CostTable."""
+"""Measures a cluster: every layer on every device, every link, and the fixed costs. Returns
+tables."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 SMALL_DRIFT = 0.05
-"""Stored costs do not change below this drift, so that they make equal plans."""
+"""Stored costs are not corrected for a drift up to this share, so that they give the same plans."""
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +51,23 @@ def profile(
     half_s: float = HALF_S,
     again: bool = False,
 ) -> dict[int, CostTable]:
-    """Return a table per micro-batch size in `samples`, from the cache on disk where it is valid.
+    """Return a table per micro-batch size in `samples`, from the cache on disk if it has a valid
+    one.
 
-    All devices are measured at the same time, as they will run (`hetpipe.profile.rounds`). Times of
-    a member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
-    measured while other work used part of the cores are marked. They are used, now and later, with
-    a `ContentionWarning`, until `again` repeats all measurements. Stored costs are corrected for a
-    drift of the devices since they were measured.
+    All devices are measured at the same time, since they will also compute at the same time
+    (`hetpipe.profile.rounds`). Times of a member with an emulated speed, or of an emulator, are
+    labelled emulated. Costs that were measured while other work used a large part of the cores are
+    marked. Marked costs are used, now and later, with a `ContentionWarning`; `again` repeats all
+    measurements. Stored costs are corrected for the drift of the devices since they were measured.
 
-    `report` gets the effort of a measurement; nobody calls it if nothing is measured. Each of two
-    halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device without
-    credible times, `ClusterError` for boards: their costs are modelled.
+    `report` gets the effort of a measurement; it is not called if nothing is measured. Each of the
+    two halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device
+    without credible times, and `ClusterError` for boards, whose costs are modelled.
     """
     if boards := [member.id for member in crew.cluster.described]:
         raise ClusterError(
             f"{', '.join(boards)}: a time measured on numerics is no time of a board, so boards "
-            "are not profiled; plan with them, or name attached devices"
+            "are not profiled; plan with boards, or name attached devices"
         )
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
@@ -114,7 +116,7 @@ def profile(
 def stored_costs(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return the tables that an earlier `profile` has stored; measures nothing."""
+    """Return the tables that an earlier `profile` has stored, without a measurement."""
     return _stored(_entries(captured, crew, optimizer, samples))
 
 
@@ -126,7 +128,7 @@ def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
 def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
     """Return stored tables, corrected where a device has drifted noticeably."""
     members = list(crew.infos)
-    # Tables of one profile share a probe; tables of several may have probes of other programs.
+    # Tables of one profile have the same probes; tables of different profiles may not.
     now: dict[frozenset[tuple[str, int, int]], dict[str, Probe]] = {}
     corrected = {}
     for size, table in tables.items():
@@ -160,7 +162,7 @@ def _listed(sizes: Sequence[int]) -> str:
 def _entries(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, str]:
-    """Return the names in the cache, by micro-batch size: they differ if costs may differ."""
+    """Return the names of cache entries, by micro-batch size. Names differ if costs may differ."""
     parts = cost_parts(captured, crew, optimizer)
     return {size: cache.key({**parts, "samples": size}) for size in samples}
 
@@ -182,16 +184,19 @@ def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str
 def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
     """Warn that other work used a large share of the cores while these sizes were profiled."""
     text = (
-        f"other work took {foreign:.0%} of the cores (at most {contention.LIMIT:.0%} leaves costs "
-        f"as they are) while micro-batches of {_listed(sizes)} were profiled: predictions by these "
-        "costs are unreliable here; measure again when the machine is quiet, with `hetpipe profile "
-        "MODEL --again`"
+        f"other work took {foreign:.0%} of the cores (costs are reliable up to "
+        f"{contention.LIMIT:.0%}) while micro-batches of {_listed(sizes)} were profiled, so "
+        "predictions by these costs are unreliable here; measure again when the machine is quiet, "
+        "with `hetpipe profile MODEL --again`"
     )
     warnings.warn(text, contention.ContentionWarning, stacklevel=3)
 
 
 def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
-    """Return the links, measured once, since they do not depend on the micro-batch size."""
+    """Return the links, and the controller's seconds per step.
+
+    They do not depend on the micro-batch size, so they are measured only if there are no tables.
+    """
     for table in tables.values():
         return dict(table.links), table.step_overhead_s
     return measure_links(crew)
@@ -204,10 +209,10 @@ def _networks(
     sizes: Sequence[int],
     stages: dict[str, list[StageGraphs]],
 ) -> Iterator[tuple[list[str], Network]]:
-    """Yield, per backend, its members and the network cut after every layer in its operators.
+    """Yield, for each backend, its members and the network in the operators of this backend.
 
-    The network's stages go into `stages`, by backend. Backends that compile ahead come first, and
-    begin with the first size.
+    The network is cut after every layer. Its stages are added to `stages`, by backend. Backends
+    that compile ahead come first, and begin to compile for the first size.
     """
     count = len(captured.layer_graph(sizes[0]).layers)
     members: dict[str, list[str]] = {}
@@ -235,8 +240,11 @@ def _device_costs(
     overheads_s: Mapping[str, float],
     beyond_s: Mapping[str, float],
 ) -> dict[str, DeviceCost]:
-    """Return the costs of all members. `beyond_s`, the engine's part of an action, is in each
-    layer's passes and in the fixed seconds, so it counts once for a stage."""
+    """Return the costs of all members.
+
+    `beyond_s`, the engine's part of an action, is added to each layer's passes and also to the
+    fixed seconds. So it counts only once for a stage.
+    """
     devices = {}
     for member in crew.cluster.members:
         own = series[member.id]
@@ -261,7 +269,7 @@ def _device_costs(
 def layer_bytes(
     captured: Captured, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[LayerBytes, ...]:
-    """Return the bytes of every layer; every stage is one layer."""
+    """Return the bytes of every layer; each of `stages` has one layer."""
     graph = captured.layer_graph(samples)
     return tuple(
         LayerBytes(
@@ -278,7 +286,7 @@ def layer_bytes(
 
 
 def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
-    """Return the parameters that several layers share; every stage is one layer."""
+    """Return the parameters that several layers share; each of `stages` has one layer."""
     sizes = {
         slot.name: slot.nbytes
         for stage in stages
@@ -290,7 +298,8 @@ def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, 
 
 
 def _empty_s(crew: Crew) -> dict[str, float]:
-    """Return the fixed seconds of any compute action, by member: the time of the smallest graph."""
+    """Return, by member, the seconds of the smallest graph: the fixed part of any compute
+    action."""
     stage = probe_stage(0, 1, 4)
     arguments = {id: (stage, emulation) for id, emulation in crew.emulations.items()}
     taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)

@@ -1,4 +1,4 @@
-"""Patterns: layers whose programs differ only in names cost the same, and are measured once."""
+"""Patterns: layers whose programs differ only in names cost the same, so only one is measured."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Network:
 
     @staticmethod
     def of(stages: Sequence[StageGraphs]) -> Network:
-        """Return the network of `stages`, a stage per layer."""
+        """Return the network of `stages`; each stage has one layer."""
         numbers: dict[str, int] = {}
         layers = tuple(numbers.setdefault(pattern_of(stage), len(numbers)) for stage in stages)
         return Network(tuple(stages[layers.index(n)] for n in range(len(numbers))), layers)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The first layer of each pattern, whose graphs stand for the pattern."""
+        """The first layer of each pattern. Its graphs are the pattern's graphs."""
         return tuple(self.layers.index(n) for n in range(len(self.patterns)))
 
     def nbytes(self, pattern: int, samples: int) -> int:
@@ -42,11 +42,11 @@ class Network:
 
 
 def pattern_of(stage: StageGraphs) -> str:
-    """Return a key of a stage's programs without the names of layers, values and nodes.
+    """Return a key of a stage's programs. The names of layers, values and nodes do not count.
 
     Stages with equal keys have the same operators, arguments, shapes and dtypes at every size of
     micro-batch, the same roles of inputs and outputs, and the same constants. Aliasing of inputs
-    and outputs counts; names do not.
+    and outputs counts.
     """
     digest = hashlib.sha256()
     names: dict[tuple[str, str], int] = {}

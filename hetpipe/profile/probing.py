@@ -1,8 +1,8 @@
-"""Probes: short fixed programs on the devices of a crew, all at once as in training.
+"""Probes: run short fixed programs on all devices of a crew at the same time, as a training does.
 
-The programs are graphs like a layer's: a square matrix product, and an elementwise pass over some
-MiB. They grow with the device until a run takes `ENOUGH_S`; later probes of a device have the sizes
-of its first.
+The programs are graphs, as layers are: a square matrix product, and an elementwise pass over some
+MiB. For the first probe of a device, they are enlarged until a run takes `ENOUGH_S`. Later probes
+of the device have the same sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 def compile_operator(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
-    """Compile an operator on `count` float32 tensors of a shape, with a result of that shape.
+    """Compile an operator with `count` float32 inputs of `shape`, and a result of `shape`.
 
     Returns None if the device lacks the operator.
     """
@@ -47,8 +47,8 @@ def compile_operator(device: Device, operator: Any, count: int, shape: Shape) ->
 def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
     """Return the graph of an operator on `count` float32 tensors, with a result of their shape.
 
-    It is not traced, because workers may be threads, and only one thread may trace. Nor does torch
-    infer the result's shape: that would import its compilers, for two seconds.
+    The graph is not traced, because workers may be threads, and only one thread may trace. Torch
+    does not infer the result's shape, because that would import its compilers, which takes 2 s.
     """
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(count)]
@@ -76,7 +76,7 @@ class Stirrer:
         self._next = 0
 
     def pass_over(self, nbytes: int) -> None:
-        """Read and write about this number of bytes, in whole pieces; nothing below one piece."""
+        """Read and write `nbytes`, rounded down to whole pieces."""
         for _ in range(nbytes // PIECE):
             if not self._ring:
                 shape = (PIECE // 4,)
@@ -84,7 +84,7 @@ class Stirrer:
                     self._device, torch.ops.aten.neg.default, 1, shape
                 )
                 self._ring = [filled_buffer(self._device, shape) for _ in range(PIECES)]
-            if self._executable is None:  # the device cannot: the caches do not change
+            if self._executable is None:  # without this operator, the caches do not change
                 return
             ran = self._executable.run([self._ring[self._next]])
             _, event, _ = check_ran(self._device, ran, 1)
@@ -104,10 +104,11 @@ Run = Callable[[], float]
 Sizes = tuple[int, int]
 """Rows of the product's matrices, bytes that the elementwise pass reads."""
 ProbeTimes = tuple[list[float], list[float]]
-"""Seconds of every run of product and elementwise pass."""
+"""Seconds of each run of the product, and of each run of the elementwise pass."""
 
 _own = threading.local()
-"""A worker's programs: all its calls come on one thread, and workers may share a process."""
+"""The programs of a worker. They are thread-local: all calls of a worker come on one thread, and
+workers may share a process."""
 
 
 def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes | None:
@@ -127,9 +128,9 @@ def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes 
 
 
 def take(device: Device) -> ProbeTimes:
-    """Run both programs in turn for `TAKE_S`, and `LEAST` times at least."""
+    """Run both programs in turn for `TAKE_S` seconds, and at least `LEAST` times each."""
     product, elementwise = _own.runs
-    product()  # brings its own data into the caches, whatever ran before
+    product()  # does not count: brings its data into the caches
     elementwise()
     measured: ProbeTimes = ([], [])
     begin_s = time.perf_counter()
@@ -185,7 +186,7 @@ class Probes:
         for subject, samples in (("product", product), ("elementwise pass", elementwise)):
             samples.check(f"{name}: the probe's {subject}")
             warn_of_bad(f"{name}: the probe's {subject}", samples)
-        # Means: an interruption of one run in ten slows training as much as these runs.
+        # Means, since training is also slowed if something interrupts only one run in ten.
         spread = max(product.spread, elementwise.spread)
         return Probe(product.mean_s, elementwise.mean_s, spread, *self._sizes[member])
 
@@ -198,7 +199,8 @@ class Probes:
 
 
 def median_probe(probes: Sequence[Probe]) -> Probe:
-    """Return one probe for several of the same programs: medians, and the spread among them."""
+    """Return one probe for several with the same programs: their medians, and the spread among
+    them."""
     if len(probes) == 1:
         return probes[0]
     product, elementwise = (
@@ -215,7 +217,7 @@ def warn_of_bad(subject: str, samples: Samples) -> None:
         text = (
             f"{subject} took {samples.bad[0]} s, which is impossible: "
             f"{len(samples.bad)} of {len(samples.bad) + len(samples.good)} times are "
-            "ignored"
+            "ignored; check the clock of this machine"
         )
         warnings.warn(text, ClockWarning, stacklevel=2)
 
@@ -252,13 +254,13 @@ def _fitting(
     sizes: Sequence[int],
     make: Callable[[Device, int], tuple[Executable, list[Buffer]] | None],
 ) -> tuple[int, Run] | None:
-    """Return the first size at which a run takes long enough, or the last; and the run."""
+    """Return the first size at which a run takes `ENOUGH_S`, or else the last size, and the run."""
     for size in sizes:
         program = make(device, size)
         if program is None:
             return None
         run = _run(device, *program, emulation)
-        run()  # the first one is slower
+        run()  # the first run is slower
         if size == sizes[-1] or run() >= ENOUGH_S:
             break
     return size, run

@@ -1,12 +1,12 @@
 """Measures the layers of a network on a device, inside the device's own worker.
 
-The network is cut after every layer. Layers of one pattern (`hetpipe.profile.patterns`) are
-compiled and run once. A round walks forward through the network in its order, and back again, as a
-micro-batch does. A layer that the round skips would have used the caches, so the round reads and
-writes as many other bytes, at most `MOST_STIRRED`. A tensor that a skipped layer would have passed
-on is written again just before its reader, so a layer finds its input in the caches, as it does in
-training. Each pattern has separate weights, which no round changes: a backend may keep packed
-weights, as it does between two updates.
+The network is cut after every layer. Of the layers of one pattern (`hetpipe.profile.patterns`),
+only the first is compiled and run. A round walks forward through the network, and then backward, as
+a micro-batch does. A layer that the round skips would have used the caches. So the round reads and
+writes as many other bytes instead, at most `MOST_STIRRED`. A tensor that a skipped layer would have
+passed on is written just before its reader runs, so a layer finds its input in the caches, as in
+training. Each pattern has its own weights. Rounds do not change weights, so a backend may keep
+packed weights, as it does between two updates.
 
 The controller calls `prepare`, `rounds`, `updates` and `release` on all workers at once
 (`hetpipe.profile.rounds`), and estimates costs from the times.
@@ -59,7 +59,7 @@ MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 @dataclass
 class Times:
-    """The times that a worker measured, by place, and the seconds of each round over all sizes."""
+    """The times that a worker measured, by `Place`, and the seconds of each whole round."""
 
     times_s: dict[Place, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds_s: list[float] = field(default_factory=list)
@@ -68,7 +68,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Why patterns cannot run, by number; and how many graphs were compiled, and run once."""
+    """By number, the patterns that cannot run, with the reason; and how many graphs were compiled
+    and run."""
 
     refused: dict[int, str]
     compilations: int
@@ -76,15 +77,17 @@ class Prepared:
 
 
 _own = threading.local()
-"""The session of a worker, whose calls all come on one thread; workers may share a process."""
+"""The session of a worker. It is thread-local: all calls of a worker come on one thread, and
+workers may share a process."""
 
 
 def prepare(
     device: Device, network: Network, sizes: Sequence[int], emulation: Emulation, seed: int = 0
 ) -> Prepared:
-    """Compile the patterns, and run each once; then `rounds` can measure them.
+    """Compile the patterns, and run each once, since some runtimes compile a program at its first
+    run.
 
-    Some runtimes compile a program at its first run. A speed below 1 is emulated from then on.
+    Then `rounds` can measure them. A speed below 1 is emulated only after these first runs.
     """
     session = _own.session = Session(device, network, seed=seed)
     measured = Times()
@@ -96,9 +99,9 @@ def prepare(
 
 
 def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Times:
-    """Run rounds, at least one and up to `most`, for `least_s` seconds.
+    """Run rounds until `least_s` seconds are over, but at least one round and at most `most`.
 
-    A round walks through the network at one size after another, with the `active` patterns of each.
+    A round walks through the network once for each size, with the `active` patterns of that size.
     """
     session: Session = _own.session
     measured = Times()
@@ -114,15 +117,16 @@ def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, 
 
 
 def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Times, Times]:
-    """Run all updates and two passes after each, at least `least` times, for `least_s` seconds.
+    """Run all updates and then two walks, again and again: at least `least` times, and for at least
+    `least_s` seconds.
 
-    Returns the times of updates and first passes, and of second passes. The first passes find new
-    weights, which are not in the caches and must be packed again. That extra time does not depend
-    on the micro-batch, and is most visible beside a small one.
+    Returns the times of updates and first walks, and of second walks. The passes of a first walk
+    read new weights, which are not in the caches and must be packed again. The extra time for that
+    does not depend on the size of the micro-batch, so a small size shows it best.
     """
     session: Session = _own.session
     after, usual = Times(), Times()
-    session.walk(size, session.able, Times())  # brings its own data into the caches
+    session.walk(size, session.able, Times())  # does not count: brings its data into the caches
     begin_s = time.perf_counter()
     while len(usual.rounds_s) < least or time.perf_counter() - begin_s < least_s:
         start_s = time.perf_counter()
@@ -145,7 +149,7 @@ def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[f
         return session.refused[0]
     for _ in range(ROUNDS + 1):
         session.walk(1, session.able, measured)
-    return measured.times_s[1, 0, FORWARD][1:]  # the first one warms up
+    return measured.times_s[1, 0, FORWARD][1:]  # the first run warms up
 
 
 class Session:
@@ -160,8 +164,8 @@ class Session:
         self._rng = np.random.default_rng(seed)
         self._firsts = network.firsts
         self._stirrer = Stirrer(device)
-        self._kept: Environment = {}  # parameters and all else that lasts
-        self._passing: dict[int, Environment] = defaultdict(dict)  # between layers, by size
+        self._kept: Environment = {}  # parameters, and all other buffers that outlast a walk
+        self._passing: dict[int, Environment] = defaultdict(dict)  # tensors between layers, by size
         self._saved: dict[tuple[int, int], Environment] = defaultdict(dict)
         self._examples: dict[tuple[int, tuple[str, str]], Any] = {}  # on the host
         self._programs: dict[Place, tuple[Program, Executable]] = {}
@@ -186,7 +190,8 @@ class Session:
         self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
     def walk(self, size: int, active: frozenset[int], measured: Times) -> None:
-        """Run one micro-batch forward through the network and back, by the `active` patterns."""
+        """Run the `active` patterns forward through the network and then backward, for one
+        micro-batch."""
         order = range(len(self._network.layers))
         fresh: set[tuple[str, str]] = set()  # tensors written in this walk
         skipped = 0  # bytes of the layers skipped since the last one that ran
@@ -210,7 +215,8 @@ class Session:
         clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def _run(self, place: Place, size: int, measured: Times, fresh: set[tuple[str, str]]) -> float:
-        """Run a pass, and return the seconds by which the device is ahead of its emulated speed."""
+        """Run a pass. Return the seconds for which the device must still wait to have its emulated
+        speed."""
         if place not in self._programs:
             return 0.0
         program, executable = self._programs[place]
@@ -237,7 +243,7 @@ class Session:
         return ahead_s
 
     def _input(self, slot: Slot, size: int, pattern: int, fresh: set[tuple[str, str]]) -> Buffer:
-        """Return the buffer of an input, with made-up values unless a pass has written it."""
+        """Return the buffer of an input. Unless a pass has written it, its values are made up."""
         room = self._room(slot, size, pattern)
         handed = slot.role in _HANDED and slot.key not in fresh
         if handed or slot.key not in room:
@@ -271,7 +277,8 @@ def _programs(pattern: int, stage: StageGraphs) -> dict[Place, Program]:
 
 
 def _donated(slot: Slot, program: Program) -> bool:
-    """Whether a program may overwrite an input, as in training: state that it replaces."""
+    """Whether a program may overwrite an input, as in training: it may if it also outputs a new
+    value of that parameter, gradient or state."""
     return slot.role in ("param", "grad", "state") and any(
         slot.key == out.key for out in program.outputs
     )
@@ -279,7 +286,7 @@ def _donated(slot: Slot, program: Program) -> bool:
 
 def _example(slot: Slot, constants: Mapping[str, Any], rng: np.random.Generator) -> Any:
     if slot.role == CONSTANT:
-        return np.asarray(constants[slot.name], order="C")  # a 0-d one stays 0-d
+        return np.asarray(constants[slot.name], order="C")  # unlike ascontiguousarray, keeps 0-d
     if slot.dtype in ("float32", "float64", "float16"):
         if slot.role in ("state", "grad", "scalar"):
             return np.zeros(slot.shape, slot.dtype)

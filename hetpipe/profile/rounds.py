@@ -1,10 +1,11 @@
 """Rounds: all devices of a crew measure the patterns of a network at the same time.
 
-A slice consists of some rounds of every worker, and then a probe. All sizes of micro-batches take
-turns within a round, and all devices continue until the slowest has ended its round, so a
-disturbance affects all of them. Later rounds skip a pattern whose median is known precisely. There
-are two halves, some time apart. If other work disturbed one half, only the other counts; if it
-disturbed both, only the less disturbed one. So each half measures everything.
+A slice consists of some rounds of every worker, and then a probe. A round has all sizes of
+micro-batches in turn, and all devices continue until the slowest has ended its round. So a
+disturbance affects all sizes and devices. Later rounds skip a pattern whose median is known
+precisely. A profile has two halves, some time apart, and each half measures everything. If other
+work disturbed one half, only the other half counts. If it disturbed both halves, only the less
+disturbed half counts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from hetpipe.profile.profiler import Prepared, Times
 LEAST = 3  # slices in a half
 MOST = 50  # rounds in a slice
 SLICE_S = 0.1
-HALF_S = 0.3  # least seconds of a half: shares of cores are counted in hundredths of a second
-BUDGET_S = 0.6  # most seconds of a half for each size, after the least slices
-UPDATES = 2  # at least
+HALF_S = 0.3  # least seconds of a half, because the system counts core time in steps of 0.01 s
+BUDGET_S = 0.6  # most seconds of a half, per size; but at least `LEAST` slices are run
+UPDATES = 2  # least number of updates
 ALONE = 2  # rounds of a device alone, after a half
 
 WORKER = "hetpipe.profile.profiler"
@@ -56,8 +57,8 @@ class _Half:
 class Rounds:
     """Measures a network on all members of a crew.
 
-    `networks` has the network in the operators of each backend, with the backend's members. The
-    members of one backend compile while the network of the next is traced.
+    `networks` yields, for each backend, its members and the network in the operators of this
+    backend. The members of one backend compile while the network of the next backend is traced.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class Rounds:
         self._alone_probes: dict[str, list[Probe]] = {member: [] for member in self._members}
         self._updates: dict[str, tuple[Times, Times]] = {}
         self._able = {member: list(self._series(member, ()).able) for member in self._members}
-        self._slice_s = SLICE_S  # the first round says little about the others
+        self._slice_s = SLICE_S  # seconds; after each slice, set by `_slowest_s`
 
     def half(self, probes: Probes) -> float:
-        """Measure until all patterns are known precisely, or time is up.
+        """Measure until the medians of all patterns are known precisely, or the time is over.
 
         Returns the share of the cores that other work used.
         """
@@ -119,7 +120,8 @@ class Rounds:
         return half.foreign
 
     def finish(self) -> dict[str, Series]:
-        """Measure the updates, free the workers' programs, and return the rounds that count.
+        """Measure the updates, free the workers' programs, and return the rounds that count, by
+        member.
 
         Raises `CostError` if times are not credible.
         """
@@ -139,7 +141,7 @@ class Rounds:
 
     @property
     def effort(self) -> Effort:
-        """Layers, patterns, compilations and runs so far."""
+        """The effort so far."""
         network = self._networks[self._members[0]]
         slices = (own for half in self._halves for own in half.measured.values())
         measured = chain(*slices, *self._alone.values(), *self._updates.values())
@@ -153,7 +155,7 @@ class Rounds:
         )
 
     def probes(self, member: str) -> tuple[Probe | None, Probe | None]:
-        """Return the probes of a member beside the others, and alone; None where there is none."""
+        """Return the probes of a member beside the others, and alone; None for a missing probe."""
         beside = [probe for half in self._counting for probe in half.probes.get(member, [])]
         alone = self._alone_probes[member]
         series = self._series(member, self._counting)
@@ -186,7 +188,7 @@ class Rounds:
         return dict.fromkeys(self._sizes, self._able[member])
 
     def _uncertain(self, member: str, half: _Half) -> dict[int, list[int]]:
-        """Return the patterns to measure again, by size; a size without any is absent."""
+        """Return the patterns to measure again, by size; a size without such patterns is absent."""
         series = self._series(member, [half])
         uncertain = {size: series.uncertain(size) for size in self._sizes}
         return {size: patterns for size, patterns in uncertain.items() if patterns}
@@ -204,7 +206,7 @@ class Rounds:
         return self._crew.call_each(f"{WORKER}:rounds", arguments)
 
     def _slowest_s(self, latest: Mapping[str, Times]) -> float:
-        """Return the length of a slice in which the slowest device ends a round."""
+        """Return the seconds of a slice in which the slowest device can end a round."""
         return max(SLICE_S, *(min(measured.rounds_s) for measured in latest.values()))
 
     def _measure_alone(self, probes: Probes) -> None:

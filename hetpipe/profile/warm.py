@@ -1,6 +1,6 @@
-"""Runs the small programs of a measurement once, so that the runtime has compiled them.
+"""Runs the small programs of a measurement once, so that the devices' runtimes have compiled them.
 
-The workers do so while the controller captures the model.
+The workers run them while the controller captures the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hetpipe.worker.divided import compile_ahead
 from hetpipe.worker.emulation import OWN_SPEED
 
 _own = threading.local()
-"""Whether a worker is warm: all its calls come on one thread, and workers may share a process."""
+"""Whether a worker is warm. It is thread-local: all calls of a worker come on one thread, and
+workers may share a process."""
 
 
 def begin(crew: Workers) -> None:
@@ -30,7 +31,7 @@ def begin(crew: Workers) -> None:
 
 
 def warm_up(device: Device, stages: Sequence[StageGraphs]) -> None:
-    """Compile and run these stages, for one sample, and the probes."""
+    """Compile and run the stages, for one sample, and the programs of the probes."""
     if getattr(_own, "warm", False):
         return
     compile_ahead(device, stages)

@@ -1,7 +1,7 @@
 """Schedules: actions, the generators that order them, and the validator that checks them.
 
-The engine runs, and the simulator prices, exactly what `generate` returns. The validator is
-`hetpipe.schedule.validate.validate`.
+The engine runs exactly the schedule that `generate` returns, and the simulator prices the same
+schedule. The validator is `hetpipe.schedule.validate.validate`.
 """
 
 from typing import TYPE_CHECKING

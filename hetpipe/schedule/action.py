@@ -16,7 +16,8 @@ MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
 
 
 class Op(str, Enum):
-    """The operation of an action. Its number is a micro-batch, unless a comment says otherwise.
+    """The operation of an action. The number of the action names a micro-batch, unless a comment
+    says otherwise.
 
     Micro-batches are numbered through all mini-batches of the schedule.
     """
@@ -26,35 +27,35 @@ class Op(str, Enum):
     BACKWARD_INPUT = "I"  # the half for which the previous stage waits: gradients of the inputs
     BACKWARD_WEIGHT = "W"  # the other half: gradients of the weights, added to their accumulators
     SEND_FORWARD = "SF"  # cut tensors to the next stage
-    RECV_FORWARD = "RF"  # from the previous stage
+    RECV_FORWARD = "RF"  # cut tensors from the previous stage
     SEND_BACKWARD = "SB"  # gradients to the previous stage
-    RECV_BACKWARD = "RB"  # from the next stage
+    RECV_BACKWARD = "RB"  # gradients from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
-    RECV_TIED_GRAD = "RG"  # number: the stage that sends it
+    RECV_TIED_GRAD = "RG"  # number: the stage that sends the gradient
     SEND_KEPT = "SK"  # from lane to lane: a forward hands its kept tensors to its backward
     RECV_KEPT = "RK"
-    SEND_VACANT = "SV"  # the other way: the backward is done, so its place is vacant
+    SEND_VACANT = "SV"  # from the backwards' lane: a backward has ended, so its place is vacant
     RECV_VACANT = "RV"
-    ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number as UPDATE
-    SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number as UPDATE
-    RECV_GRAD = "RA"  # from the replica that ran the mini-batch
+    ALL_REDUCE = "A"  # begins to sum gradients over the replicas; number: as for UPDATE
+    SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch
+    RECV_GRAD = "RA"  # these gradients, from the replica that ran the mini-batch
     UPDATE = "U"  # number: the mini-batch; a synchronous schedule has only 0, which is not printed
-    SEND_TIED_PARAM = "SP"  # number: the stage that receives it
-    RECV_TIED_PARAM = "RP"  # number: the owner
+    SEND_TIED_PARAM = "SP"  # number: the stage that receives the parameter
+    RECV_TIED_PARAM = "RP"  # number: the stage that owns the parameter
 
     @property
     def is_compute(self) -> bool:
-        """Whether it occupies the device: F, B, I, W and U."""
+        """Whether the operation occupies the device: F, B, I, W and U."""
         return len(self) == 1 and self is not Op.ALL_REDUCE
 
     @property
     def is_send(self) -> bool:
-        """Whether it posts a message."""
+        """Whether the operation posts a message."""
         return self[0] == "S"
 
     @property
     def is_receive(self) -> bool:
-        """Whether it waits for a message."""
+        """Whether the operation waits for a message."""
         return self[0] == "R"
 
 
@@ -62,7 +63,8 @@ GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
 PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
 AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-"""Operations that read or change gradients. They wait for all sums that began before them."""
+"""Operations that read or change summed gradients. They wait for all sums over replicas that began
+before them."""
 
 
 TIED = frozenset({"G", "P"})
@@ -72,13 +74,13 @@ TIED = frozenset({"G", "P"})
 class Message(NamedTuple):
     """A message between two stages, or between two lanes or replicas of one stage.
 
-    A send and its receive have the same message. Every other replica receives the gradients of a
-    mini-batch.
+    A send and its receive have the same message. The message with the gradients of a mini-batch
+    goes to every other replica of the stage.
     """
 
     source: int  # stage
     target: int  # stage
-    kind: str  # F, B, K, V: of a micro-batch; A: of a mini-batch; G, P: tied gradients, parameters
+    kind: str  # F, B, K, V: for a micro-batch; A: for a mini-batch; G, P: tied gradient, parameter
     number: int  # micro-batch, or mini-batch; 0 for G and P
 
 
@@ -93,13 +95,13 @@ ENDS: dict[Op, tuple[str, int | None, int | None]] = {
     Op.RECV_TIED_PARAM: ("P", None, 0),
     **{op: (op[1], 0, 0) for op in Op if len(op) == 2 and op[1] in "AKV"},
 }
-"""The kind of an action's message, its source and its target: as steps from the action's stage, or
-None for the stage whose number the action has."""
+"""For each operation, the kind of its message, the source and the target. Source and target are
+steps from the action's stage; None stands for the stage that the action's number names."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """Stage `stage` does `op` with micro-batch (or peer stage) `number`."""
+    """Stage `stage` does `op`; for the meaning of `number` see `Op`."""
 
     stage: int
     op: Op
@@ -124,7 +126,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Parse the text of an action. Raises `ScheduleError`."""
+        """Parse the text of an action. Raises `ScheduleError` for any other text."""
         match = re.fullmatch(r"([0-9]+)([A-Z]{1,2})([0-9]*)", text)
         ops = {op.value: op for op in Op}
         if match is None or match[2] not in ops:
@@ -133,7 +135,7 @@ class Action:
             )
         op = ops[match[2]]
         if match[3] == "" and op not in PER_MINI_BATCH:
-            raise ScheduleError(f"{text!r}: {op.value} takes a number")
+            raise ScheduleError(f"{text!r}: {op.value} takes a number: {match[1]}{op.value}0")
         _check_size(text, "stage", match[1], MOST_STAGE)
         _check_size(text, "number", match[3], MOST_NUMBER)
         return Action(int(match[1]), op, int(match[3] or 0))

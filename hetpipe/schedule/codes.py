@@ -15,25 +15,27 @@ OPS = tuple(Op)
 CODES = {op: code for code, op in enumerate(OPS)}
 
 RECEIVE, COMPUTE, SEND, OTHER = range(4)
-"""The roles of operations; a worker receives, computes and sends, in this order."""
+"""The roles of operations. In each step a worker receives, then computes, then sends."""
 
 
 def _role(op: Op) -> int:
     if op.is_compute:
         return COMPUTE
     if ENDS.get(op, ("", None, None))[1:] == (0, 0) or op is Op.ALL_REDUCE:
-        return OTHER  # between lanes or replicas of a stage
+        return OTHER  # a message or a sum between lanes or replicas of a stage
     return SEND if op.is_send else RECEIVE
 
 
 ROLES = np.array([_role(op) for op in OPS], np.int8)
 IS_TIED = np.array([op.value[-1] in TIED for op in OPS])
 KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
-"""The kind of an operation's message, if it goes from stage to stage."""
+"""The kind of an operation's message, as an index of "FBGP"; -1 unless it goes between stages."""
 WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])
-"""The steps from an action's stage to the other end of its message, if that is a neighbour."""
+"""The steps from an action's stage to the stage at the other end of its message: 1, -1, or 0 if the
+other end is no neighbour."""
 SENDERS = np.full(len(OPS), -1, np.int8)
-"""The code of the operation that sends a pass's result to another stage; -1 without one."""
+"""By code of a pass, the code of the operation that sends its result to another stage; -1 if no
+operation does."""
 for _makers, _sender in (
     ((Op.FORWARD,), Op.SEND_FORWARD),
     ((Op.BACKWARD, Op.BACKWARD_INPUT), Op.SEND_BACKWARD),
@@ -42,7 +44,7 @@ for _makers, _sender in (
 
 
 def are(codes: Array, ops: Iterable[Op]) -> Array:
-    """Return whether each code belongs to one of these operations."""
+    """Return, for each code, whether it belongs to one of `ops`."""
     chosen = np.zeros(len(OPS), bool)
     chosen[[*map(CODES.__getitem__, ops)]] = True
     return chosen[codes]

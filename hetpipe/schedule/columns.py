@@ -1,4 +1,4 @@
-"""Columns: a schedule as arrays, whose actions become objects only at their first use."""
+"""Columns: a schedule as arrays. `Action` objects are made only when they are first used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence in columns, whose items become objects only at their first use."""
+    """A sequence that is stored in columns. Its items are made only when they are first used."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class Columns(LazySequence[Row]):
 
     @cached_property
     def ends(self) -> Array:
-        """The place after the last action of each row."""
+        """For each row, the index after its last action."""
         return np.cumsum(self.lengths)
 
     @cached_property
@@ -77,12 +77,12 @@ class Columns(LazySequence[Row]):
 
     @cached_property
     def order(self) -> Order | None:
-        """See `hetpipe.schedule.order.order_steps`."""
+        """The order of all steps, or None; see `hetpipe.schedule.order.order_steps`."""
         return order_steps(self.codes, self.stages, self.numbers, self.rows)
 
     @cached_property
     def items(self) -> tuple[Row, ...]:
-        """The rows of `Action` objects."""
+        """The rows, as tuples of `Action` objects."""
         ops = map(OPS.__getitem__, self.codes.tolist())
         cells = [*map(Action, self.stages.tolist(), ops, self.numbers.tolist())]
         return tuple(tuple(cells[lo:hi]) for lo, hi in pairwise([0, *self.ends.tolist()]))
@@ -114,25 +114,26 @@ def columns_of(schedule: Schedule) -> Columns:
     except OverflowError as error:
         most = max(cells, key=lambda action: max(abs(action.stage), abs(action.number)))
         raise ScheduleError(
-            f"{most}: its stage or its number is beyond {np.iinfo(np.int32).max}; number stages "
+            f"{most}: the stage or the number is beyond {np.iinfo(np.int32).max}; number stages "
             "and micro-batches from 0"
         ) from error
     return Columns(np.array(table), np.array([len(row) for row in schedule], int))
 
 
 class Turns(NamedTuple):
-    """An operation that every row runs once per turn, beginning with a first turn."""
+    """An operation that every row runs once per turn, from the row's first turn on."""
 
     op: Op
-    first: Array  # its first turn on each row; shape (rows, 1)
-    stages: Array  # by row and time; shape (rows, count), or one that broadcasts to it
-    numbers: Array  # the same shape
+    first: Array  # by row, the turn in which the operation first runs; shape (rows, 1)
+    stages: Array  # of each run of a row; shape (rows, count), or one that broadcasts to it
+    numbers: Array  # likewise
 
 
 def in_turns(parts: Sequence[Turns], count: int) -> Columns:
-    """Return rows that run each operation `count` times, one after the other in every turn.
+    """Return rows that run each operation `count` times.
 
-    A row skips an operation before its first turn and after its last one.
+    In every turn, a row runs the operations in the order of `parts`. It skips an operation before
+    the operation's first turn and after its last one.
     """
     times, rows = np.arange(count), len(parts[0].first)
     table = np.empty((3, rows * len(parts) * count), np.int32)

@@ -1,4 +1,7 @@
-"""Completion: adds transfers, updates and tied parameters, which follow from the passes."""
+"""Completion: adds transfers, updates and messages of tied parameters to the passes of a schedule.
+
+All these actions follow from the passes.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +20,45 @@ Tied = Sequence[tuple[int, Sequence[int]]]
 
 Pair = tuple[int, int]  # owner and another stage
 
-WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # an update waits for them
+WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # make gradients of weights; an update waits for them
 
 LAST = (
     Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD,
     Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM,
 )  # fmt: skip
-"""The actions after backwards, in this order."""
+"""The operations that follow a stage's backwards, in this order."""
 OWNER = (Op.RECV_TIED_GRAD, Op.SEND_TIED_PARAM)
 OTHER = (Op.SEND_TIED_GRAD, Op.RECV_TIED_PARAM)
 
 
 def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
-    """Return each owner with each other stage, once. Raises `ScheduleError` for invalid stages."""
+    """Return a pair for each owner and each stage that shares its parameters, without repetition.
+
+    Raises `ScheduleError` for invalid stages.
+    """
     pairs = sorted({(owner, other) for owner, others in tied for other in others})
     for owner, other in pairs:
         if owner == other or not (0 <= owner < stages and 0 <= other < stages):
-            raise ScheduleError(f"tied stages {owner} and {other}: need two of 0..{stages - 1}")
+            raise ScheduleError(
+                f"tied stages {owner} and {other}: give two different stages of 0..{stages - 1}"
+            )
     return pairs
 
 
 def complete_passes(
     passes: Columns, stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
 ) -> Columns:
-    """Return the passes with transfers, sums over replicas, and each stage's update at its end.
+    """Return the passes with transfers, sums over replicas, and an update of each stage at the end
+    of its row.
 
-    A sum comes right after the last of its stage's backwards. Sends come before receives on both
-    sides of the updates, since a worker may own one tied parameter and borrow another.
+    A stage's sum comes right after its last backward. A worker may own one tied parameter and
+    share another that a different worker owns. So in each row, all sends of tied gradients come
+    before their receives, and all sends of tied parameters before the receives of
+    tied parameters.
     """
     backwards = np.flatnonzero(are(passes.codes, WEIGHTS))[::-1]
     own, latest = np.unique(passes.stages[backwards], return_index=True)
-    last = backwards[latest]  # of each stage
+    last = backwards[latest]  # index of each stage's last backward
     end = dict(zip(own.tolist(), passes.ends[passes.rows[last]].tolist(), strict=True))
     added = [(place, LAST.index(Op.UPDATE), n, 0) for n, place in end.items()]
     if replicas:
@@ -70,7 +81,8 @@ def _inserted(passes: Columns, added: Sequence[tuple[int, int, int, int]]) -> Co
 
 
 def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
-    """Add each stage's update right after the last of a mini-batch's backwards."""
+    """Yield the row's actions, and each stage's update right after its last backward of a
+    mini-batch."""
     done: Counter[tuple[int, int]] = Counter()
     for action in row:
         yield action
@@ -82,7 +94,8 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
 
 
 def with_transfers(passes: Columns, stages: int) -> Columns:
-    """Add a receive right before the pass that reads it, and a send right after its pass."""
+    """Add a receive right before the pass that reads the message, and a send right after the pass
+    that makes the message."""
     forward = passes.codes == CODES[Op.FORWARD]
     backward = are(passes.codes, (Op.BACKWARD, Op.BACKWARD_INPUT))
     first, last = passes.stages == 0, passes.stages == stages - 1
@@ -100,11 +113,11 @@ def with_transfers(passes: Columns, stages: int) -> Columns:
 
 
 Closing = frozenset[tuple[int, Op]]
-"""Stage and operation."""
+"""Pairs of a stage and an operation."""
 
 
 def closing(schedule: Schedule) -> Closing:
-    """Return the last operation of each stage on any of its micro-batches."""
+    """Return, with each stage, the operations that come last on one of its micro-batches."""
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
         message = action.message

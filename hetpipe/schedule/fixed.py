@@ -1,4 +1,4 @@
-"""Fixed schedules: written out for one number of stages and micro-batches."""
+"""Fixed schedules: a text lists their actions, for one number of stages and of micro-batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _texts: dict[str, str] = {}
 def register_text(name: str, text: str) -> None:
     """Register the schedule of a text (see `hetpipe.schedule.text`) under `name`.
 
-    Transfers and updates are added if the text has neither; otherwise it is validated unchanged.
-    Raises `ScheduleError` if the text is not a schedule or deadlocks, or if another schedule has
-    the name.
+    Only passes and messages between lanes are kept; `generate` adds all other actions. If the text
+    has other actions, such as transfers or updates, the whole text must be a valid schedule. Raises
+    `ScheduleError` if it is not, or if another schedule has the name.
     """
     if _texts.get(name) == text:
         return
@@ -55,7 +55,10 @@ def register_text(name: str, text: str) -> None:
 
 
 def register_file(path: Path) -> str:
-    """Register a file's schedule under the file's name without its suffix. Returns that name."""
+    """Register a file's schedule under the file's name without suffix, and return that name.
+
+    Raises `ScheduleError` as `register_text` does.
+    """
     text = read_text(path, ScheduleError)
     try:
         register_text(path.stem, text)
@@ -67,7 +70,7 @@ def register_file(path: Path) -> str:
 def _size(schedule: Schedule) -> tuple[int, int]:
     """Return the numbers of stages and micro-batches.
 
-    Raises `ScheduleError` for missing forwards: each stage needs one per micro-batch.
+    Raises `ScheduleError` for missing forwards: each stage needs one forward per micro-batch.
     """
     actions = [action for row in schedule for action in row]
     passes = [action for action in actions if action.op in PASSES]
@@ -78,13 +81,13 @@ def _size(schedule: Schedule) -> tuple[int, int]:
     if last.stage >= max(forwards, 1):
         raise ScheduleError(
             f"{last} is of stage {last.stage}, but there are {forwards} forwards, one of each "
-            "stage and micro-batch: add them, or number stages from 0"
+            "stage and micro-batch: add the missing forwards, or number stages from 0"
         )
     stages, late = 1 + last.stage, max(passes, key=lambda action: action.number)
     if late.number >= max(forwards // stages, 1):
         raise ScheduleError(
             f"{late} is of micro-batch {late.number}, but {stages} stages have {forwards} "
-            f"forwards, enough for {forwards // stages} micro-batches: add them, or number "
-            "micro-batches from 0"
+            f"forwards, enough for {forwards // stages} micro-batches: add the missing forwards, "
+            "or number micro-batches from 0"
         )
     return stages, 1 + late.number

@@ -1,7 +1,7 @@
-"""Generation: completes a rule's passes to a schedule.
+"""Generation: makes a complete schedule from a rule's passes.
 
-A rule only orders forwards and backwards. Transfers, tied parameters and the update follow from
-that order, so they are added here, once, for every schedule.
+A rule only orders forwards and backwards. Transfers, messages of tied parameters and updates follow
+from that order. So this module adds them, in the same way for every rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetpipe.schedule.turns import in_turn, noam, one_by_one
 from hetpipe.schedule.validate import validate
 
 KEPT = 128
-"""The number of schedules that are remembered, the latest ones."""
+"""How many schedules are remembered; the most recently used ones."""
 
 
 def generate(
@@ -47,15 +47,16 @@ def generate(
 ) -> Schedule:
     """Return the complete, validated schedule: passes, transfers, tied parameters and updates.
 
-    A receive stands before the pass that needs it, a send after the pass that makes it. Between an
-    owner and another stage all tied parameters travel together, as one message in each direction.
-    `microbatches` is the number in one mini-batch. Without a flush any number of `mini_batches`
-    follow each other; with a flush there is one. Each stage has its own worker, unless the rule
-    lets a worker have several stages: then `workers` is the number of workers. The `replicas` of a
-    stage (default 1) all run the stage's row; without flushes they take turns and have a row each,
-    see `hetpipe.schedule.turns`. `in_flight` counts micro-batches at each replica. Equal arguments
-    return the same object, which is made and checked once. Raises `ScheduleError` for an unknown
-    name, impossible numbers or an invalid schedule.
+    A receive stands before the pass that reads the message, a send after the pass that makes the
+    message. `tied` has the stages that share parameters. Between an owner and another stage, all
+    tied parameters travel together, as one message in each direction. `microbatches` is the number
+    in one mini-batch. Without a flush, the schedule has any number of `mini_batches`; with a flush,
+    it has one. Each stage has its own worker, unless the rule lets a worker have several stages:
+    then `workers` is the number of workers. `replicas` has the number of replicas of each stage
+    (default 1). All replicas run the stage's row; without flushes they take turns, and each has its
+    own row, see `hetpipe.schedule.turns`. `in_flight` has, for each stage, the most micro-batches
+    in flight at one replica. Calls with equal arguments return the same object. Raises
+    `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
     """
     rule = rule_of(schedule)
     depths = None if in_flight is None else tuple(in_flight)
@@ -89,7 +90,7 @@ class _Question:
         name, stages, in_flight = self.rule.name, self.stages, self.in_flight
         if stages < 1 or self.microbatches < 1:
             raise ScheduleError(
-                f"{stages} stages, {self.microbatches} micro-batches: each must be 1 or more"
+                f"{stages} stages, {self.microbatches} micro-batches: give at least 1 of each"
             )
         if in_flight is not None and (len(in_flight) != stages or min(in_flight) < 1):
             raise ScheduleError(
@@ -100,8 +101,7 @@ class _Question:
             raise ScheduleError(f"{self.mini_batches} mini-batches: must be 1 or more")
         if self.mini_batches > 1 and self.rule.flushes:
             raise ScheduleError(
-                f"{self.mini_batches} mini-batches: {name} flushes after each, so it takes one at "
-                "a time"
+                f"{self.mini_batches} mini-batches: {name} flushes after each; give one at a time"
             )
         several = self.rule.several_stages
         if self.workers != stages and not (several and 1 <= self.workers <= stages):
@@ -163,8 +163,9 @@ def _in_turn(question: _Question) -> Schedule:
 def max_in_flight(schedule: Schedule) -> list[int]:
     """Return, per stage, the most forwards that wait for their backward at any time.
 
-    A backward in halves ends with the second half, the gradients of the weights. If backwards are
-    on another lane, a place becomes vacant when the forwards' lane has received the message.
+    A backward in halves ends with its second half, which makes the gradients of the weights. If
+    backwards are on another lane, a forward waits until the forwards' lane has received the message
+    that its place is vacant.
     """
     columns = columns_of(schedule)
     codes, by_stage = columns.codes, np.argsort(columns.stages, kind="stable")

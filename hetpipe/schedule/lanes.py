@@ -1,8 +1,8 @@
-"""Lanes: rows of one worker that run at once, each in its own order.
+"""Lanes: rows of one worker that run at the same time, each in its own order.
 
-Forwards and backwards of a stage may be on two lanes, which hand over micro-batches by actions: K
-hands the kept tensors of a forward to its backward, V hands back the vacant place. Rows that share
-such a stage are lanes of one worker.
+Forwards and backwards of a stage may be on two lanes. The lanes hand over micro-batches by messages
+between them: SK and RK hand the kept tensors of a forward to its backward, SV and RV tell the
+forwards' lane that a place is vacant again. Rows that share such a stage are lanes of one worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HAND_OVERS = (Op.SEND_KEPT, Op.RECV_KEPT, Op.SEND_VACANT, Op.RECV_VACANT)
 
 
 def laned_stages(schedule: Schedule) -> set[int]:
-    """Return the stages whose micro-batches are handed over between lanes."""
+    """Return the stages whose forwards and backwards are on two lanes."""
     columns = columns_of(schedule)
     return set(columns.stages[are(columns.codes, HAND_OVERS)].tolist())
 
@@ -39,7 +39,7 @@ def row_workers(schedule: Schedule) -> tuple[int, ...]:
 
 
 def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return the rows of each worker: one, or one per lane."""
+    """Return the numbers of each worker's rows: one row, or one per lane."""
     rows: dict[int, list[int]] = defaultdict(list)
     for row, worker in enumerate(row_workers(schedule)):
         rows[worker].append(row)
@@ -47,8 +47,8 @@ def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def row_names(worker_of: Sequence[int], workers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the name of each row, whose workers `row_workers` tells: its worker (default
-    `worker 0`), and one of several lanes."""
+    """Return the name of each row: the name of its worker (default `worker 0`, ...), and the lane
+    if the worker has several. `worker_of` is the result of `row_workers`."""
     lanes, names = Counter(worker_of), []
     seen: Counter[int] = Counter()
     for worker in worker_of:

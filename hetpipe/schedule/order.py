@@ -1,8 +1,8 @@
 """Order: sorts the steps of a plain schedule, so that each comes after all steps it waits for.
 
-If every stage is on one row, and no gradients are summed over replicas or sent between them, no
-clock can change the order in which a worker or an edge works. So the steps of all workers can be
-sorted before anything has a time.
+A schedule is plain if every stage is on one row, and replicas neither sum gradients nor send them
+to each other. Then the order in which each worker and each edge works does not depend on any time.
+So the steps of all workers can be sorted before their times are known.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from hetpipe.schedule.codes import (
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The steps of a schedule. In one step a worker receives, computes and sends, or some of these.
+    """The steps of a schedule. In one step a worker receives, computes and sends, or does only some
+    of the three.
 
-    `passes` and `messages` have one entry for each operation and stage, since all others cost the
-    same. A way leads from row to row over an edge. The ways from a row to itself come first, for
-    steps without a send, or with a send within the row; then there is one for each of `messages`.
+    Actions with the same operation and stage cost the same, so `passes` and `messages` have only
+    one of them. A way leads from row to row over an edge. First come the ways from each row to
+    itself, for steps that send nothing, or send within the row. Then comes one way for each of
+    `messages`.
     """
 
     rows: list[int]
-    awaited: list[int]  # 1 + the step that sends its message; 0 if it receives nothing
-    computed: list[int]  # 1 + an index of `passes`; 0 if it computes nothing
+    awaited: list[int]  # 1 + the step that sends the received message; 0: receives nothing
+    computed: list[int]  # 1 + an index of `passes`; 0: computes nothing
     ways: list[int]
-    streams: list[bool]  # whether it sends its result to another row
+    streams: list[bool]  # whether the step sends its result to another row
     passes: list[Action]
     messages: list[Message]
-    edges: list[int]  # of each way
+    edges: list[int]  # edge of each way
     row_count: int
-    places: Array  # place of each step among the steps in the order of the schedule
-    step_of: Array  # step of each action, in the order of the schedule
+    places: Array  # number of each step when steps are counted row by row through the schedule
+    step_of: Array  # that number of the step of each action; actions are counted row by row
     roles: Array  # role of each action, as in `hetpipe.schedule.codes`
 
 
@@ -57,11 +59,12 @@ class _Transfers(NamedTuple):
 
     at: Array  # places in the schedule
     peers: Array  # stages at the other end
-    messages: Array  # integers; a send and its receive have the same
+    messages: Array  # integers; a send and its receive have the same integer
 
 
 def order_steps(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
-    """Return the order of a schedule in columns; None if it is not plain, or deadlocks."""
+    """Return the order of a schedule in columns; None if the schedule is not plain, or
+    deadlocks."""
     roles = ROLES[codes]
     if not len(codes) or min(stages.min(), numbers.min()) < 0 or roles.max() == OTHER:
         return None
@@ -132,7 +135,8 @@ def _changes(values: Array) -> Array:
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:
-    """Return the index of one of each value, and the place of each value among these."""
+    """Return the last index of each distinct value, and for each value its number among the
+    distinct values."""
     ones = np.full(1 + values.max(initial=-1), -1)
     ones[values] = np.arange(len(values))
     present = ones >= 0
@@ -151,10 +155,10 @@ def _in_order(awaited: list[int], begins: list[int]) -> list[int]:
     `begins` has the first step of each row.
     """
     order: list[int] = []
-    done = bytearray(1 + len(awaited))  # by 1 + step, as in `awaited`
+    done = bytearray(1 + len(awaited))  # whether a step is in `order`; index 1 + step, as `awaited`
     done[0] = True
     ready = list(pairwise([*begins, len(awaited)]))[::-1]  # remaining parts of rows
-    waiting: list[tuple[int, int] | None] = [None] * len(done)  # part that waits for a step
+    waiting: list[tuple[int, int] | None] = [None] * len(done)  # part waiting for a step
     while ready:
         step, end = ready.pop()
         while step < end and done[awaited[step]]:

@@ -1,4 +1,5 @@
-"""Requirements: the actions that a stage's place in the pipeline requires, and their order."""
+"""Requirements: the actions that a stage must have at its place in the pipeline, and their
+order."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class Shape(NamedTuple):
     halved: set[int]  # stages with backwards in halves
     laned: set[int]  # stages with forwards and backwards on two lanes
     microbatches: int
-    places: Sequence[tuple[int, int]]  # stage and replica of each row, if replicas take turns
+    places: Sequence[tuple[int, int]]  # stage and replica of each row; empty: they take no turns
     replicas: Sequence[int]  # number of replicas by stage
-    per_update: Sequence[int]  # mini-batches in an update, by stage
+    per_update: Sequence[int]  # mini-batches that one update applies, by stage
     one_by_one: bool  # whether replicas send each other the gradients of each mini-batch
 
     def owner(self, stage: int, mini_batch: int) -> int:
@@ -50,7 +51,7 @@ def required_of(
 
 
 def applied_by(action: Action, shape: Shape, row: int) -> Iterator[Action]:
-    """Yield the backwards on the update's row whose gradients it applies."""
+    """Yield the backwards, on the row of an update, whose gradients the update applies."""
     n, count = action.stage, shape.per_update[action.stage]
     last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
     for mini_batch in round_of(action.number, count, action.number + 1):
@@ -60,7 +61,7 @@ def applied_by(action: Action, shape: Shape, row: int) -> Iterator[Action]:
 
 
 def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
-    """Yield the actions that must come before an action on its row."""
+    """Yield the actions of `row` that must come before `action`, which is on the same row."""
     n, op, number = action.stage, action.op, action.number
     halved = n in shape.halved
     if op is Op.FORWARD and n > 0:
@@ -78,7 +79,7 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
     elif op is Op.SEND_VACANT:
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
-        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # all of them, for one order of sums
+        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # all of them: one order of sums
         most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
         for a in row:
             if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:

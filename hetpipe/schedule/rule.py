@@ -1,7 +1,7 @@
 """Rule: a schedule's name, generator and traits.
 
-A rule is registered once. All code that depends on a trait of a schedule reads its rule and
-compares no names, so a user's schedule can have every trait of hetpipe's schedules.
+A rule is registered once. Code that depends on a trait of a schedule reads the trait from the rule
+and never compares names. So a user's schedule can have every trait that hetpipe's schedules have.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hetpipe.schedule.zerobubble import zb_h1, zb_v
 Passes = Callable[..., Schedule]
 """(stages, micro-batches, in flight per stage or None) -> the passes of each worker, in order.
 
-Without a flush the micro-batches belong to several mini-batches. If a worker may have several
-stages, the number of workers is a fourth argument.
+Under a schedule without flushes, the micro-batches belong to several mini-batches. If a worker may
+have several stages, the number of workers is a fourth argument.
 """
 
 Generator = TypeVar("Generator", bound=Passes)
@@ -43,11 +43,13 @@ class Rule:
     name: str
     passes: Passes
     flushes: bool = True
-    """Whether a mini-batch ends, with its update, before the next one begins."""
+    """Whether a mini-batch ends with its update before the next mini-batch begins."""
     stages_per_worker: int = 1
-    """The number of stages that a planner gives each worker; above 1, any number is allowed."""
+    """The number of stages that a planner gives each worker. If it is above 1, a user may choose
+    any number."""
     averages: bool = True
-    """Whether replicas that take turns apply the mean of a round, not each mini-batch alone."""
+    """Whether replicas that take turns apply the mean gradient of a round of mini-batches. If not,
+    they apply the gradient of each mini-batch separately."""
     replicates: bool = False
     """Whether every worker has every stage: data parallelism."""
     any_depth: bool = False
@@ -70,7 +72,8 @@ class Rule:
         return self.passes(stages, microbatches, in_flight, *more)
 
     def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Return the mini-batches per update, by stage: 1 unless replicas apply a round's mean."""
+        """Return how many mini-batches an update applies, by stage: 1, or the stage's number of
+        replicas if these apply the mean of a round."""
         in_rounds = not self.flushes and self.averages
         return tuple(count if in_rounds else 1 for count in replicas)
 
@@ -126,7 +129,7 @@ def schedule_names() -> list[str]:
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether the schedule continues from one mini-batch to the next without a flush."""
+    """Whether the schedule of this name has no flush; False for an unregistered name."""
     return name in _rules and not _rules[name].flushes
 
 

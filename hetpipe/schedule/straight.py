@@ -1,7 +1,8 @@
-"""Straight schedules: one stage per worker, whole backwards, different numbers of first forwards.
+"""Straight schedules: one stage per worker, and backwards that are not divided into halves.
 
-Stage n starts with K_n forwards, then one backward, one forward, ...; with FBP (BaPipe, section
-3.2.1) forwards and backwards run at once, on two lanes of each worker.
+Stage n starts with K_n forwards, then one backward, one forward, ...; the schedules differ in K_n.
+With FBP (BaPipe, section 3.2.1) forwards and backwards run at the same time, on two lanes of each
+worker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
         1   . F0  .  . B0  .  . F1  .  . B1  .
         2   .  . F0 B0  .  .  .  . F1 B1  .  .
 
-    K_n = 1. The baseline of every pipeline.
+    K_n = 1. Other schedules are compared with this one.
     """
     return one_f_one_b(stages, microbatches, [1] * stages)
 
@@ -34,8 +35,9 @@ def gpipe(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
         1   . F0 F1 F2  .  . B0 B1 B2
         2   .  . F0 F1 F2 B0 B1 B2
 
-    Every stage keeps all micro-batches. Backwards run in ascending order, as in the other
-    schedules, so that gradients are summed in the same order and agree bit for bit.
+    Every stage keeps all micro-batches in flight. Backwards run in ascending order, as in the other
+    schedules, so that gradients are summed in the same order and agree bit for bit. Raises
+    `ScheduleError` if `in_flight` allows fewer.
     """
     if in_flight is not None and min(in_flight) < microbatches:
         raise ScheduleError(
@@ -52,8 +54,9 @@ def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None 
         1   . F0 F1  .  . B0  - F2 B1  - F3 B2  -  . B3  -  .  .
         2   .  . F0 B0  - F1 B1  - F2 B2  - F3 B3  -  .  .  .  .
 
-    K_n = min(N-n, M) (DAPPLE, section 3, P_A; PipeDream's 1F1B with a flush), or the entries of
-    `in_flight`. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
+    K_n = min(N-n, M) (DAPPLE, section 3, policy P_A; PipeDream's 1F1B with a flush), or min(k, M)
+    with the stage's entry k of `in_flight`. DAPPLE's policy P_B, K_n = min(2(N-n)-1, M), hides
+    transfers and keeps about twice as many micro-batches in flight.
     """
     depth = in_flight or [stages - stage for stage in range(stages)]
     rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
@@ -75,8 +78,8 @@ def one_f_one_b_sno(
         0  F0 F1  . B0 F2 B1  . B2
         1   . F0 B0 F1 B1 F2 B2  .
 
-    K_n = min(N-n, M), or less if `in_flight` requires. Figure 5a's 1F1B-AS is the same order on
-    asynchronous devices, which differ in `StageTimes.chunks`.
+    K_n = min(N-n, M), or fewer if `in_flight` requires. Figure 5a's 1F1B-AS is the same order on
+    asynchronous devices; only `StageTimes.chunks` differs.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 1, in_flight))
 
@@ -89,7 +92,7 @@ def one_f_one_b_so(
         0  F0 F1 F2 F3 B0 F4 B1  . B2  . B3 B4
         1   . F0 F1 B0 F2 B1 F3 B2 F4 B3 B4  .
 
-    K_n = min(2(N-n), M), or less if `in_flight` requires.
+    K_n = min(2(N-n), M), or fewer if `in_flight` requires.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 2, in_flight))
 
@@ -101,7 +104,8 @@ def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = 
         1   . F0 F1  .  . B0 U0 F2 B1 U1 F3 B2 U2 F4 ...
         2   .  . F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 ...
 
-    Without `in_flight` the depth is NOAM: N-n forwards in flight at stage n.
+    Without `in_flight`, stage n has N-n forwards in flight: PipeDream's number of optimal active
+    mini-batches (NOAM).
     """
     return one_f_one_b(stages, microbatches, in_flight)
 
@@ -109,17 +113,17 @@ def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = 
 def data_parallel(
     stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int
 ) -> Schedule:
-    """Every worker has the whole model, in stages (here 3 and 2 micro-batches); all run one row.
+    """Every worker has all stages and runs the same row (here 3 stages, 2 micro-batches).
 
         0  0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 2A 1B1 1A 0B1 0A 0U 1U 2U
 
     The gradients of a stage are summed over its replicas (A) while the previous stages still
-    compute; a single stage sums at the end. Raises `ScheduleError` for several workers, since
-    the other devices are replicas.
+    compute; with a single stage, the sum comes at the end. Raises `ScheduleError` for several
+    workers: all devices are replicas of one worker.
     """
     if workers != 1:
         raise ScheduleError(
-            f"data-parallel has one row, which all replicas do, not {workers}: give every stage "
+            f"data-parallel has one row, which all replicas run, not {workers}: give every stage "
             "the same devices"
         )
     order = range(stages)
@@ -134,7 +138,8 @@ def data_parallel(
 
 
 def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int]:
-    """Return `times` (N-n) per stage, or the entry of `in_flight` if that is less."""
+    """Return, for each stage n, the product of `times` and N-n, or the entry of `in_flight` if that
+    is less."""
     deep = [times * (stages - stage) for stage in range(stages)]
     return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]
 
@@ -147,9 +152,9 @@ def fbp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
         worker 1 lane 0   . F0 F1 F1 F2 F2  .  .
         worker 1 lane 1   .  . B0 B0 B1 B1 B2  .
 
-    A pass takes twice as long beside another one. Row 2n has the forwards of stage n, row 2n+1 its
-    backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if `in_flight` requires: a
-    forward waits for a vacant place.
+    While both lanes of a worker compute, each pass takes twice as long. Row 2n has the forwards of
+    stage n, row 2n+1 its backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if
+    `in_flight` requires: a forward waits for a vacant place.
     """
     bounds = depths(stages, 2, in_flight)
     return tuple(

@@ -1,7 +1,7 @@
 """Stream: an endless asynchronous schedule, one mini-batch after another.
 
-A schedule for a few mini-batches is generated once. After its start it repeats, so every later
-mini-batch adds the same actions with higher numbers.
+A schedule for a few mini-batches is generated once. After its start the schedule repeats, so every
+later mini-batch adds the same actions with higher numbers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of every worker's row. Its mini-batches are counted from `first`."""
+    """A part of every worker's row. Mini-batch b in `schedule` is mini-batch `first` + b of the
+    stream."""
 
     schedule: Schedule
     first: int
 
 
 class Stream:
-    """The segments of an asynchronous schedule, and the updates between its passes.
+    """The segments of an asynchronous schedule, and the numbers of updates between its passes.
 
-    Segment b begins on each worker with the first forward of mini-batch b, and none of its actions
-    waits for a later one. Raises `ScheduleError` for a schedule that never repeats.
+    Segment b begins on each worker with the first forward of mini-batch b, and no action of a
+    segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats.
     """
 
     def __init__(
@@ -60,17 +61,18 @@ class Stream:
         self._sample = self._full(count)
         self._parts = _segments(self._sample, microbatches, count)
         self._check()
-        self._schedules = list(zip(*self._parts, strict=True))  # made once, since each is sent once
+        # Kept, so that a repeated segment is the same object and is sent only once.
+        self._schedules = list(zip(*self._parts, strict=True))
         self._updates = [self._count(stage) for stage in range(stages)]
 
     @property
     def sample(self) -> Schedule:
-        """The whole schedule of some mini-batches, beyond the start, with its flush."""
+        """A whole schedule with its flush, of enough mini-batches that it goes beyond the start."""
         return self._sample
 
     @property
     def window(self) -> int:
-        """The number of mini-batches under way that keeps all workers busy."""
+        """How many mini-batches must be under way to keep all workers busy."""
         return self.start + self._period
 
     def segment(self, mini_batch: int) -> Segment:
@@ -88,20 +90,20 @@ class Stream:
         return Segment(rows, mini_batches - count)
 
     def microbatches_of(self, mini_batch: int) -> range:
-        """Return the numbers of its micro-batches."""
+        """Return the numbers of the micro-batches of a mini-batch."""
         return range(mini_batch * self.microbatches, (mini_batch + 1) * self.microbatches)
 
     def applied(self, stage: int, microbatch: int) -> int:
-        """Return the updates of `stage` before its forward of that micro-batch."""
+        """Return how many updates `stage` makes before its forward of `microbatch`."""
         return self._look(stage, microbatch)[0]
 
     def ahead(self, stage: int, microbatch: int) -> int:
-        """Return the updates of `stage` between forward and backward of that micro-batch."""
+        """Return how many updates `stage` makes between forward and backward of `microbatch`."""
         forward, backward = self._look(stage, microbatch)
         return backward - forward
 
     def _like(self, mini_batch: int) -> int:
-        """Return the first mini-batch with the same actions except for their numbers."""
+        """Return the first mini-batch with the same actions as `mini_batch`, apart from numbers."""
         later = max(mini_batch - self.start, 0)
         return mini_batch - later + later % self._period
 
@@ -143,7 +145,8 @@ class Stream:
                     )
 
     def _count(self, stage: int) -> dict[int, tuple[int, int]]:
-        """Return a stage's updates before each micro-batch's forward, and before its backward."""
+        """Return, by micro-batch, how many updates a stage makes before its forward, and before its
+        backward."""
         counts = {}
         for row in self._sample:
             updates, forwards = 0, {}
@@ -161,8 +164,8 @@ def _segments(
 ) -> list[list[tuple[Action, ...]]]:
     """Divide each row into segments: an action is in the first segment in which it can run.
 
-    It can run after the previous action on its row, the admission of its mini-batch, the send of
-    its message if it receives one, and the arrival of all workers of its sum.
+    An action can run after the previous action on its row and the admission of its mini-batch. A
+    receive also waits for the send of its message, and a sum until all its rows have reached it.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     position, at = [0] * len(schedule), [0] * len(schedule)

@@ -1,7 +1,8 @@
 """Tables: a fast test that a plain schedule is valid, by comparing all its actions at once.
 
-A table has a number for each stage, operation and micro-batch. The validator first runs this test,
-which most schedules pass; otherwise it reads the schedule action by action to find the fault.
+The table is an array with a cell for each stage, operation and micro-batch; the cell has the index
+of that action. The validator first runs this test, which most schedules pass. If a schedule does
+not pass, the validator reads it action by action.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ _PLANES = np.full(len(OPS), ABSENT)
 _PLANES[[CODES[op] for op in _OPS]] = range(len(_OPS))
 
 BEFORE = ((RF, F), (F, SF), (F, B), (F, I), (RB, B), (RB, I), (I, W), (B, SB), (I, SB))
-"""Operations on a micro-batch in a stage: the first comes before the second, if both exist."""
+"""Pairs of a stage's operations on one micro-batch: the first comes before the second, if both
+exist."""
 
 
 def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None = None) -> bool:
     """Whether a schedule of one mini-batch is certainly valid in the sense of `validate`.
 
-    False says nothing: the validator must check schedules with tied parameters, sums over replicas
-    or several lanes.
+    After False the schedule may still be valid. This test cannot decide about schedules with tied
+    parameters, sums over replicas or several lanes.
     """
     columns = columns_of(schedule)
     at = _places(columns, microbatches)
@@ -47,9 +49,10 @@ def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | N
 
 
 def _places(columns: Columns, microbatches: int) -> Array | None:
-    """Return the index of each action, [stage, operation, micro-batch], counted through all rows.
+    """Return a table [stage, operation, micro-batch] of the indices of actions, counted through all
+    rows.
 
-    None if an action has no cell in such a table, or shares one with another action.
+    None if an action has no cell in the table, or if two actions have the same cell.
     """
     stages, planes, numbers = columns.stages, _PLANES[columns.codes], columns.numbers
     if not len(stages) or min(stages.min(), planes.min(), numbers.min()) < 0:
@@ -65,7 +68,7 @@ def _places(columns: Columns, microbatches: int) -> Array | None:
 
 
 def _is_complete(at: Array) -> bool:
-    """Whether every stage has exactly the actions that its place requires."""
+    """Whether every stage has exactly the actions that its place in the pipeline requires."""
     required = np.zeros(at.shape, bool)
     halved = (at[:, (I, W)] != ABSENT).any(axis=(1, 2))
     required[:, F] = True
@@ -91,7 +94,7 @@ def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
     forwards = np.sort(at[:, F])
     ends = np.sort(np.where(at[:, B] == ABSENT, at[:, W], at[:, B]))
     turn = np.arange(at.shape[2])
-    before = turn - np.array(in_flight)[:, None]  # the end that a forward must not precede
+    before = turn - np.array(in_flight)[:, None]  # a forward must come after this end
     enough = (before < 0) | (forwards > np.take_along_axis(ends, np.maximum(before, 0), axis=1))
     return bool(enough.all())
 

@@ -3,7 +3,7 @@
     worker 0: 0F0 0SF0 0RB0 0B0 0U  # two stages, one micro-batch
     worker 1: 1RF0 1F0 1B0 1SB0 1U
 
-The names are optional, and cells can be marked.
+The names of the workers are optional.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ WINDOW = 5  # cells shown on each side of a mark
 
 
 def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Return rows of actions in the order of each worker; `marks` (worker -> index) as `[1F0]`.
+    """Return the rows of a schedule as text. `marks` has indices of actions by row; a marked action
+    is printed as `[1F0]`.
 
     With marks, a row shows only the cells around its mark; a row without a mark shows the cells
-    around the first one. An index past the end of a row marks the place of a missing action.
+    around the index of the first mark. An index past the end of a row marks the place of a missing
+    action, as `[?]`.
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)
@@ -45,15 +47,17 @@ def _row(cells: list[str], mark: int | None, centre: int | None) -> str:
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """Return one line per worker; `parse_schedule` reads it."""
+    """Return the text of a schedule, one line per row. `parse_schedule` reads it."""
     return format_grid(schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Parse rows of actions between blanks, as `print_schedule` writes them or without names.
+    """Parse rows of actions, with blanks between them, as `print_schedule` writes them. The names
+    of rows may be missing.
 
     A # begins a comment. Raises `ScheduleError` for a word that is not an action, for workers out
-    of order and for text without a row. `validate` says whether the schedule can run.
+    of order and for text without a row. Whether the schedule can run is not checked; `validate`
+    does that.
     """
     rows: list[tuple[Action, ...]] = []
     heads: list[tuple[int, int, str]] = []  # line, row, name

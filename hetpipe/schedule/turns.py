@@ -1,8 +1,8 @@
 """Turns: replicas of a stage take whole mini-batches in turn (PipeDream's 1F1B-RR, section 3.2).
 
-Replica r of R takes mini-batches r, r + R, ... A round is one mini-batch of each replica; after it
-they sum their gradients and update once. Such a schedule has a row for every replica of every
-stage.
+Replica r of R takes mini-batches r, r + R, ... A round is one mini-batch of each replica; after a
+round the replicas sum their gradients and update once. Such a schedule has a row for every replica
+of every stage.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def noam(replicas: Sequence[int]) -> list[int]:
-    """Return, per stage, how many forwards in flight at each replica keep all workers busy: the
-    workers from that stage on, divided by its replicas (PipeDream, section 3.2)."""
+    """Return, per stage, how many forwards in flight at each replica keep all workers busy.
+
+    It is the number of workers from that stage on, divided by the stage's replicas and rounded up
+    (PipeDream, section 3.2).
+    """
     return [-(-sum(replicas[stage:]) // count) for stage, count in enumerate(replicas)]
 
 
 def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
-    """Return the mini-batches of a round; the last round may have fewer."""
+    """Return the mini-batches of the round of `mini_batch`; the last round may have fewer."""
     first = mini_batch - mini_batch % replicas
     return range(first, min(first + replicas, mini_batches))
 
@@ -37,9 +40,10 @@ def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
 def in_turn(
     passes: Passes, microbatches: int, mini_batches: int, replicas: Sequence[int]
 ) -> Schedule:
-    """Return the passes and updates of every replica, with its mini-batches in order of `passes`.
+    """Return the passes and updates of every replica. A replica runs its mini-batches in the order
+    of `passes`.
 
-    A round's sum and update have the number of its last mini-batch.
+    The sum and the update of a round have the number of its last mini-batch.
     """
     rows = []
     for stage, replica in places(replicas):
@@ -79,18 +83,19 @@ def _update(stage: int, number: int, replicas: int) -> Iterator[Action]:
 
 
 def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """One stage: a forward, its backward, the next (here 2 replicas with an update after each).
+    """Asynchronous data parallelism with one stage: a forward, its backward, the next forward, ...
 
-    Asynchronous data parallelism: every replica has the whole model, and each mini-batch's gradient
-    makes an update. The ASP in PipeDream's comparisons applies gradients in the order of their
-    arrival, so no two runs are equal. Here all replicas apply them in the order of mini-batches and
-    have the same weights. A replica waits for the gradients of earlier mini-batches only.
+    Every replica has the whole model, and the gradient of each mini-batch makes an update. The ASP
+    in PipeDream's comparisons applies gradients in the order of their arrival, so no two runs are
+    equal. Here all replicas apply the gradients in the order of mini-batches, so they have the same
+    weights. A replica waits only for the gradients of earlier mini-batches. With 2 replicas:
 
         0  F0 B0 SA0 U0 F2 B2 SA2 RA1 U1 U2 F4 ...
         1  F1 B1 SA1 RA0 U0 U1 F3 B3 SA3 RA2 U2 U3 ...
 
-    One of R replicas begins mini-batch b after its previous one, b-R, is applied. So b-R+1 updates
-    made the weights for the gradient of b, and the gradient is R-1 updates late.
+    With R replicas, a replica begins mini-batch b after it has applied its previous mini-batch,
+    b-R. So the weights for mini-batch b have had b-R+1 updates, and its gradient is applied R-1
+    updates late. Raises `ScheduleError` for several stages.
     """
     if stages != 1:
         raise ScheduleError(
@@ -102,9 +107,9 @@ def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
 
 
 def one_by_one(passes: Schedule, microbatches: int, mini_batches: int, replicas: int) -> Schedule:
-    """Return a row for each replica, with its mini-batches in turn and all updates.
+    """Return a row for each replica, with the passes of its mini-batches and the updates of all.
 
-    `passes` has the forwards and backwards of all `mini_batches`.
+    `passes` has one row, with the forwards and backwards of all `mini_batches`.
     """
     rows = range(replicas)
     return tuple(

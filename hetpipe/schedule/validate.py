@@ -1,6 +1,7 @@
-"""Validator: checks a schedule before anything runs it, without a device.
+"""Validator: checks a schedule before it runs. It needs no device.
 
-Every check raises `ScheduleError` with the grid and the faulty cell marked.
+A check that fails raises `ScheduleError`. Nearly all messages show the rows, with the faulty action
+marked.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def validate(
 ) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
-    `microbatches` is the number in one mini-batch, `in_flight` the most forwards of each stage that
-    may wait for their backward, and `replicas` the number of each stage's replicas if they take
-    turns and have a row each. Raises `ScheduleError`.
+    `microbatches` is the number in one mini-batch. `in_flight` has, for each stage, the most
+    forwards that may wait for their backward. `replicas` has the number of replicas of each stage,
+    if they take turns and each has its own row. Raises `ScheduleError`.
     """
     if mini_batches == 1 and not replicas and is_valid(schedule, microbatches, in_flight):
         return
@@ -66,17 +67,18 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int, int]]) -> int:
-    """Return the number of stages. Raises `ScheduleError` for gaps and stages on two workers."""
+    """Return the number of stages. Raises `ScheduleError` for gaps in their numbers, and for a
+    stage on two workers."""
     owner: dict[int, int] = {}
     for worker, index, action in _cells(schedule):
         if rows:
             if worker >= len(rows) or rows[worker][0] != action.stage:
-                why = f"row {worker} is not of stage {action.stage}: every replica has a row"
+                why = f"row {worker} is not of stage {action.stage}: give every replica a row"
                 raise _fail(schedule, why, worker, index)
             owner[action.stage] = worker
         elif owner.setdefault(action.stage, worker) != worker and action.stage not in laned:
             why = f"stage {action.stage} is on workers {owner[action.stage]} and {worker}"
-            raise _fail(schedule, f"{why}; give it to one", worker, index)
+            raise _fail(schedule, f"{why}; give it to one of them", worker, index)
     if sorted(owner) != list(range(len(owner))):
         raise ScheduleError(f"stages are {sorted(owner)}; number them from 0 without gaps")
     return len(owner)
@@ -125,19 +127,23 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
 
 
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
-    """Check the order inside each stage: inputs, passes, outputs, and updates in order after the
-    backwards that they apply; and that no more micro-batches are in flight than the bound."""
+    """Check the order inside each stage, and that no stage exceeds its bound of micro-batches in
+    flight.
+
+    Inputs come before passes, and passes before outputs. Updates come in ascending order, each
+    after the backwards whose gradients it applies.
+    """
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
         waiting: Counter[int] = Counter()
-        updated: Counter[int] = Counter()  # mini-batches that are applied, by stage
+        updated: Counter[int] = Counter()  # by stage, the number of mini-batches applied so far
         for index, action in enumerate(row):
             n = action.stage
             if action.op is Op.UPDATE:
                 first = action.number - action.number % shape.per_update[n]
                 if updated[n] < first:
                     why = f"{action} comes before the update of mini-batch {updated[n]}"
-                    raise _fail(schedule, f"{why}: they are in order", row_number, index)
+                    raise _fail(schedule, f"{why}; put updates in order", row_number, index)
                 late = updated[n] != first or not done.issuperset(
                     applied_by(action, shape, row_number)
                 )
@@ -148,7 +154,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
                 mini_batch = 0 if kind == "G" else action.number // per_number
                 late = kind != "P" and mini_batch < updated[n]
             if late:
-                why = f"the update of stage {n} must come last, but for tied parameters"
+                why = f"the update of stage {n} must come last, except for tied parameters"
                 raise _fail(schedule, why, row_number, index)
             needs = [a for a in needed_by(action, shape, row) if a not in done]
             if needs:
@@ -166,9 +172,9 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
 def _check_gradients(schedule: Schedule, shape: Shape) -> None:
     """Check that a replica's accumulators serve one mini-batch at a time.
 
-    They hold a mini-batch's gradients from its first backward until they are sent, or from their
-    receive until their update. Gradients that were sent are kept aside until their update; no
-    backward of another mini-batch comes before it.
+    The accumulators hold the gradients of the replica's own mini-batch from its first backward
+    until the gradients are sent, and received gradients until their update. Sent gradients are kept
+    aside until their update, and no backward of another mini-batch may come before that update.
     """
     for row_number, row in enumerate(schedule):
         held: int | None = None  # the mini-batch whose gradients are in the accumulators
@@ -195,8 +201,8 @@ def _check_gradients(schedule: Schedule, shape: Shape) -> None:
 
 
 Edge = tuple[int, int, str, int, int]
-"""Source and target stage, kind of message (only between lanes or replicas of a stage, else empty),
-source and target replica."""
+"""Source stage, target stage, kind of message (empty between different stages), source replica,
+target replica."""
 
 
 def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edge]:
@@ -214,7 +220,8 @@ def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edg
 
 
 def _check_edges(schedule: Schedule, shape: Shape) -> None:
-    """Check that receives come in the order of the sends on each edge: messages have no address."""
+    """Check that the receives on each edge come in the order of its sends. Messages carry no name,
+    so only their order tells which is which."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for worker, _, action in _cells(schedule):
         if action.op.is_send and action.message:
@@ -244,8 +251,11 @@ def _check_edges(schedule: Schedule, shape: Shape) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Run the schedule without a clock: sends are buffered, a receive waits for its send, a sum
-    for all its replicas. Raises `ScheduleError` for a deadlock."""
+    """Raise `ScheduleError` for a deadlock.
+
+    The check runs the schedule without a clock: a send never waits, a receive waits for its send,
+    and a sum until all its replicas have reached it.
+    """
     position = [0] * len(schedule)
     sent: set[Message] = set()
     takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)
@@ -278,7 +288,8 @@ def _check_progress(schedule: Schedule) -> None:
 def _cycle(
     schedule: Schedule, stuck: dict[int, int], there: Mapping[Action, Collection[int]]
 ) -> str:
-    """Describe the cycle of a deadlock: follow the waits from a stuck worker until one repeats."""
+    """Describe the cycle of a deadlock: go from a stuck worker to the worker for which it waits,
+    until a worker repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
     names = row_names(row_workers(schedule))
     trail: list[int] = []
@@ -286,7 +297,7 @@ def _cycle(
     while worker not in trail:
         trail.append(worker)
         action = schedule[worker][stuck[worker]]
-        if action.message is None:  # a sum waits for the first worker that is absent
+        if action.message is None:  # the sum waits for a worker that has not reached it
             absent = (w for w, row in enumerate(schedule) if action in row and w in stuck)
             worker = next(w for w in absent if w not in there[action])
         else:

@@ -1,7 +1,7 @@
-"""Weight policies as data: they choose the version of the weights that each pass uses.
+"""Weight policies: a policy chooses the version of the weights that each pass uses.
 
-A policy is one row of the table at the end, which planner, streams and checks read. For each way of
-`Keeping` a worker has one class that handles buffers (`hetpipe.worker.weights`).
+A policy is one row of the table `_policies` at the end. Planners, streams and checks read the
+table. For each value of `Keeping`, `hetpipe.worker.weights` has one class that handles the buffers.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ class Keeping(Enum):
     """The versions that a stage keeps on its device."""
 
     PRESENT = "present"
-    """One version, which every pass uses."""
+    """Only the present version, which every pass uses."""
     STASH = "stash"
-    """The versions that forwards used, until their backwards have used them too."""
+    """Each version that a forward used, until the backward has used it as well."""
     RECENT = "recent"
-    """The same, and all younger versions: a forward may use an older version than the present."""
+    """The versions that STASH keeps, and all younger ones: a forward may use an older version than
+    the present one."""
     PREDICTED = "predicted"
-    """One version, and a predicted copy while a pass uses it."""
+    """The present version, and a predicted copy while a pass uses that copy."""
 
 
 Lag = Callable[[Stream, int, int], tuple[int, ...]]
-"""(stream, stage, mini-batch) -> per micro-batch, the number of updates between the version for its
-forward and the present version."""
+"""(stream, stage, mini-batch) -> for each micro-batch, by how many updates the version that its
+forward uses is older than the present version."""
 
 Ahead = Callable[[Stream, int, int], int]
-"""(stream, stage, micro-batch) -> the number of updates by which its forward predicts ahead."""
+"""(stream, stage, micro-batch) -> by how many updates the forward predicts ahead."""
 
 Versions = Callable[[Sequence[int], int, int], int]
-"""(in flight by stage, stage, micro-batches) -> the number of versions that exist at once, with a
-predicted copy."""
+"""(in flight by stage, stage, micro-batches) -> the number of versions that exist at the same time,
+including a predicted copy."""
 
 
 def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
@@ -45,9 +46,11 @@ def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
 
 
 def _as_the_input_stage(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """Return the input stage's version when the mini-batch enters (PipeDream, section 3.3).
+    """Return the lags behind the version that the input stage had when the mini-batch entered
+    (PipeDream, section 3.3).
 
-    It is counted in mini-batches, so that stages with different numbers of replicas agree.
+    That version is counted in mini-batches, so that stages with different numbers of replicas
+    agree.
     """
     first = mini_batch * stream.microbatches
     mini_batches = stream.applied(0, first) * stream.per_update[0]
@@ -55,7 +58,8 @@ def _as_the_input_stage(stream: Stream, stage: int, mini_batch: int) -> tuple[in
 
 
 def _last_but_one(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """Return the version before the last, for all of a mini-batch (2BW, section 3.1)."""
+    """Return the lags behind the last version but one; all micro-batches of a mini-batch use the
+    same version (2BW, section 3.1)."""
     version = max(mini_batch // stream.per_update[stage] - 1, 0)
     return _older(stream, stage, mini_batch, version)
 
@@ -73,12 +77,12 @@ def _until_its_backward(stream: Stream, stage: int, microbatch: int) -> int:
 
 
 def _until_it_leaves(stream: Stream, stage: int, microbatch: int) -> int:
-    """Return SpecTrain's s of a forward (section 3.2)."""
+    """Return SpecTrain's version difference s of a forward (section 3.2)."""
     return stage // 2 + stream.stages - stage - 1
 
 
 def _half_way_down(stage: int) -> int:
-    """Return SpecTrain's s of a backward (section 3.2)."""
+    """Return SpecTrain's version difference s of a backward (section 3.2)."""
     return stage // 2
 
 
@@ -100,23 +104,25 @@ def _input_depth(in_flight: Sequence[int], stage: int, microbatches: int) -> int
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """One way to choose versions. The defaults restrict nothing."""
+    """One way to choose the versions of weights."""
 
     name: str
     keeping: Keeping
     versions: Versions
     flushes: bool = False
-    """Whether it is for schedules that flush, or for the others."""
+    """True: the policy is for schedules that flush. False: for schedules that do not."""
     lag: Lag = _present
     ahead: Ahead = _nothing
     backward_ahead: Callable[[int], int] | None = None
-    """stage -> the number of updates by which a backward predicts ahead; None: it does not."""
+    """stage -> by how many updates a backward predicts ahead; None: backwards do not predict."""
     optimizers: tuple[str, ...] = ()
-    """The optimizers for whose momentum the prediction is defined; empty: all that can predict."""
+    """The optimizers for which the prediction is defined; empty: all optimizers that can
+    predict."""
     straight: bool = False
-    """Whether it is defined only at PipeDream's NOAM, with one micro-batch and no replicas."""
+    """Whether the policy needs PipeDream's NOAM (N-n forwards in flight at stage n of N),
+    mini-batches of one micro-batch, and no replicas."""
     accumulates: bool = False
-    """Whether a mini-batch must have at least as many micro-batches as are in flight."""
+    """Whether a mini-batch must have at least as many micro-batches as stage 0 has in flight."""
 
     @property
     def predicts(self) -> bool:
@@ -132,21 +138,21 @@ class WeightPolicy:
     def check(
         self, rule: Rule, in_flight: Sequence[int], microbatches: int, replicas: Sequence[int]
     ) -> None:
-        """Raise `ScheduleError` if the policy does not fit a schedule or its numbers."""
+        """Raise `ScheduleError` if the policy does not fit a rule, or these numbers."""
         self.check_rule(rule)
         if self.accumulates and not self.has_depth(in_flight, microbatches):
             raise ScheduleError(
-                f"{self.name} accumulates at least as many micro-batches as are in flight: "
-                f"{microbatches} in a mini-batch, {in_flight[0]} in flight; use {in_flight[0]} "
-                "micro-batches or more"
+                f"{self.name} accumulates at least as many micro-batches as are in flight, but "
+                f"there are {microbatches} in a mini-batch and {in_flight[0]} in flight; use "
+                f"{in_flight[0]} micro-batches or more"
             )
         if not self.straight:
             return
         if microbatches != 1 or not self.has_depth(in_flight, microbatches):
             raise ScheduleError(
-                f"{self.name} is defined for {_noam(len(in_flight))} mini-batches of one "
-                f"micro-batch in flight, not for {list(in_flight)} micro-batches of "
-                f"{microbatches} each"
+                f"{self.name} is defined for mini-batches of one micro-batch with "
+                f"{_noam(len(in_flight))} in flight, not for mini-batches of {microbatches} "
+                f"with {list(in_flight)} in flight"
             )
         if max(replicas, default=1) > 1:
             raise ScheduleError(
@@ -155,7 +161,7 @@ class WeightPolicy:
             )
 
     def check_rule(self, rule: Rule) -> None:
-        """Raise `ScheduleError` if the policy does not fit a schedule."""
+        """Raise `ScheduleError` if the policy does not fit a rule."""
         if self.flushes != rule.flushes:
             kind = "synchronous" if rule.flushes else "asynchronous"
             fitting = [p.name for p in _policies.values() if p.flushes == rule.flushes]
@@ -175,7 +181,8 @@ def _noam(stages: int) -> list[int]:
 
 
 def policy_of(name: str | WeightPolicy) -> WeightPolicy:
-    """Return the policy with this name. Raises `ScheduleError` for an unknown name."""
+    """Return the policy with this name, or `name` if it is a policy. Raises `ScheduleError` for an
+    unknown name."""
     if isinstance(name, WeightPolicy):
         return name
     if name not in _policies:
@@ -184,8 +191,10 @@ def policy_of(name: str | WeightPolicy) -> WeightPolicy:
 
 
 def policy_for(rule: Rule, name: str = "auto") -> WeightPolicy:
-    """Return the policy with this name, or for "auto" the rule's default. Raises `ScheduleError` if
-    it does not fit the rule."""
+    """Return the policy with this name; "auto" stands for the rule's default.
+
+    Raises `ScheduleError` if the policy does not fit the rule.
+    """
     policy = policy_of(("flush" if rule.flushes else "stash") if name == "auto" else name)
     policy.check_rule(rule)
     return policy

@@ -1,7 +1,8 @@
 """Zero bubble: backwards in two halves; other stages wait only for the first (Qi et al., 2023).
 
-I makes the gradients of the inputs, for the previous stage. W makes the gradients of the weights,
-which only the update needs; so it fills time that would be a bubble.
+The half I makes the gradients of the inputs, which the previous stage needs. The half W makes the
+gradients of the weights, which only the update needs. So W can fill time in which the worker would
+wait.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 
 
 def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """1F1B with late weight gradients: n late at stage n (Qi et al., section 2.1; 3 stages, M = 4).
+    """1F1B in which stage n runs W n micro-batches late (Qi et al., section 2.1; 3 stages, M = 4).
 
         0  F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
         1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Every stage keeps min(N, M) micro-batches, as the first stage of 1F1B does, or as `in_flight`
-    allows. If W <= min(F, I) and M >= N, the bubble is (N-1)(F+I-W), not (N-1)(F+I+W): a third if
-    F = I = W.
+    Every stage keeps min(N, M) micro-batches, as the first stage of 1F1B does, or as many as
+    `in_flight` allows. If W <= min(F, I) and M >= N, the bubble is (N-1)(F+I-W) instead of 1F1B's
+    (N-1)(F+I+W), which is a third of it if F = I = W.
     """
     rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
     bounds = np.array(in_flight or [stages] * stages)[:, None]
@@ -44,22 +45,23 @@ def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
 
 
 def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int) -> Schedule:
-    """Two stages per worker in the shape of a V (Qi et al.; 2 workers, M = 4; the first half).
+    """Two stages per worker in the shape of a V (Qi et al.; 2 workers, M = 4; begin of the rows).
 
         0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 ...
         1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 ...
 
-    Worker w of D has the stages w and 2D-1-w, so the first worker has the loss. Each keeps at most
-    2D halves of a micro-batch, the same as 1F1B's first worker. With M >= 2D and F = I = W no
-    worker waits between its first pass and its last. Raises `ScheduleError` unless there are two
-    stages per worker.
+    Worker w of D has the stages w and 2D-1-w, so the first worker has the loss. Each worker keeps
+    at most 2D micro-batches, counted over its two stages. That is as much memory as 1F1B's first
+    worker needs for D micro-batches of a stage that is twice as large. With M >= 2D and F = I = W,
+    no worker waits between its first pass and its last pass. Raises `ScheduleError` unless there
+    are two stages per worker.
     """
     if stages != 2 * workers:
         raise ScheduleError(
             f"zb-v puts two stages on each worker: cut into {2 * workers} for {workers} workers, "
             f"not into {stages}"
         )
-    enough = max(microbatches, 2 * workers - 1)  # more passes are dropped
+    enough = max(microbatches, 2 * workers - 1)  # passes of further micro-batches are dropped below
     rows = [_vee(worker, workers, enough) for worker in range(workers)]
     table = np.concatenate(rows, axis=1)
     kept = table[2] < microbatches
@@ -67,7 +69,7 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
 
 
 def _vee(worker: int, workers: int, microbatches: int) -> Array:
-    """Return the three columns of a row; each operation of a stage counts the micro-batches."""
+    """Return the three columns of a row. Each operation of a stage runs micro-batches 0, 1, ..."""
     order = np.array(_vee_order(worker, workers, microbatches))
     numbers = np.empty(len(order), np.int64)
     for code in (F, I, W):
@@ -78,19 +80,19 @@ def _vee(worker: int, workers: int, microbatches: int) -> Array:
 
 
 def _vee_order(worker: int, workers: int, microbatches: int) -> list[tuple[int, int]]:
-    """Return codes of operations, and stages, in order."""
+    """Return the operation's code and the stage of each pass of a row, in order."""
     stages = worker, 2 * workers - 1 - worker
     (f_down, f_up), (i_down, i_up), (w_down, w_up) = (
         [[(CODES[op], stage)] for stage in stages] for op in (F, I, W)
     )
     down, up = i_down + w_down, i_up + w_up
-    to_turn = workers - worker  # workers from here to the turn
+    to_turn = workers - worker  # workers from this one to the turn of the V, both included
     steady = microbatches - workers
-    last = max(0, steady - to_turn + 1)  # turns with a forward on the way down
+    last = max(0, steady - to_turn + 1)  # steady rounds that still have a forward on the way down
     return [
-        # Fill: forwards on the way down, then on both, then the first backwards.
+        # Fill: forwards on the way down, then forwards on both ways, then the first backwards.
         *f_down * (2 * to_turn - 1), *(f_up + f_down) * worker, *(f_up + up) * to_turn,
-        # Steady: one of everything.
+        # Steady: in each round, one pass of each kind on each way.
         *(f_down + down + f_up + up) * last, *(down + f_up + up) * (steady - last),
         # Drain: first the passes that other workers wait for.
         *(i_down + i_up) * worker, *down * to_turn, *w_up * worker, *w_down * worker,

@@ -1,13 +1,14 @@
-"""Clock: the simulator's rules for any schedule (`hetpipe.simulate.simulator` states them).
+"""Clock: follows the simulator's rules, which `hetpipe.simulate.simulator` states, for any
+schedule.
 
 Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
     pass, update        known at once, unless lanes share the device
-    receive             the arrival of the message; if nobody has sent it, the send sets the event
-    after sums          the end of the last sum; if one has not begun, that sum sets the event
+    receive             the arrival of the message; if it is not sent yet, its send sets the event
+    after sums          the end of the last sum; if a sum has not begun, that sum sets the event
 
-If nothing shares a medium, the end of a message or sum is known when it is posted, and is a number.
-Otherwise messages and sums have separate events (`hetpipe.simulate.media`).
+If no messages share a medium, the end of a message or sum is known when it is posted. Otherwise
+messages and sums have separate events (`hetpipe.simulate.media`).
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ _KINDS = "FBKVAGP"  # of messages
 
 @dataclass(frozen=True, slots=True)
 class StageOp:
-    """One operation of one stage, for all its actions: they differ only in their numbers. So the
-    clock computes its costs once, and identifies a message by one integer."""
+    """All actions with one operation and one stage; they differ only in their numbers. So the clock
+    computes their costs once, and identifies a message by one integer."""
 
     code: int
     compute_s: float  # of a pass or an update
     transfer: Transfer | None  # of a message or a sum; None if it depends on the number
-    chunks: float  # in which the stage's results leave
-    after_sums: bool  # whether it waits for the sums that began before it
+    chunks: float  # number of chunks in which the stage sends a result
+    after_sums: bool  # whether its actions wait for the sums that began before them
     sent_by: Op | None  # the operation that sends the result of a pass
     first_key: int  # key of the message, or the sum, with number 0
-    key_step: int  # difference of keys from number to number
+    key_step: int  # by how much the key grows from one number to the next
 
     def key(self, number: int) -> int:
         """Return the key of the message, or the sum, with this number."""
@@ -61,7 +62,7 @@ class StageOp:
 
 
 class StageOps(dict[tuple[Op, int], StageOp]):
-    """Operations by kind and stage, each made at its first use."""
+    """`StageOp` by operation and stage; each is made when it is first used."""
 
     def __init__(self, times: StageTimes) -> None:
         super().__init__()
@@ -100,14 +101,15 @@ def _key(action: Action) -> int:
 
 
 RowWalk = Generator[float | None, float, None]
-"""Yields the time at which it resumes, or None if another row sets that event; is sent the time."""
+"""Yields the time at which the row resumes, or None if another row sets that time. When the row
+resumes, it is sent the time."""
 
 NOTHING, SUMS = -1, -2
 """Special values for the key of the message that a row waits for."""
 
 
 class Clock:
-    """One simulation. `workers` has the worker of each row. Spans are (row, action, start, end)."""
+    """One simulation. `workers` has the worker of each row. A span is (row, action, start, end)."""
 
     def __init__(self, schedule: Schedule, times: StageTimes, workers: Sequence[int]) -> None:
         self.spans: list[tuple[int, Action, float, float]] = []
@@ -134,11 +136,11 @@ class Clock:
         self._arrivals_s: list[dict[int, float]] = [{} for _ in schedule]  # by row and key
         self._awaited = [NOTHING] * len(schedule)  # the key of the message that a row waits for
         self._waits_at = [0] * len(schedule)  # the index of the action that waits
-        self._sums = [0] * len(schedule)  # number of sums that a row has begun and not ended
+        self._sums = [0] * len(schedule)  # by row, the number of sums under way
         self._summed_s = [0.0] * len(schedule)  # when the row's last sum ended
 
     def run(self) -> None:
-        """Process all events. Rows that are `stuck` afterwards wait for ever."""
+        """Process all events. Afterwards, rows that still wait are in `stuck`."""
         events, rows = self._events, len(self._schedule)
         resume = []
         for number in range(rows):
@@ -159,7 +161,7 @@ class Clock:
 
     @property
     def stuck(self) -> dict[int, Action]:
-        """The action, by row, that waits for a message that nobody sends, or for a sum."""
+        """By row, the action that still waits: for a message that is never sent, or for a sum."""
         return {
             row: self._schedule[row][self._waits_at[row]]
             for row, awaited in enumerate(self._awaited)
@@ -225,7 +227,7 @@ class Clock:
         return same and sender.number == maker.number
 
     def _send_early(self, network: Network, row: int, index: int, now_s: float) -> None:
-        """Put an incomplete message on its edges, whose media others share."""
+        """Put a message on its edges while its pass still computes."""
         step, action = self._steps[row][index], self._schedule[row][index]
         key, worker = step.key(action.number), self._workers[row]
         for target in self._targets.get(key, ()):
@@ -248,7 +250,7 @@ class Clock:
                 latency_s, occupancy_s, _ = step.transfer or self._transfer(action)
                 start_s = max(now_s if first_s is None else first_s, self._free_s.get(edge, 0.0))
                 left_s = start_s + occupancy_s
-                if first_s is not None:  # the last chunk, at least, leaves now
+                if first_s is not None:  # the last chunk cannot leave before now
                     left_s = max(left_s, now_s + occupancy_s / step.chunks)
                 self._free_s[edge] = left_s
                 self._arrive(row, target, action, key, start_s, left_s + latency_s)
@@ -280,7 +282,7 @@ class Clock:
     def _arrive(
         self, row: int, target: int, action: Action, key: int, start_s: float, end_s: float
     ) -> None:
-        """Record that a message arrives at `end_s`, now or later."""
+        """Record that a message arrives at `end_s`, which may be in the future."""
         self.spans.append((row, action, start_s, end_s))
         self._arrivals_s[target][key] = end_s
         if self._awaited[target] == key:
@@ -322,7 +324,7 @@ class Clock:
         self._summed(rows, action, start_s, end_s)
 
     def _summed(self, rows: Sequence[int], action: Action, start_s: float, end_s: float) -> None:
-        """Record that a sum ends at `end_s`, now or later."""
+        """Record that a sum ends at `end_s`, which may be in the future."""
         for row in rows:
             self.spans.append((row, action, start_s, end_s))
             self._sums[row] -= 1
@@ -334,7 +336,7 @@ class Clock:
     def _wait_for_sums(
         self, row: int, index: int, now_s: float
     ) -> Generator[float | None, float, float]:
-        """Wait for all sums that the row has begun. Returns the time of the last end."""
+        """Wait for all sums that the row has begun. Returns the time afterwards."""
         if self._sums[row]:
             self._awaited[row], self._waits_at[row] = SUMS, index
             now_s = yield None

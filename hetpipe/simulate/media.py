@@ -1,4 +1,7 @@
-"""Media: divide devices, buses and links evenly among their work."""
+"""Media: divide the speed of devices, buses and links evenly among their work.
+
+A flow is work on one or several media: a pass on a device, or a message or a sum on links.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from hetpipe.schedule.action import Action
 from hetpipe.simulate.times import Transfer
 
 Event = tuple[float, int, int]
-"""Seconds, the number of a row or a flow, and ALONE or the flow's state when it was set."""
+"""Time in seconds, number of a row or a flow, and ALONE or the state of the flow when the event was
+set."""
 
 ALONE = -1
 """The state of an event whose time never changes."""
@@ -21,25 +25,26 @@ Medium = int | str  # a worker's device, or a shared medium by name
 
 @dataclass(slots=True)
 class _Flow:
-    """A flow on several media, or a flow that may get more work."""
+    """A flow on several media or none, or a flow that is open: it may get more work."""
 
     media: Sequence[Medium]
     left_s: float  # seconds of work left at `since_s`, on free media
     since_s: float
-    is_open: bool  # more work may come, so it does not end
-    among: int = 1  # its speed is 1 / this number
+    is_open: bool  # more work may come, so the flow does not end yet
+    among: int = 1  # the flow's speed is 1 / this number
     state: int = 0
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A medium. Flows on this medium alone have one speed, so they end in the order of their work.
+    """A medium. The flows that use no other medium all have the same speed.
 
-    A clock of their common work makes it unnecessary to reset all ends whenever the speed changes:
-    a flow that begins at 5 s of common work and takes 2 s alone ends at 7 s.
+    The common work is the work that each of them would have done since the first began. Their ends
+    are stored in common work, so a change of speed does not change them: a flow that begins at 5 s
+    of common work, and would take 2 s alone, ends at 7 s of common work.
     """
 
-    flows: dict[int, _Flow] = field(default_factory=dict)
+    flows: dict[int, _Flow] = field(default_factory=dict)  # all other flows on it, by number
     ends: list[tuple[float, int]] = field(default_factory=list)  # heap: common work, number
     done_s: float = 0.0  # common work at `since_s`
     since_s: float = 0.0
@@ -61,16 +66,17 @@ class _Shared:
 
 
 class Media:
-    """Flows, each with a speed of 1 / the largest number of flows on any of its media.
+    """All flows. A flow's speed is 1 / the largest number of flows on any of its media.
 
-    Each flow has an event for its end; flows on one medium alone have one event, for the first end.
-    When the speed of a flow changes, so does its state, and the earlier event becomes invalid.
+    Each flow on several media has an event for its end. The flows that use only one medium have one
+    event together, for the first end. When the speed of a flow changes, its state changes as well,
+    which makes the earlier event invalid.
     """
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self._flows: dict[int, _Flow] = {}
-        self._alone: dict[int, _Shared] = {}  # the medium of a flow that is on one alone
+        self._alone: dict[int, _Shared] = {}  # by flow on one medium, that medium
         self._on: dict[Medium, _Shared] = defaultdict(_Shared)
         self._states = 0
 
@@ -82,7 +88,7 @@ class Media:
         now_s: float,
         is_open: bool = False,
     ) -> None:
-        """Begin a flow that takes `work_s` on free media."""
+        """Begin a flow that takes `work_s` seconds if no other flow uses its media."""
         if len(media) == 1 and not is_open:
             shared = self._on[media[0]]
             shared.go_on(now_s)
@@ -99,7 +105,8 @@ class Media:
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
-        """Whether the flow ends now: the event has its present state, and it is closed."""
+        """Whether the flow ends now: the event has the flow's present state, and the flow is not
+        open."""
         if (shared := self._alone.get(number)) is not None:
             if shared.state != state:
                 return False
@@ -160,7 +167,8 @@ class Media:
 
 
 Channel = int | tuple[int, int]
-"""Carries one load at a time: a worker's sums, or an edge from worker to worker."""
+"""A worker, which takes part in one sum at a time, or an edge from worker to worker, which carries
+one message at a time."""
 
 
 @dataclass(slots=True)
@@ -172,13 +180,14 @@ class Load:
     rows: Sequence[int]  # sender and receiver, or all rows of a sum
     transfer: Transfer
     channels: Sequence[Channel]
-    hold_s: float = 0.0  # seconds for which it holds its channels after leaving the media
+    hold_s: float = 0.0  # seconds for which the load keeps its channels after leaving the media
     is_open: bool = False  # whether its pass is still running
-    start_s: float | None = None  # when it got all its channels
+    start_s: float | None = None  # when the load got all its channels; None: it waits for them
 
 
 class Network:
-    """Channels with their queues of loads. The first load of each queue is on its media."""
+    """Channels with their queues of loads. A load that is first in all its queues is on its
+    media."""
 
     def __init__(self, media: Media, first_number: int) -> None:
         self._media = media
@@ -196,7 +205,8 @@ class Network:
         return number
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """Note that the pass of an open load has ended: the last part takes `least_s` or more."""
+        """Note that the pass of an open load has ended: the rest of the load takes at least
+        `least_s` from now."""
         load = self._loads[number]
         load.is_open = False
         if load.start_s is not None:
@@ -205,7 +215,7 @@ class Network:
     def leave(self, number: int, now_s: float) -> Load | None:
         """Free the channels of a load that has left its media, and begin the next loads.
 
-        Returns None if it still holds them for a time.
+        Returns None if the load still keeps its channels for a time.
         """
         load = self._loads[number]
         if load.hold_s:

@@ -1,5 +1,7 @@
-"""Outcome: the cost of a step for each worker and link: bubble, memory over time, bytes; and why
-workers do not compute in the rest of a step."""
+"""Outcome: the bubble and the memory of each worker in a step, and the bytes on each link.
+
+Also the occupation: why workers do not compute all the time.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ class Memory:
     """Bytes of a stage.
 
     `resident_nbytes` never changes: weights, gradients, optimizer state, buffers. A micro-batch
-    keeps `saved_nbytes` from its forward's start to its backward's end. If a backward has two
-    halves, it keeps them until the first half ends, and `deferred_nbytes` of them until the second
-    half ends. `cut_nbytes` crosses to the next stage, and back as gradients.
+    keeps `saved_nbytes` from the start of its forward to the end of its backward. If a backward has
+    two halves, the micro-batch keeps `saved_nbytes` until the first half ends, and then
+    `deferred_nbytes` until the second half ends. `cut_nbytes` go to the next stage, and as many
+    bytes of gradients come back.
     """
 
     resident_nbytes: int = 0
@@ -34,7 +37,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """A worker's bytes as a step function: `nbytes[i]` from `seconds[i]` to `seconds[i + 1]`."""
+    """A worker's bytes over time: `nbytes[i]` from `seconds[i]` to `seconds[i + 1]`."""
 
     seconds: Array
     nbytes: Array
@@ -47,9 +50,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A step by worker; its bubble is 1 - its busy share. Lanes of a worker count together.
+    """The outcome of a step, by worker. The bubble of a worker is the share of the step in which it
+    does not compute. Lanes of a worker count together.
 
-    Replicas with the same row count as one worker, since a timeline has one row for them.
+    Replicas that run the same row count as one worker, since a timeline has one row for them.
     """
 
     workers: tuple[str, ...]
@@ -94,7 +98,7 @@ def outcome(timeline: Timeline, memory: Sequence[Memory]) -> Outcome:
 
 
 def _names(rows: Sequence[str], worker_of: Sequence[int]) -> tuple[str, ...]:
-    """Return the workers' names; a worker with several lanes is named without them."""
+    """Return the workers' names, without the numbers of lanes."""
     names: dict[int, str] = {}
     for row, worker in zip(rows, worker_of, strict=True):
         several = worker_of.count(worker) > 1
@@ -113,7 +117,7 @@ def _bubble(spans: Iterable[Span], step_s: float) -> float:
 
 
 def _memory_use(spans: Sequence[Span], memory: Sequence[Memory], begin_s: float) -> MemoryUse:
-    """Return the bytes of a worker over time. Changes at the same instant count as one."""
+    """Return the bytes of a worker over time. Changes at the same time are added up."""
     stages = {span.action.stage for span in spans}
     changes = Counter({begin_s: sum(memory[stage].resident_nbytes for stage in stages)})
     for _, action, start_s, end_s in spans:
@@ -160,9 +164,9 @@ RECEIVES = {
 class Occupation:
     """Shares of a step, means over the workers; their sum is 1.
 
-    A worker that does not compute waits for a message that has not left yet (`waiting`, for another
-    worker or at the step's end) or is under way (`transfer`). All other time is the `engine`'s,
-    including the controller's time before and after the spans.
+    `computing` is the share in which workers compute. `waiting`: they wait for a message that has
+    not left yet, or for the end of the step. `transfer`: they wait for a message that is under way.
+    `engine` is all other time, including the controller's time before and after the spans.
     """
 
     computing: float
@@ -175,7 +179,7 @@ class Occupation:
 
 
 def occupation(timeline: Timeline) -> Occupation:
-    """Return the occupation of a step; the engine has all of it if there are no spans."""
+    """Return the occupation of a step. Without spans, all time is the engine's."""
     if not timeline.spans:
         return Occupation(0.0, 0.0, 1.0, 0.0)
     begin_s, end_s = min(s.start_s for s in timeline.spans), max(s.end_s for s in timeline.spans)
@@ -183,7 +187,7 @@ def occupation(timeline: Timeline) -> Occupation:
     sends = {s.action.message: s for s in timeline.spans if s.action.op.is_send}
     computing_s = transfer_s = waiting_s = 0.0
     for worker in range(len(timeline.workers)):
-        at_s = begin_s  # the worker's time is accounted for until then
+        at_s = begin_s  # until then, the worker's time is already counted
         own = [s for s in timeline.spans if s.worker == worker and s.action.op.is_compute]
         for span in sorted(own, key=lambda span: span.start_s):
             receive = of_action.get(_receive_before(span.action))
@@ -202,7 +206,7 @@ def occupation(timeline: Timeline) -> Occupation:
 
 
 def _receive_before(action: Action) -> Action:
-    """Return the action that receives the input of a pass; the action itself if it needs none."""
+    """Return the receive that a pass may need; for W and U, the action itself."""
     return replace(action, op=RECEIVES.get(action.op, action.op))
 
 

@@ -1,20 +1,21 @@
 """Simulator: runs a schedule on a virtual clock.
 
-The rules are the engine's:
+The simulator follows the rules of the engine:
 
 - A worker runs its actions in order. A compute action holds the worker. A send is posted and costs
   the worker nothing. A receive holds the worker until the message has arrived.
-- An edge is one direction between two workers. It carries one message at a time, in the order of
-  posting. A message in chunks holds its edge from the first chunk until the last has left.
-- A message is on its media while it is on its edge, without its latency. The messages on a medium
-  share it: each has a speed of 1 / the largest number of messages on any of its media.
+- An edge is one direction between two workers. It carries one message at a time, in the order in
+  which they are posted. A message in chunks holds its edge until the last chunk has left.
+- A message uses its media while it holds its edge, but not during its latency. The messages on a
+  medium share it: a message's speed is 1 / the largest number of messages on any of its media.
 - The lanes of a worker run at once. While several compute, they share its speed evenly.
-- A worker runs one sum over replicas at a time, beside the following passes. An update waits for
-  the sums. If each replica has a row, a sum begins when all of them have reached it. A sum is on
-  its media as one more message.
-- A replica that sends a gradient to all the others uses a separate edge to each of them.
+- A worker runs one sum over replicas at a time, while it computes the following passes. An update
+  waits for the sums. If each replica has a row, a sum begins when all these rows have reached it. A
+  sum uses its media as a message does.
+- A replica that sends a gradient to all other replicas uses a separate edge to each of them.
 
-Two messages of 2 s each that meet on a bus, on separate edges; a column is half a second:
+Example: two messages, of 2 s each if alone, on separate edges that share a bus. A column is half a
+second.
 
     a  ==----       = alone
     b    ----==     - together, at half the speed
@@ -48,13 +49,14 @@ def simulate(
     workers: Sequence[str] = (),
     label: str = "predicted",
 ) -> Timeline:
-    """Return the timeline of one mini-batch, a row per lane. `workers` are their names, by default
-    `worker 0`, ...
+    """Return the timeline of a schedule, with a row for each row of the schedule.
 
-    The span of a compute action lasts while it holds the worker. The span of a send begins when the
-    edge takes the message, the span of a receive when the worker reaches it; both end at the
-    arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not match
-    `times`.
+    `workers` are the names of the workers, by default `worker 0`, ... The span of a compute action
+    lasts while the action holds the worker. The span of a send begins when the edge takes the
+    message, the span of a receive when the worker reaches the receive. Both end when the message
+    arrives; but if it has arrived before its receive, that span has no length. Raises
+    `ScheduleError` if the schedule deadlocks, if `times` has another number of stages, or if there
+    is not one name for each worker.
     """
     schedule = columns_of(schedule)
     stages = 1 + int(schedule.stages.max(initial=-1))
@@ -84,22 +86,23 @@ def _by_clock(
 
 
 EXACT = 1e-9
-"""Relative difference below which both bounds of the period count as equal."""
+"""Both bounds of the period count as equal if their relative difference is at most this."""
 
 
 def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tuple[float, float]:
     """Return bounds of the seconds between two mini-batches of an endless stream.
 
-    `timeline` has `mini_batches` of the stream, beginning with an empty pipeline. Its pattern
-    repeats every `turn` mini-batches, and no action waits for one more than `reach` mini-batches
-    earlier. The bounds are 0 and infinity if the timeline is too short.
+    `timeline` has the first `mini_batches` of the stream, from an empty pipeline on. The pattern of
+    the stream repeats every `turn` mini-batches, and no action waits for an action more than
+    `reach` mini-batches earlier. The bounds are 0 and infinity if the timeline is too short.
 
     Without a flush, every action waits only for earlier actions, in the same pattern for each
-    mini-batch. Let x be the end times of all actions of some consecutive mini-batches, as many as
-    are in flight, and y the same, T mini-batches later. The actions after y follow from y as the
-    actions after x follow from x. So the period of the endless stream is between the least and the
-    largest element of (y - x) / T (Collatz and Wielandt, with sums and maxima for products and
-    sums). The last mini-batches meet no later forwards and are faster. They do not count.
+    mini-batch. Let x be the end times of all actions of as many consecutive mini-batches as are in
+    flight, and y the end times of these actions T mini-batches later. The actions after y follow
+    from y as the actions after x follow from x. So the period of the endless stream is between the
+    least and the largest element of (y - x) / T. (This is Collatz and Wielandt's theorem, with sums
+    in the place of products and maxima in the place of sums.) The last mini-batches do not count:
+    no forwards of later mini-batches delay them.
     """
     reach = -(-reach // turn) * turn
     ends_s = _by_mini_batch(timeline, mini_batches)
@@ -115,7 +118,8 @@ def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tu
 
 
 def _by_mini_batch(timeline: Timeline, mini_batches: int) -> Array:
-    """Return the ends of all actions: a row per mini-batch, a column per kind of action."""
+    """Return the end times of actions: a row per mini-batch, a column per action of a
+    mini-batch."""
     codes, stages, numbers, ends_s = _columns(timeline)
     kinds = codes * (1 + int(stages.max(initial=0))) + stages
     order = np.lexsort((ends_s, numbers, kinds))

@@ -20,7 +20,7 @@ VERSION = 1
 
 
 class Span(NamedTuple):
-    """One action on one worker; seconds since the step began."""
+    """One action on one worker. Times are in seconds since the step began."""
 
     worker: int
     action: Action
@@ -29,9 +29,10 @@ class Span(NamedTuple):
 
 
 class SpanColumns(LazySequence[Span]):
-    """The spans of a schedule's actions, as columns; `Span` objects only at their first use.
+    """The spans of a schedule's actions, as columns. `Span` objects are made only when they are
+    first used.
 
-    `starts_s` and `ends_s` are in the order of the schedule.
+    `starts_s` and `ends_s` have the actions row by row, as the schedule does.
     """
 
     def __init__(self, schedule: Columns, starts_s: Array, ends_s: Array) -> None:
@@ -39,7 +40,7 @@ class SpanColumns(LazySequence[Span]):
 
     @cached_property
     def items(self) -> tuple[Span, ...]:
-        """The spans by start, end and row."""
+        """The spans, sorted by start, end and row."""
         rows, actions = self.schedule.rows, [*chain.from_iterable(self.schedule)]
         order = np.lexsort((rows, self.ends_s, self.starts_s))
         columns = (
@@ -66,12 +67,12 @@ class SpanColumns(LazySequence[Span]):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one mini-batch. `label`: measured, emulated, modelled or predicted."""
+    """The spans of a step, and their `label`: measured, emulated, modelled or predicted."""
 
     workers: tuple[str, ...]  # member id per worker, or per lane if a worker has several
     spans: Sequence[Span]  # a tuple, or `SpanColumns`
     label: str
-    overhead_s: float = 0.0  # before and after all spans: the controller's part
+    overhead_s: float = 0.0  # the controller's seconds before and after all spans
 
     @property
     def step_s(self) -> float:
@@ -84,11 +85,11 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step for its caller: `step_s` and the overhead."""
+        """Seconds for which the caller of a step waits: `step_s` plus `overhead_s`."""
         return self.step_s + self.overhead_s
 
     def busy_s(self) -> tuple[float, ...]:
-        """Return the seconds of compute, by worker."""
+        """Return the seconds of compute, by entry of `workers`."""
         if isinstance(self.spans, SpanColumns):
             return self.spans.busy_s()
         busy_s = [0.0] * len(self.workers)
@@ -98,17 +99,16 @@ class Timeline:
         return tuple(busy_s)
 
     def busy_share(self) -> tuple[float, ...]:
-        """Return compute over `step_s`, by worker; the rest is the worker's bubble."""
+        """Return the seconds of compute over `step_s`, by entry of `workers`."""
         step_s = self.step_s
         return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
 
     def under_way_s(self) -> tuple[float, float]:
-        """Return two sums in seconds: messages' times from leaving to arrival, and their hidden
-        parts.
+        """Return the seconds that all messages are under way, and the hidden part of these seconds.
 
-        A part is hidden if the receiving worker computes meanwhile. A message arrives when its
-        receive ends. If a predicted receive has no length, the message came before the worker
-        needed it, and arrived when its send ended.
+        A message is under way from the start of its send to its arrival. This time is hidden while
+        the receiving worker computes. A message arrives when its receive ends. But if a predicted
+        receive has no length, the message arrived before the worker needed it, when its send ended.
         """
         sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
         total_s = hidden_s = 0.0
@@ -145,7 +145,7 @@ class Timeline:
         record = source.versioned(_Timeline, data, VERSION)
         for index, (worker, _, start_s, end_s) in enumerate(record.spans):
             if worker >= len(record.workers):
-                why = f"is {worker}, there are {len(record.workers)} workers"
+                why = f"is {worker}, but there are {len(record.workers)} workers"
                 raise source.fault(("spans", index, 0), why)
             if end_s < start_s:
                 raise source.fault(("spans", index, 3), f"is {end_s}, before the start {start_s}")

@@ -11,10 +11,12 @@ from hetpipe.schedule.action import Action, Message, Op
 
 
 class Transfer(NamedTuple):
-    """One message on an edge: it holds the edge for `occupancy_s` and arrives `latency_s` later.
+    """One message on an edge: it holds the edge for `occupancy_s`, and arrives `latency_s` after
+    that.
 
-    `media` are the names of media that it shares with messages on other edges: a bus, a half-duplex
-    link, a switch's uplink. `occupancy_s` is the time of a message that is alone there.
+    `media` are the names of media that the message shares with messages on other edges: a bus, a
+    half-duplex link, the link of a device into a switch. `occupancy_s` is the time of a message
+    that is alone on its media.
     """
 
     latency_s: float = 0.0
@@ -26,7 +28,9 @@ FREE = Transfer()
 
 
 def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -> float:
-    """Return the seconds of a ring's sum: 2 (r - 1) (latency + nbytes / (r bandwidth)).
+    """Return the seconds in which a ring sums `nbytes` over r replicas.
+
+    They are 2 (r - 1) (latency + nbytes / (r bandwidth)).
 
     Raises `ScheduleError` for impossible numbers.
     """
@@ -43,10 +47,11 @@ class StageTimes:
     """Seconds per stage for one micro-batch, and per cut (stage n to n+1) for one transfer.
 
     `input_s` and `weight_s` are the two halves of a backward, in zero-bubble schedules. `chunks` is
-    BaPipe's execution model (section 3.2): a stage with 1 sends the result of a pass after the pass
-    (synchronous); a stage with n sends n equal pieces during the pass (asynchronous); `math.inf` is
-    a stream. `tied` has the transfer of shared gradients or parameters, by (source stage, target
-    stage); between other stages it is free.
+    BaPipe's execution model (section 3.2): with 1, a stage sends the result of a pass after the
+    pass (synchronous); with n, it sends n equal pieces, each as soon as it is computed
+    (asynchronous); with `math.inf`, it sends every number at once. `tied` has the transfers of
+    shared gradients or parameters, by (source stage, target stage). A transfer
+    without an entry is free.
     """
 
     forward_s: tuple[float, ...]
@@ -61,7 +66,7 @@ class StageTimes:
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
     gradient_links: tuple[Transfer, ...] = ()  # between replicas of a stage; empty: free
-    sums: tuple[Transfer, ...] = ()  # over replicas; replaces `all_reduce_s`
+    sums: tuple[Transfer, ...] = ()  # sums over replicas; give these or `all_reduce_s`, not both
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -87,12 +92,13 @@ class StageTimes:
 
     @property
     def shares_media(self) -> bool:
-        """Whether any message or sum uses a medium that others may use."""
+        """Whether any message or sum uses a medium that other messages may use."""
         links = *self.forward_links, *self.backward_links, *self.gradient_links
         return any(each.media for each in (*links, *self.tied.values(), *self.sums))
 
     def compute_s(self, action: Action) -> float:
-        """Return the seconds of a pass, sum or update on a whole device."""
+        """Return the seconds of a pass, sum or update that shares its device or media with
+        nothing."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]

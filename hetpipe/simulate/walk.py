@@ -1,12 +1,12 @@
-"""A walk through a plain schedule: the simulator's rules, without its clock.
+"""A walk through a plain schedule: follows the simulator's rules without a clock.
 
-A step begins when the previous step of its row has ended, and the message that it receives has
-arrived. Its message leaves when its edge is free. `hetpipe.schedule.order` says why steps can be
-processed one by one, in any order that respects these rules.
+A step begins when the previous step of its row has ended, and the message that the step receives
+has arrived. The message that the step sends leaves when its edge is free. So the walk can compute
+the times of one step after another, in the order of `hetpipe.schedule.order`.
 
-Under a schedule that flushes, the order of all steps depends on the schedule alone. So planners
-that price many plans keep the order (`order_of`), and every price is one walk through it. Schedules
-with lanes or with sums over replicas need the simulator.
+Under a schedule that flushes, this order depends only on the schedule, not on times. So planners
+that price many plans keep the order (`order_of`), and need one walk for each price. Schedules with
+lanes or with sums over replicas are not plain and need the clock.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from hetpipe.simulate.times import FREE, StageTimes
 
 
 class Moments(NamedTuple):
-    """The end of each step's computation, and when its message leaves and arrives, in order.
+    """When the computation of each step ends, and when its message leaves and arrives.
 
-    A step without a message has a message that takes no time. The arrivals begin with a 0, for
-    steps that receive nothing.
+    The steps are in the order of `Order`. The message of a step that sends nothing takes no time.
+    The arrivals begin with an additional 0, which stands for the message of steps that receive
+    nothing.
     """
 
     ends_s: list[float]
@@ -53,7 +54,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
     ends_s[order.places] = moments.ends_s
     leaves_s[order.places] = moments.leaves_s
     sent_s[order.places] = arrivals_s[1:]
-    asks_s = np.concatenate(([0.0], ends_s[:-1]))  # end of the row's previous step
+    asks_s = np.concatenate(([0.0], ends_s[:-1]))  # when the row's previous step ends
     asks_s[order.step_of[(columns.ends - columns.lengths)[columns.lengths > 0]]] = 0.0
     begins_s = np.maximum(asks_s, received_s)
     of_role = [order.roles == RECEIVE, order.roles == SEND]
@@ -65,7 +66,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
 
 
 def moments_of(order: Order, times: StageTimes) -> Moments:
-    """Return the moments of all steps; nothing shares a medium."""
+    """Return the moments of all steps, if no messages share a medium."""
     if max(times.chunks, default=1) > 1:
         return _with_chunks(order, times)
     works_s = [0.0, *map(times.compute_s, order.passes)]
@@ -95,7 +96,7 @@ def moments_of(order: Order, times: StageTimes) -> Moments:
 def _with_chunks(order: Order, times: StageTimes) -> Moments:
     """Return the moments if a message may leave in chunks while its pass still computes.
 
-    A message holds its edge from its first chunk until its last one has left.
+    A message holds its edge from its first chunk until its last chunk has left.
     """
     works_s = [0.0, *map(times.compute_s, order.passes)]
     chunks = [1.0, *(times.chunks[action.stage] for action in order.passes)]
@@ -131,7 +132,7 @@ def _with_chunks(order: Order, times: StageTimes) -> Moments:
 
 
 KEPT = 256
-"""The number of orders that are remembered, the latest ones."""
+"""How many orders are remembered; the most recently used ones."""
 
 
 def step_s(order: Order, times: StageTimes) -> float:
@@ -148,10 +149,11 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Order | None:
-    """Return the order of the steps under a rule; None if only the simulator can price it.
+    """Return the order of the steps under a rule; None if only the simulator can price its
+    schedule.
 
-    `pairs` are stages that share parameters. Raises `ScheduleError` if the rule does, or if its
-    schedule deadlocks.
+    `pairs` are stages that share parameters. Raises `ScheduleError` if the rule raises it, or if
+    its schedule deadlocks.
     """
     if not rule.flushes:
         return None

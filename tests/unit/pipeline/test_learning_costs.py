@@ -81,7 +81,7 @@ def test_the_last_passes_correct_a_prediction() -> None:
         assert found.raw_s == plan.step_s
         assert found.corrected_s == pytest.approx(typical_s, rel=0.03)
         assert found.drifts == pytest.approx({"a": 3.0, "b": 1.5}, rel=0.03)
-        assert "corrected by its last passes" in str(found)
+        assert "corrected by the last passes of the training" in str(found)
         widths.append(found.interval_s)
     assert widths[0] is None  # these costs and passes have no spread
     assert widths[1] is not None
