@@ -227,7 +227,7 @@ def _check_backends(tables: _Tables, source: Source) -> None:
     for name in tables.backend:
         if name not in used:
             there = ", ".join(used) or "none"
-            why = f"has options, and no device is of that backend; there is {there}"
+            why = f"has options, but no device is of that backend; there is {there}"
             raise source.fault(("backend", name), why)
 
 
@@ -252,10 +252,10 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
         except CostError as error:
             raise source.fault(("device", index, "board"), f"is unknown: {error}") from error
         if table.speed != _Device.speed:
-            why = "is of attached devices alone, and a board's times are modelled; leave it out"
+            why = "is only for attached devices, and a board's times are modelled; leave it out"
             raise source.fault(("device", index, "speed"), why)
         if table.cores and not table.numerics:
-            why = "is of attached devices and numerics, and this is a board alone; leave it out"
+            why = "is for attached devices and numerics, and this board has neither; leave it out"
             raise source.fault(("device", index, "cores"), why)
     absent = set(table.cores) - set(member_module.available_cores()) if table.cores else ()
     if absent:

@@ -107,7 +107,7 @@ class _Question:
         if self.workers != stages and not (several and 1 <= self.workers <= stages):
             raise ScheduleError(
                 f"{stages} stages on {self.workers} workers: {name} takes "
-                + ("from one stage per worker up" if several else "one stage per worker")
+                + ("at least one stage per worker" if several else "one stage per worker")
             )
 
     def passes(self, microbatches: int, in_flight: Sequence[int] | None) -> Schedule:

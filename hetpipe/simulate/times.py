@@ -48,10 +48,10 @@ class StageTimes:
 
     `input_s` and `weight_s` are the two halves of a backward, in zero-bubble schedules. `chunks` is
     BaPipe's execution model (section 3.2): with 1, a stage sends the result of a pass after the
-    pass (synchronous); with n, it sends n equal pieces, each as soon as it is computed
-    (asynchronous); with `math.inf`, it sends every number at once. `tied` has the transfers of
-    shared gradients or parameters, by (source stage, target stage). A transfer
-    without an entry is free.
+    pass (synchronous); with n, it sends n equal pieces, each right after its computation
+    (asynchronous); with `math.inf`, the pieces are infinitely small. `tied` has the transfers of
+    shared gradients or parameters, by (source stage, target stage). A transfer without an entry is
+    free.
     """
 
     forward_s: tuple[float, ...]

@@ -115,7 +115,7 @@ def test_depths_match_the_papers(stages, microbatches):
         (("pipedream", 2, 2), {"mini_batches": 0}, "0 mini-batches: must be 1 or more"),
         (("pipedream", 2, 2), {"tied": [(0, [1])]}, "stages 0 and 1 share parameters"),
         (("1f1b", 4, 2), {"workers": 2}, "4 stages on 2 workers: 1f1b takes one stage per worker"),
-        (("interleaved", 2, 4), {"workers": 4}, "takes from one stage per worker up"),
+        (("interleaved", 2, 4), {"workers": 4}, "takes at least one stage per worker"),
         (("interleaved", 2, 4), {"workers": 0}, "2 stages on 0 workers"),
         (("interleaved", 5, 4), {"workers": 2}, "its 2 workers, not 5 stages; use 4 or 6"),
         (("interleaved", 6, 7), {"workers": 3}, "not 7 micro-batches; use 6 or 9"),
