@@ -1,6 +1,6 @@
-// The error function, for one element and for 16 at once: PoCL's function takes one at a time.
+// The error function, for one element and for 16 at once: PoCL's function takes one element at a time.
 //
-// Two polynomials, one near zero and one beyond: erf(x) = x + x * P(x^2) and 1 - exp(Q(x)). The error
+// Two polynomials, near zero x + x * P(x^2), beyond it 1 - exp(Q(x)). The error
 // is at most 2 ULP in float; doubles use the built-in function. Needs exp.cl before it.
 //
 // Except for factors, the normal distribution function is erf(x) + 1, and its density is exp(-x^2).

@@ -1,6 +1,6 @@
 // Functions that PoCL computes correctly for one element, but not for 16 at once.
 //
-// If one lane exceeds LARGE, PoCL's sin, cos and tan use an algorithm for all lanes that is wrong for
+// If one lane exceeds LARGE, PoCL's sin, cos and tan use for all lanes an algorithm that is wrong for
 // small numbers: sin(1e-8) is 0.01 in a vector with sin(3e38). Its pow and fmod of doubles give wrong
 // lanes in some vectors.
 

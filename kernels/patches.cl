@@ -1,4 +1,4 @@
-// Convolutions as products that read patches directly from the images, without a copy of them. Prepended to the files of
+// Convolutions as products that read patches directly from the images, without a copy of the images. Prepended to the files of
 // kernels/gpu and kernels/fpga.
 //
 //   forward          y[co][pixel of y]  = w[co][tap]    x[tap][pixel of y]     sums over ci and taps

@@ -1,4 +1,4 @@
-"""Finds and opens the devices of vendors' C libraries: `hetpipe_backend.h`, docs/native.md."""
+"""Finds and opens the devices of vendors' C libraries; see `hetpipe_backend.h`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .probe import Answer
 
 LIBRARIES = "HETPIPE_NATIVE"
-"""Environment variable with the paths of libraries, separated like the folders of PATH."""
+"""Environment variable with the paths of libraries, separated as in PATH."""
 _PART = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
 class LibraryWarning(UserWarning):
-    """Warns that a library has failed while others have devices."""
+    """Warns that a library has failed while other libraries have devices."""
 
 
 def include_folder() -> Path:

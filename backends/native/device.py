@@ -1,4 +1,4 @@
-"""A device of a library, whose functions provide memory, copies and compiled graphs; its runs."""
+"""A device of a vendor's library: its memory, its copies, its compiled graphs and their runs."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class NativeDevice(Device):
         return buffer.memory
 
     def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """Return the event of work that uses `keeps`; the event holds these objects until the end.
+        """Return the event of work that uses `keeps`; the event holds these until the work ends.
 
         If `pointer` is NULL, the work has ended already.
         """
@@ -230,7 +230,7 @@ class NativeExecutable(Executable):
         return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
 
     def _order(self, after: Sequence[Event]) -> list[Handle]:
-        """Return the events that the library must wait for, after waiting for all others here.
+        """Wait here for events that the library cannot wait for; return the handles of the others.
 
         Raises the errors of failed events.
         """
@@ -248,9 +248,9 @@ class NativeExecutable(Executable):
     def _queue(
         self, memories: list[Handle], given: set[int], earlier: list[Handle], queue: int
     ) -> tuple[list[Any], list[Handle | None], Event]:
-        """Queue the run; return its outputs' pointers, a list for their handles, and the event.
+        """Queue the run; return the outputs' pointers, a list for their handles, and the event.
 
-        The event holds the list.
+        The event holds the list, so the outputs' memory lasts until the run ends.
         """
         ffi, device, program = interface(), self._device, self._program
         assert program is not None

@@ -23,7 +23,7 @@ _SLICE_S = 0.25  # the longest wait within a library: Ctrl-C takes effect in bet
 
 
 class NativeEvent(Event):
-    """The end of work; `keeps` has the objects that the work uses."""
+    """An event that ends with some work; `keeps` has the objects that the work uses."""
 
     def __init__(
         self, device: Device, library: Library, handle: Handle, keeps: Sequence[object]
@@ -51,7 +51,7 @@ class NativeEvent(Event):
 
     def _look(self, limit_s: float) -> bool:
         """Return whether the work ends within `limit_s`; raise its error if it failed."""
-        handle = self._handle  # another thread may see the end meanwhile
+        handle = self._handle  # another thread may set it to None meanwhile
         if handle is not None:
             library, where = self._library, self.device.info.id
             try:

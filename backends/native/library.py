@@ -96,7 +96,7 @@ class Library:
         self.name = ffi.string(whole.name).decode(errors="replace")
 
     def function(self, name: str) -> Any:
-        """Return a function of the table; None for an optional one that the library lacks."""
+        """Return a function of the table, or None if the function is optional and missing."""
         function = getattr(self._table, name)
         return None if function == interface().NULL else function
 
@@ -155,7 +155,7 @@ _LENGTH = 20  # up to the end of `e_machine`
 
 
 def architecture(path: Path) -> str:
-    """Return the machine, word size and byte order of an ELF file; "" for any other file."""
+    """Return the machine, word size and byte order of an ELF file, or "" for any other file."""
     try:
         with path.open("rb") as file:
             header = file.read(_LENGTH)
@@ -170,7 +170,7 @@ def architecture(path: Path) -> str:
 
 
 def mismatch(path: Path) -> str:
-    """Explain that a library is built for another architecture; return "" if it is not."""
+    """Return a note that a library is built for another architecture, or "" if it is not."""
     there, here = architecture(path), architecture(Path(sys.executable).resolve())
     if not there or not here or there == here:
         return ""

@@ -1,4 +1,4 @@
-"""Asks a library for its devices in a child, which may crash or hang without harm."""
+"""Asks a library for its devices in a child process, which may crash or hang without harm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = ("memory_nbytes", "dtypes", "cast_dtypes", "queues", "flags")
 
 @dataclass(frozen=True)
 class Answer:
-    """A library's name and the `hetpipe_device_info` fields of its devices; or an error."""
+    """A library's name and the `hetpipe_device_info` fields of its devices, or an error."""
 
     name: str = ""
     devices: tuple[dict[str, Any], ...] = ()

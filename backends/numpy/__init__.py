@@ -26,7 +26,7 @@ DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "u
 
 
 class NumpyBackend(Backend):
-    """One device: this process's numpy."""
+    """Has one device: the numpy of this process."""
 
     name = "numpy"
 
@@ -106,7 +106,8 @@ class NumpyDevice(BlockingDevice):
                 where = f"{self.info.id}: {name} of layer {node.meta.get('layer', '?')}"
                 raise BackendError(f"{where} failed: {error}") from error
         for node in outputs:
-            if node not in buffers:  # copied: it may be a view of an input or of another output
+            # Copy: the value may be a view of an input or of another output.
+            if node not in buffers:
                 buffers[node] = NumpyBuffer(self, values[node].copy(order="C"))
         return [buffers[node] for node in outputs]
 
@@ -124,6 +125,6 @@ def _own(buffer: Buffer) -> NumpyBuffer:
 
 
 def _dtype(node: fx.Node) -> str:
-    """Return the dtype name of a node's value; "" for a tuple, whose items getitem casts."""
+    """Return the dtype name of a node's value, or "" for a tuple: getitem casts its items."""
     val = node.meta["val"]
     return graphs.dtype_name(val.dtype) if isinstance(val, torch.Tensor) else ""

@@ -1,4 +1,4 @@
-"""Functions of several terms: convolution and pooling by windows (im2col), random numbers, LSTM."""
+"""Longer functions: convolution and pooling by windows (im2col), random numbers, LSTM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def windows(x: Array, kernel: Sequence[int], how: Sequence[Any], value: float = 0.0) -> Any:
-    """Return x [..., height, width] padded, and its windows, a view [..., rows, cols, *kernel]."""
+    """Return x [..., height, width], padded, and a view of its windows [..., i, j, *kernel]."""
     stride, padding, dilation = how
     widths = [(0, 0)] * (x.ndim - 2) + [(p, p) for p in padding]
     padded = np.pad(x, widths, constant_values=value)
@@ -35,7 +35,7 @@ def convolution(x: Array, w: Array, bias: Array | None, *geometry: Any) -> Any:
 
 
 def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: Any) -> Any:
-    """Compute aten.convolution_backward: gradients of x, w and bias; None if masked out."""
+    """Compute aten.convolution_backward: gradients of x, w, bias; None if masked out."""
     *how, _, _, groups, mask = geometry
     (top, left), (height, width) = how[1], x.shape[2:]
     dy_, x_ = (a.reshape(len(a), groups, -1, *a.shape[2:]) for a in (dy, x))
@@ -52,7 +52,7 @@ def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: A
 
 
 def max_pool2d(x: Array, kernel: Sequence[int], *rest: Any) -> Any:
-    """Compute aten.max_pool2d_with_indices: values and their places in the plane."""
+    """Compute aten.max_pool2d_with_indices: values and their indices in the flat plane."""
     stride, padding, dilation = (*rest, *((), (0, 0), (1, 1))[len(rest) :])[:3]
     plane = np.arange(math.prod(x.shape[-2:])).reshape(x.shape[-2:])
     how = (stride or kernel, padding, dilation)

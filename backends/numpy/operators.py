@@ -110,7 +110,7 @@ def _scatter_reduce(
 
 
 def _pad(x: Array, widths: Sequence[int], value: float = 0) -> Array:
-    """Pad the last dimensions, the last one first; negative widths cut."""
+    """Pad the last dimensions; `widths` begins with the last one. Negative widths cut."""
     pairs = [(0, 0)] * x.ndim
     for place in range(len(widths) // 2):
         pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])

@@ -62,7 +62,7 @@ def copy_array(dst: Array, src: Array) -> None:
 
 
 class CompiledGraph:
-    """A graph, with a program for each set of donated inputs so far."""
+    """A graph, with a program for each set of donated inputs that has occurred."""
 
     def __init__(self, graph: fx.GraphModule, device: TorchDevice) -> None:
         self._graph = graph
@@ -71,7 +71,7 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
         """Run the graph, or start it on the current stream."""
-        if len(set(map(id, inputs))) < len(inputs):  # one buffer is two inputs: keep it
+        if len(set(map(id, inputs))) < len(inputs):  # keep a buffer that is two inputs
             donate = frozenset(i for i in donate if inputs.count(inputs[i]) == 1)
         program = self._programs.get(donate)
         if program is None:

@@ -1,4 +1,4 @@
-"""Storage and strides: finds nodes that share storage, and lets nodes reuse the storage of others.
+"""Finds nodes that share storage, and lets a node reuse the storage of another node.
 
 Compiled graphs are functional: every node allocates. So every accumulation would cost a new tensor
 and an optimizer step would double the parameters. Instead, if the last use of a value is
@@ -32,7 +32,7 @@ SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 """Operators that read the shape of their operand, not its values."""
 
 HIDDEN_VIEWS = frozenset(("_unsafe_view", "_reshape_alias", "reshape", "contiguous", "flatten"))
-"""Operators that may return their operand's storage though their schema does not say so."""
+"""Operators that may return their operand's storage although their schema does not say so."""
 
 
 def base_name(node: fx.Node) -> str:
@@ -144,12 +144,12 @@ def _can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
 
 
 def _covers(value: torch.Tensor, root: Any) -> bool:
-    """Return whether a view has each element of its root once; an expanded view has not."""
+    """Return whether a view has each element of its root once; an expanded view repeats them."""
     return isinstance(root, torch.Tensor) and value.numel() == root.numel()
 
 
 def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
-    """Turn `node` into its in-place or `out=` form; return False if it has none."""
+    """Turn `node` into an in-place or `out=` call; return False if the operator has neither."""
     name = base_name(node)
     if name in ("zeros_like", "full_like", "ones_like"):
         value = {"zeros_like": 0, "ones_like": 1}.get(name)

@@ -142,7 +142,7 @@ QUICK = frozenset((
 
 
 def _callable(target: OpOverload) -> Callable[..., Any]:
-    """Return the operator's Python function if it has one: it parses arguments 0.5 us faster."""
+    """Return the operator's Python function if it has one, which parses arguments 0.5 us faster."""
     if (own := function_of(target)) is not None:
         return own
     namespace, name, _ = str(target).split(".")

@@ -71,11 +71,11 @@ def lstm_layer_backward(
 
 
 def _row_major(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return contiguous tensors: oneDNN gets addresses without strides."""
+    """Return contiguous tensors, because oneDNN gets addresses without strides."""
     return [tensor.contiguous() for tensor in tensors]
 
 
 def _biases(w_ih: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two biases that oneDNN adds; without them it computes no bias gradient."""
+    """Return the two biases that oneDNN adds. If it got none, it would return no bias gradient."""
     zeros = w_ih.new_zeros(w_ih.shape[0])
     return (zeros if bias is None else bias), zeros

@@ -30,7 +30,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _straighten(graph: fx.Graph, node: fx.Node) -> None:
-    """Make the operand of `as_strided` row-major: its strides may differ from the traced ones."""
+    """Make the operand of `as_strided` row-major; its strides may not be the traced strides."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
@@ -60,7 +60,7 @@ def _cancel_transposes(node: fx.Node) -> None:
 
 
 def _fuse_scaled_subtraction(node: fx.Node) -> None:
-    """Compute `p - a * b` in one pass: the last line of an optimizer's step."""
+    """Compute `p - a * b`, the last line of an optimizer's step, in one pass over memory."""
     base, product = _plain_operands(node)
     if (
         _only_use(product, aten.mul.Tensor)
@@ -73,7 +73,7 @@ def _fuse_scaled_subtraction(node: fx.Node) -> None:
 
 
 def _fuse_product_into_sum(node: fx.Node) -> None:
-    """Compute `sum + a @ b` in one product: it adds a gradient directly to its accumulator."""
+    """Compute `sum + a @ b` by one operator, which adds a gradient directly to its accumulator."""
     base, product = _plain_operands(node)
     if _only_use(product, aten.mm.default) and _alike(base, product) and base.op == "placeholder":
         node.target = aten.addmm.default
@@ -81,7 +81,7 @@ def _fuse_product_into_sum(node: fx.Node) -> None:
 
 
 def _plain_operands(node: fx.Node) -> tuple[Any, Any]:
-    """Return both operands of a binary node without `alpha`, otherwise two Nones."""
+    """Return both operands of a binary node, or two Nones if it has `alpha`."""
     if len(node.args) != 2 or node.kwargs:
         return None, None
     return node.args[0], node.args[1]

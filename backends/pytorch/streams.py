@@ -26,7 +26,7 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 class Lane:
     """A stream, and a thread that calls back when work on the stream has ended.
 
-    torch has no callbacks on streams: the thread starts with the first callback.
+    torch has no callbacks on streams, hence the thread, which starts with the first callback.
     """
 
     def __init__(self, module: Any, device: torch.device, name: str) -> None:

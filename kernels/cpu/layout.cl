@@ -73,7 +73,7 @@ WORK_ITEM __kernel void pack_weights(__global const float* restrict w, __global 
         if (run == 1) {
           vstore16(load_strided(w + from, lane_stride, lanes - lane0 - base), 0, tile);
         } else {
-          // Other weights follow the run: reading them is harmless, and faster than a check.
+          // Other weights follow the run. Reading these is harmless, and faster than a check.
           for (int i = 0; i < LANES; i++) {
             const int at = from + i * lane_stride;
             vstore16(lane0 + base + i < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, tile);

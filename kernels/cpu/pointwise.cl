@@ -40,7 +40,7 @@ inline void find_places(Places* places, const int first, const int count, const 
 
 // Loads 16 floats, every `stride`th.
 inline float16 load_every(__global const float* p, const int stride) {
-  if (stride == 2)  // nothing is read behind the last
+  if (stride == 2)  // reads nothing behind the last element
     return __builtin_shufflevector(vload16(0, p), vload16(0, p + LANES - 1), 0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23,
                                    25, 27, 29, 31);
   return load_strided(p, stride, LANES);

@@ -3,11 +3,11 @@
 //   x, dx   [planes][height][width]   y, dy, index   [planes][out_h][out_w]
 // One work-item owns one plane, so that the backward adds into it in a fixed order. Global size: planes
 
-// 16 elements of a row from column `first` on, every `stride`th; -infinity outside of the row.
+// 16 elements of a row from column `first` on, every `stride`th; -infinity outside the row.
 inline float16 row_lanes(__global const float* row, const int first, const int stride, const int width) {
   if (first >= 0 && first + (LANES - 1) * stride < width) {
     if (stride == 1) return vload16(0, row + first);
-    if (stride == 2)  // nothing is read behind the last
+    if (stride == 2)  // reads nothing behind the last element
       return __builtin_shufflevector(vload16(0, row + first), vload16(0, row + first + LANES - 1), 0, 2, 4, 6, 8, 10, 12,
                                      14, 17, 19, 21, 23, 25, 27, 29, 31);
   }
@@ -77,7 +77,7 @@ typedef struct {
   int first, last, padded;
 } Window;
 
-// A window of size `kernel_` every `stride`; or, if stride is 0, one of `outputs` bins that cover `size`.
+// A window of size `kernel_` every `stride` elements or, if stride is 0, one of `outputs` bins that cover `size`.
 inline Window window(const int o, const int size, const int outputs, const int kernel_, const int stride,
                      const int pad) {
   Window w;

@@ -36,7 +36,7 @@
 MULTIPLY(multiply_few, FEW)
 MULTIPLY(multiply_rows, ROWS)
 #else
-// In parts for 16 registers of 8 floats, as in matmul.cl.
+// Computes the product in parts, whose sums fit into 16 registers of 8 floats, as in matmul.cl.
 #define MULTIPLY(name, COUNT)                                                                           \
   inline void name(__global const float* restrict a, const int a_stride, __global const float* restrict b, \
                    const int b_stride, const int depth, __global float* restrict out, const int out_stride,             \

@@ -8,7 +8,7 @@
        ((at) % OUT_PIXELS) / out_width * stride_h - pad_h + (tap) / kernel_w * dilation_h,                  \
        ((at) % out_width) * stride_w - pad_w + (tap) % kernel_w * dilation_w, height, width)
 
-// The element of dy whose tap `tap` reads pixel `at` of x; 0 if there is none.
+// The element of dy whose tap `tap` reads pixel `at` of x; 0 if there is no such element.
 #define DY_AT(at, of, tap)                                                                             \
   dy_at(dy, ((at) / PIXELS) * out_channels + (of),                                                     \
         ((at) % PIXELS) / width + pad_h - (tap) / kernel_w * dilation_h,                                        \

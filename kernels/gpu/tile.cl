@@ -10,7 +10,7 @@
 #define ROW0 ((int)get_group_id(1) * TILE)
 #define COL0 ((int)get_group_id(0) * TILE)
 
-// A kernel declares one of each; an additional column puts neighbours into different banks.
+// A kernel declares one array of each type; the additional column puts neighbours into different banks.
 #define TILES __local float a_tile[DEPTH][TILE + 1], b_tile[DEPTH][TILE + 1]; float sums[ITEM][ITEM]
 
 // Sums over first <= k < last. The caller's macros A(row, k) and B(k, col) read an element, or give 0 outside. With A_ALONG_K

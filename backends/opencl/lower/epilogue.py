@@ -3,7 +3,7 @@
 A product and the stores that follow it form one group. The first store is the product's, whose
 expression is a `Tile`; the other stores, the epilogue, read the product element by element.
 
-User's kernels and the families gpu and fpga apply an epilogue by macros. The source ends its
+Users' kernels and the families gpu and fpga apply an epilogue by macros. The source ends its
 parameters with `RESULTS` and writes every element once, by `STORE(element, value)`. The program
 defines both macros before the source.
 """
@@ -33,7 +33,7 @@ from .signature import C_TYPES, Argument, bind, parameters, pointed
 from .target import Target
 
 STORES_NOTHING = "#define RESULTS __global float *unused\n#define STORE(element, value)\n#line 1\n"
-"""Macros for the packing kernels of such a source."""
+"""Macros for the packing kernels of a source with `STORE`."""
 
 
 def is_product(group: Sequence[Store]) -> bool:
@@ -102,7 +102,7 @@ def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
 
 
 def _sends(tile: Tile, rows: Rows) -> bool:
-    """Return whether a kernel over rows reads a product's rows, and they are short enough."""
+    """Return whether a kernel over rows reads a product's rows, and these are short enough."""
     source = rows.source
     if not source.plain or source.numel != tile.numel or rows.by_channel != tile.by_channel:
         return False
@@ -129,7 +129,7 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     args = dict(zip(names, last.args, strict=True))
     shape = group[1].expr.shape
     nest = _nest(shape, product.shape[-1], group[1:])
-    assert nest is not None, "stores join only if they have one"
+    assert nest is not None, "stores join only if they have a nest"
     written = {store.out.id: store.expr for store in group if store.plain}
     body = Body(nest, written, {tile: "sum"})
     whole = replace(group[0], layout=Layout.row_major(shape))
@@ -146,14 +146,16 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     row = body.row_lines("row")
     lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
-    # Sums of earlier blocks of the depth are in memory; for the first block, none is read.
+    # Sums of earlier blocks of the depth are in memory as `c`. The first block reads no sums; any
+    # tensor may stand for `c`.
     carries = args["k0"] != 0
     if not carries:
         args["c"] = args["left"]
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
-    if turned:  # the kernel writes elements that it has yet to read at another place
+    # Rows written in another order: a store could overwrite elements that are read later.
+    if turned:
         inplace = set()
     apart = last.touches - {product.id}
     size, local = last.global_size, last.local_size
@@ -254,7 +256,8 @@ def overwritable(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ids of tensors that results may overwrite, and the ids of the kernel's tensors.
 
-    Only the epilogue reads tensors of the first set: each element just before it is overwritten.
+    Only the epilogue reads tensors of the first set. It reads each element just before the store
+    that overwrites the element.
     """
     read = [load for store in group[1:] for load in loads(store.expr)]
     own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))

@@ -19,7 +19,7 @@ CHUNK = 48
 
 
 def suits(g: Geometry) -> bool:
-    """Return whether copies of patches cost less than copies of weights: pixels are few."""
+    """Return whether copies of patches cost less than copies of weights, because pixels are few."""
     lanes, depth = g.channels()
     pixels = g.images * math.prod(g.out_size)
     wide = depth * math.prod(g.kernel) >= COLS

@@ -1,6 +1,6 @@
-"""Options of the backend; the kernel family of a device: `kernels/cpu`, `gpu` or `fpga`.
+"""Options of the backend, and the kernel family of a device: `kernels/cpu`, `gpu` or `fpga`.
 
-A cluster file may choose it; the variable `HETPIPE_OPENCL_FAMILIES` overrides the file:
+A cluster file may choose the family; the variable `HETPIPE_OPENCL_FAMILIES` overrides the file:
 
     [backend.opencl]
     families = { "opencl:intel-fpga-emulator:0" = "fpga" }
@@ -23,13 +23,13 @@ FAMILIES = ("cpu", "gpu", "fpga")
 CHANNELS = "cl_intel_channels"
 """The OpenCL extension for kernels that send data to each other."""
 MOST_KERNELS = 8
-"""An upper bound for the kernels of a dataflow and others that run at the same time."""
+"""An upper bound for the number of kernels that run at the same time, a dataflow's included."""
 VARIABLE = "HETPIPE_OPENCL_FAMILIES"
 """Environment variable: a family for all devices, or `PATTERN=FAMILY,PATTERN=FAMILY`."""
 
 
 def default_family(info: DeviceInfo) -> str:
-    """Return the family of a device's kind; "cpu" for an FPGA emulator.
+    """Return the family of a device's kind, or "cpu" for an FPGA emulator.
 
     An emulator computes on the host's cores, where the kernels of `cpu` are many times as fast.
     """

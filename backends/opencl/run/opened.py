@@ -1,4 +1,4 @@
-"""The part of an opened device that its executables, events and buffers use; two probes."""
+"""The part of an opened device that its executables, events and buffers use, and two probes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class OpenedDevice(Device):
     memory: MemoryPool
     programs: KernelSource
     retired: deque[Any]
-    """Commands whose events are gone, until the thread that enqueues drops them."""
+    """Commands whose events are gone; the thread that enqueues passes drops these commands."""
     enqueueing: threading.Lock
-    """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
+    """Held while a pass is enqueued: launches of passes that share an arena must not mix."""
     pass_queues: tuple[PassQueue, ...]
     lock: threading.RLock
     """Held while an arena is replaced or transfers are enqueued."""
@@ -83,7 +83,8 @@ class OpenedDevice(Device):
         out = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, WORK_ITEMS * LANES * 4)
 
         def run() -> None:
-            kernel.set_args(out, np.int32(REPEATS))  # here, so that `out` lives as long as `run`
+            # Set here, because `run` then keeps `out` alive.
+            kernel.set_args(out, np.int32(REPEATS))
             cl.enqueue_nd_range_kernel(queue, kernel, (WORK_ITEMS,), (1,))
             queue.finish()
 

@@ -2,8 +2,8 @@
 
 Results that the caller keeps together, such as all tensors that a forward saves, share a new piece
 of memory. A later run gets them back as donated inputs. After the last launch that reads a donated
-input, the run reuses its memory for intermediates and for results that are kept together. Tensors
-without room there are placed in the queue's arena.
+input, the run reuses the input's memory for intermediates and for results that are kept together.
+Intermediates that find no room there are placed in the queue's arena.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..lower.lowering import Lowered
 from .memory import Memory, OpenCLBuffer, Part, Piece
 
 LEAST_NBYTES = 1 << 18
-"""With fewer bytes than this, a run uses no donated memory: changing a run's memory means setting
-kernel arguments again."""
+"""A run whose tensors have fewer bytes than this uses no donated memory, because changing a
+run's memory means setting kernel arguments again."""
 
 
 class Where(IntEnum):
@@ -48,7 +48,7 @@ class Given(NamedTuple):
 
     inputs: frozenset[int]
     nbytes: int
-    """Size of the piece that holds most of their bytes."""
+    """Size of the piece that holds most bytes of these inputs."""
     begins: tuple[Span, ...]
     """(index of the input, its first byte) for each input in that piece."""
 
@@ -92,7 +92,7 @@ def plan(
     alignment: int,
     moves: bool = False,
 ) -> Plan:
-    """Plan runs with these donated inputs. Tensors in `apart` get no spot here.
+    """Plan runs with these donated inputs. Intermediates in `apart` get no spot.
 
     With `moves`, each run gets other pieces of memory, so intermediates stay in the arena.
     """
@@ -134,9 +134,9 @@ class _Packing:
         taken: Mapping[int, tuple[Life, Span]] = MappingProxyType({}),
         most: int | None = None,
     ) -> int:
-        """Place tensors without a spot in one memory, if they fit into its `most` bytes.
+        """Place in one memory the tensors that have no spot yet, if they fit into its `most` bytes.
 
-        They avoid the tensors already there and the spans in `taken`. Returns the size in bytes.
+        The tensors avoid the spots already there and the spans in `taken`. Returns the bytes used.
         """
         rest = {key: span for key, span in life.items() if key not in self.spots}
         fixed = {
@@ -184,7 +184,7 @@ def _taken(
 ) -> dict[int, tuple[Life, Span]]:
     """Return the donated inputs of the piece, by id, each with its life until its last use.
 
-    Further entries, with negative ids, keep the gaps between them occupied for the whole run.
+    Further entries, with negative ids, keep the gaps between the inputs occupied for the whole run.
     """
     end = len(lowered.launches)
     returned = {output.source for output in lowered.outputs}

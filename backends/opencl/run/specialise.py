@@ -1,4 +1,4 @@
-"""First launches, on zeros, of all kernels of a program: PoCL compiles a kernel when launched.
+"""Launches all kernels of a program on zeros, because PoCL compiles a kernel when it is launched.
 
 As a child, this module is the second compiler (`second_compiler.py`). It does not import torch,
 which takes seconds.
@@ -61,7 +61,7 @@ def build(cl: Any, context: Any, source: str, options: Sequence[str]) -> Any:
     # After this query pyopencl builds the program without its own disk cache. The lock
     # of that cache survives a killed process and blocks the next process for a minute.
     program.get_info(cl.program_info.CONTEXT)
-    # "-w" since PoCL prints warnings to the terminal.
+    # "-w" suppresses warnings, which PoCL would print to the terminal.
     return program.build([*options, "-w"])
 
 
