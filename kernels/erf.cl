@@ -1,6 +1,6 @@
 // The error function, for one element and for 16 at once: PoCL's function takes one element at a time.
 //
-// Two polynomials, near zero x + x * P(x^2), beyond it 1 - exp(Q(x)). The error
+// Two polynomials: erf(x) is x + x * P(x^2) near zero, and 1 - exp(Q(x)) beyond. The error
 // is at most 2 ULP in float; doubles use the built-in function. Needs exp.cl before it.
 //
 // Except for factors, the normal distribution function is erf(x) + 1, and its density is exp(-x^2).

@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Life:
-    """First and last launch that uses a piece of memory, and its size."""
+    """The first and the last launch that use a piece of memory, and the size of the piece."""
 
     first: int
     last: int

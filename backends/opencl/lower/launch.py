@@ -89,12 +89,12 @@ class Launch:
     """Ids of tensors, such as scratch memory, that the kernel uses while it still reads the
     `inplace` tensors, and that therefore never take their memory."""
     steady: bool = False
-    """Whether it reads only weights, so that it runs again only when the weights change."""
+    """Whether the launch reads only weights, so that it runs again only when they change."""
     beside: int = 0
-    """0: it runs in the queue of its pass. Otherwise it belongs to a dataflow, together with all
-    launches up to and including the next launch with 0. The launches of a dataflow run at once and
-    send data to each other through channels; this number names the additional queue in which this
-    launch runs. The last launch receives all data."""
+    """0: the launch runs in the queue of its pass. Otherwise it belongs to a dataflow, together
+    with all launches up to and including the next launch with 0. The launches of a dataflow run at
+    once and send data to each other through channels; this number names the additional queue in
+    which this launch runs. The last launch receives all data."""
     step: int = 0
     """Elements of its results that each step of the first global id completes; 0 if it does not
     complete them in row-major order."""
@@ -118,8 +118,8 @@ class Tile(Expr):
     row_cols: int = 0
     """The most columns of a product that `with_stores` can fuse with a kernel over whole rows."""
     by_channel: bool = False
-    """Whether it is a convolution, whose rows are channels: it can be fused with a kernel over all
-    pixels of each channel."""
+    """Whether the product is a convolution. Its rows are channels, so it can be fused
+    with a kernel over all pixels of each channel."""
     panels: Panels | None = None
     """How a kernel of the family `cpu` finds the panels of its operands; None in other families."""
 
@@ -134,7 +134,7 @@ class Store:
 
     @property
     def plain(self) -> bool:
-        """Whether it fills all of `out` in row-major order."""
+        """Whether the store fills all of `out` in row-major order."""
         whole = self.expr.numel == math.prod(self.out.shape)
         return whole and self.layout == Layout.row_major(self.expr.shape)
 
@@ -184,7 +184,7 @@ class Part(NamedTuple):
 
 
 def blocks_of(launch: Launch) -> list[Block]:
-    """Return the blocks of a launch along its first dimension; empty if it stays whole.
+    """Return the blocks of a launch along its first dimension; none if the launch stays whole.
 
     So the first rows of an output can be sent while the launch runs.
     """

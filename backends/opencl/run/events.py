@@ -32,7 +32,7 @@ _Wait = tuple[Any, threading.Lock]
 
 
 class Waiters:
-    """A pool of threads, which are kept: starting a thread takes longer than a small pass.
+    """A pool of threads. They are kept, because starting a thread takes longer than a small pass.
 
     A new thread starts if all others wait. A command that hangs keeps its thread until the process
     ends.
@@ -58,7 +58,7 @@ class Waiters:
     def _serve(self, jobs: SimpleQueue[_Wait]) -> None:
         while True:
             command, held = jobs.get()
-            with suppress(driver().Error):  # the caller looks at the command's state
+            with suppress(driver().Error):  # the caller reads the error from the command's state
                 command.wait()
             del command  # the driver's object must die on the thread that uses the queue
             self._idle.append(jobs)
@@ -187,7 +187,7 @@ class PassEvent(CommandEvent):
         if ended:
             for outcome in self._outcomes:
                 outcome.check(self.device.info.id)
-            self._outcomes = ()  # frees their memory
+            self._outcomes = ()  # frees the memory of the outcomes
         return ended
 
 

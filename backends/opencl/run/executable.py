@@ -36,7 +36,7 @@ class _Step(NamedTuple):
     blocks: list[Block]
     beside: int
     joined: bool
-    """Whether kernels in other queues send data to it."""
+    """Whether kernels in other queues send data to this launch."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class OpenCLExecutable(Executable):
             self._steps.append(step)
         pairs = zip(lowered.launches, self._steps, strict=True)
         self._changing = [step for launch, step in pairs if not launch.steady]
-        """The steps to repeat while the weights stay the same."""
+        """The steps that each run repeats while the weights stay the same."""
         read = {arg.id for each in lowered.launches if each.steady for arg in each.args
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
@@ -254,7 +254,7 @@ class OpenCLExecutable(Executable):
     def _outputs(
         self, buffers: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
-        """Return the buffers for the results of a run; place its intermediates in memory, too."""
+        """Place a run's results and intermediates in memory; return the buffers of the results."""
         if donate:
             # A buffer given as two inputs is read under two names: nothing may take its memory.
             memories = [buffer.memory for buffer in buffers]

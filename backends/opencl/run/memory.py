@@ -148,7 +148,7 @@ class MemoryPool:
                 return allocate(self._context, nbytes, self._host_queue)
 
     def give_back(self, piece: Piece, size: int) -> None:
-        """Keep a piece for the next `take`."""
+        """Return a piece to the pool, for the next `take`."""
         with self._lock:
             self._free[size].append((piece, self._last_events()))
 

@@ -73,7 +73,7 @@ class Programs:
                 self._built |= {(part, program.options): of_runtime for part in program.parts}
 
     def kernel(self, kernel: Kernel) -> Any:
-        """Return a new `cl.Kernel`, which shares its arguments with no other."""
+        """Return a new `cl.Kernel`, which shares its arguments with no other kernel object."""
         doing = f"looking up kernel {kernel.name}"
         # pyopencl generates a launcher for each kernel, and warns if two kernels share a name.
         with quiet(), errors(self._device_id, doing):
@@ -121,7 +121,8 @@ class _Program:
         for launch in launches:
             kernel = launch.kernel
             if kernel.options == self.options and kernel.source in self.parts:
-                sizes = launch.local_size or launch.global_size  # else the runtime chooses
+                # Without a local size, the runtime chooses one.
+                sizes = launch.local_size or launch.global_size
                 first.setdefault((kernel.name, sizes), _first(launch))
         return Job(self.source, self.options, list(first.values()))
 

@@ -37,13 +37,13 @@ KNOWN = "compiled"
 BUILD_S, KERNEL_S = 0.2, 0.15
 """Approximate seconds to build a program, and to compile a kernel in it."""
 WORTH_S = 2.5
-"""Seconds of work below which this process compiles alone: another one takes 1 s to start."""
+"""With fewer seconds of work, this process compiles alone: another process takes 1 s to start."""
 
 log = logging.getLogger(__name__)
 
 
 class SecondCompiler:
-    """Starts another process that compiles for this process's device if there is much to do."""
+    """Starts, if there is much to compile, another process that compiles for this device."""
 
     def __init__(self, context: Any, cl_device: Any, device_id: str) -> None:
         self._context = context
@@ -60,7 +60,7 @@ class SecondCompiler:
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)
         queue: SimpleQueue[Job] = SimpleQueue()
-        for job in sorted(new, key=lambda job: -len(job.source)):  # the longest ones first
+        for job in sorted(new, key=lambda job: -len(job.source)):  # the longest sources first
             queue.put(job)
         cores = _other_cores() if work_s >= WORTH_S else None
         if cores is None:
