@@ -134,14 +134,12 @@ def convolutions(layers: Sequence[Layer]) -> Iterator[Case]:
 
 
 def _forward(settings: tuple[Any, ...], x: Tensor, w: Tensor) -> Tensor:
-    result: Tensor = aten.convolution(x, w, None, *settings)
-    return result
+    return aten.convolution(x, w, None, *settings)
 
 
 def _gradient(settings: tuple[Any, ...], part: int, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     mask = [part == 0, part == 1, False]
-    result: Tensor = aten.convolution_backward(dy, x, w, None, *settings, mask)[part]
-    return result
+    return aten.convolution_backward(dy, x, w, None, *settings, mask)[part]
 
 
 ROWS, WIDTH = 16384, 1024
@@ -157,8 +155,7 @@ def memory_bound() -> Iterator[Case]:
     norm = partial(aten.native_layer_norm.default, normalized_shape=[WIDTH], eps=1e-5)
 
     def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        result: Tensor = norm(x, weight=w, bias=b)[0]
-        return result
+        return norm(x, weight=w, bias=b)[0]
 
     yield Case("memory", "layer norm", text, layer_norm, (x, w, w), 8.0 * ROWS * WIDTH, 2 * size)
     softmax = partial(torch.softmax, dim=-1)

@@ -9,12 +9,7 @@ import typer
 from hetpipe.cli.options import JsonOption, MicrobatchesOption
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
-from hetpipe.cli.study import (
-    ClusterNameOption,
-    GlobalBatchOption,
-    SubjectOptions,
-    cluster_from,
-)
+from hetpipe.cli.study import ClusterNameOption, GlobalBatchOption, SubjectOptions, cluster_from
 from hetpipe.errors import PlanError
 
 

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.check import (
-    check_devices,
-    read_options,
-)
+from hetpipe.cli.check import check_devices, read_options
 from hetpipe.cli.options import (
     ClusterOptions,
     JsonOption,

@@ -9,10 +9,7 @@ import typer
 
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
-from hetpipe.cli.study import (
-    DrawingOptions,
-    cluster_from,
-)
+from hetpipe.cli.study import DrawingOptions, cluster_from
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:

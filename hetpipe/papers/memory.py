@@ -75,8 +75,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.blocks(self.embedding(x)))
-        return logits
+        return self.head(self.blocks(self.embedding(x)))
 
 
 def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int, ...]:

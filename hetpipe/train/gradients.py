@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hetpipe.check.difference import (
-    eps_of,
-    largest_magnitude,
-    tensor_difference,
-    tolerance,
-)
+from hetpipe.check.difference import eps_of, largest_magnitude, tensor_difference, tolerance
 from hetpipe.check.reference import with_rounding_errors
 from hetpipe.train.eager import Eager, micro_sizes
 from hetpipe.zoo.load import optimizer_of

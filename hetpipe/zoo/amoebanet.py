@@ -51,8 +51,7 @@ class FactorizedReduce(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.relu(x)
         odd = nn.functional.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:]
-        normed: torch.Tensor = self.bn(torch.cat([self.conv1(x), self.conv2(odd)], 1))
-        return normed
+        return self.bn(torch.cat([self.conv1(x), self.conv2(odd)], 1))
 
 
 def none(channels: int, stride: int) -> nn.Module:
@@ -166,8 +165,7 @@ class AmoebaNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.stem(x)
         _, y = self.cells((y, y))
-        logits: torch.Tensor = self.fc(y.mean((2, 3)))
-        return logits
+        return self.fc(y.mean((2, 3)))
 
 
 def _amoebanet(cells: int, filters: int, size: int, classes: int) -> RandomModel:

@@ -45,8 +45,7 @@ class AwdLstm(nn.Module):
         y = self.dropouti(self.encoder(x))
         for number, rnn in enumerate(self.rnns):
             y, _ = rnn(self.dropouth(y) if number else y)
-        logits: torch.Tensor = self.decoder(self.dropout(y))
-        return logits
+        return self.decoder(self.dropout(y))
 
 
 def _awd(vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int) -> RandomModel:

@@ -40,8 +40,7 @@ class BertLayer(nn.Module):
         y = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
         x = self.norm1(x + self.dropout(self.output(y)))
         y = self.outer(functional.gelu(self.intermediate(x)))
-        normed: torch.Tensor = self.norm2(x + self.dropout(y))
-        return normed
+        return self.norm2(x + self.dropout(y))
 
 
 class Bert(nn.Module):
@@ -68,8 +67,7 @@ class Bert(nn.Module):
         bias = (1.0 - mask[:, None, None].to(x.dtype)) * -1e4
         for layer in self.layers:
             x = layer(x, bias)
-        logits: torch.Tensor = self.qa_outputs(x)
-        return logits
+        return self.qa_outputs(x)
 
 
 def _bert(

@@ -34,8 +34,7 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.narrow(functional.gelu(self.widen(y))).permute(0, 3, 1, 2)
-        summed: torch.Tensor = x + self.layer_scale * y
-        return summed
+        return x + self.layer_scale * y
 
 
 class ConvNeXt(nn.Module):
@@ -54,8 +53,7 @@ class ConvNeXt(nn.Module):
         self.classifier = nn.Linear(widths[-1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.norm(self.features(x).mean((2, 3))))
-        return logits
+        return self.classifier(self.norm(self.features(x).mean((2, 3))))
 
 
 def _convnext(widths: Sequence[int], depths: Sequence[int], size: int, classes: int) -> RandomModel:

@@ -65,8 +65,7 @@ class DenseNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.relu(self.features(x))
-        logits: torch.Tensor = self.classifier(functional.adaptive_avg_pool2d(y, 1).flatten(1))
-        return logits
+        return self.classifier(functional.adaptive_avg_pool2d(y, 1).flatten(1))
 
 
 def _densenet(size: int, mini_batch: int, depths: Sequence[int], *sizes: int) -> RandomModel:

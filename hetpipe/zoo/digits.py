@@ -49,8 +49,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.act1(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        summed: torch.Tensor = self.act2(y + self.shortcut(x))
-        return summed
+        return self.act2(y + self.shortcut(x))
 
 
 class DigitsNet(nn.Sequential):

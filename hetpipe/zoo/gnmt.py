@@ -58,8 +58,7 @@ class Attention(nn.Module):
         both = self.linear_q(query)[:, :, None] + self.linear_k(keys)[:, None]
         direction = self.linear_att / self.linear_att.norm()
         scores = torch.tanh(both + self.normalize_bias) @ direction * self.normalize_scalar
-        context: torch.Tensor = scores.softmax(-1) @ keys
-        return context
+        return scores.softmax(-1) @ keys
 
 
 class Decoder(nn.Module):
@@ -97,8 +96,7 @@ class GNMT(nn.Module):
 
     def forward(self, source: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
         encoded = self.encoder(self.embedder_in(source))
-        logits: torch.Tensor = self.classifier(self.decoder(self.embedder_out(so_far), encoded))
-        return logits
+        return self.classifier(self.decoder(self.embedder_out(so_far), encoded))
 
 
 def _gnmt(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:

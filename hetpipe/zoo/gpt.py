@@ -46,8 +46,7 @@ class Attention(nn.Module):
         parts = self.qkv(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return mixed
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -66,8 +65,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        summed: torch.Tensor = x + self.outer(functional.gelu(self.inner(self.norm2(x))))
-        return summed
+        return x + self.outer(functional.gelu(self.inner(self.norm2(x))))
 
 
 class Embedding(nn.Module):
@@ -79,8 +77,7 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(torch.zeros(length, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.tokens(x) + self.positions
-        return embedded
+        return self.tokens(x) + self.positions
 
 
 class GPT(nn.Module):
@@ -105,8 +102,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(x))))
-        return logits
+        return self.head(self.norm(self.blocks(self.embedding(x))))
 
     def _initialise(self) -> None:
         plain = math.sqrt(2 / (5 * self.norm.weight.numel()))

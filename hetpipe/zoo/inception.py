@@ -59,8 +59,7 @@ class Fork(nn.Module):
         self.trunk, self.fork = trunk, Branches(one, other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = self.fork(self.trunk(x))
-        return joined
+        return self.fork(self.trunk(x))
 
 
 def inception(inner: int, widths: Sequence[int]) -> Branches:
@@ -89,8 +88,7 @@ class GoogLeNetAuxiliary(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.conv(functional.adaptive_avg_pool2d(x, 4)).flatten(1)
-        logits: torch.Tensor = self.fc2(self.dropout(functional.relu(self.fc1(y))))
-        return logits
+        return self.fc2(self.dropout(functional.relu(self.fc1(y))))
 
 
 MODULES = {

@@ -62,8 +62,7 @@ class GroupedAttention(nn.Module):
         )
         q, k = (rotate(heads, self.cosine, self.sine) for heads in (q, k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        mixed: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
-        return mixed
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class LlamaLayer(nn.Module):
@@ -82,8 +81,7 @@ class LlamaLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x))
         y = self.post_attention_layernorm(x)
         gated = functional.silu(self.gate_proj(y)) * self.up_proj(y)
-        summed: torch.Tensor = x + self.down_proj(gated)
-        return summed
+        return x + self.down_proj(gated)
 
 
 class Llama(nn.Module):
@@ -102,8 +100,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.norm(self.layers(self.embed_tokens(x))))
-        return logits
+        return self.lm_head(self.norm(self.layers(self.embed_tokens(x))))
 
 
 def _llama(vocabulary: int, length: int, mini_batch: int, *sizes: int) -> RandomModel:

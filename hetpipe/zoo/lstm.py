@@ -41,8 +41,7 @@ class Recurrent(nn.Module):
         y = self.embedding(x)
         for layer in self.layers:
             y, _ = layer(y)
-        logits: torch.Tensor = self.head(y)
-        return logits
+        return self.head(y)
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:
@@ -78,8 +77,7 @@ class ResidualLstm(nn.Module):
         for layer in self.layers:
             added, _ = layer(self.dropout(y))
             y = y + added
-        logits: torch.Tensor = self.head(y.mean(1))
-        return logits
+        return self.head(y.mean(1))
 
 
 def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:

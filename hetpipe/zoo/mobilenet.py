@@ -58,8 +58,7 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
-        scaled: torch.Tensor = self.scale_activation(scale) * x
-        return scaled
+        return self.scale_activation(scale) * x
 
 
 class InvertedResidual(nn.Module):
@@ -104,8 +103,7 @@ class MobileNetV3(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
 
 
 def _divisible(channels: int) -> int:

@@ -36,8 +36,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        summed: torch.Tensor = self.relu(y + self.downsample(x))
-        return summed
+        return self.relu(y + self.downsample(x))
 
 
 class Bottleneck(nn.Module):
@@ -62,8 +61,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
-        summed: torch.Tensor = self.relu(y + self.downsample(x))
-        return summed
+        return self.relu(y + self.downsample(x))
 
 
 class ResNet(nn.Module):
@@ -97,8 +95,7 @@ class ResNet(nn.Module):
         for name, layer in self.named_children():
             if name.startswith("layer"):
                 y = layer(y)
-        logits: torch.Tensor = self.fc(self.avgpool(y).flatten(1))
-        return logits
+        return self.fc(self.avgpool(y).flatten(1))
 
 
 SGD = optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -36,8 +36,7 @@ class S2VT(nn.Module):
         y, _ = self.lstm1(functional.pad(seen, (0, 0, 0, so_far.shape[1])))
         said = functional.pad(words, (0, 0, frames.shape[1], 0))
         y, _ = self.lstm2(torch.cat([y, said], -1))
-        logits: torch.Tensor = self.out(self.dropout(y[:, frames.shape[1] :]))
-        return logits
+        return self.out(self.dropout(y[:, frames.shape[1] :]))
 
 
 def _s2vt(sizes: tuple[int, int, int, int], frames: int, length: int, batch: int) -> RandomModel:

@@ -99,8 +99,7 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))
-        summed: torch.Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
-        return summed
+        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
 
 
 class PatchMerging(nn.Module):
@@ -113,8 +112,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         corners = [x[:, a::2, b::2] for b in (0, 1) for a in (0, 1)]
-        merged: torch.Tensor = self.reduction(self.norm(torch.cat(corners, -1)))
-        return merged
+        return self.reduction(self.norm(torch.cat(corners, -1)))
 
 
 class Swin(nn.Module):
@@ -142,8 +140,7 @@ class Swin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.layers(self.norm0(self.patches(x).permute(0, 2, 3, 1))))
-        logits: torch.Tensor = self.head(y.mean((1, 2)))
-        return logits
+        return self.head(y.mean((1, 2)))
 
 
 def _swin(

@@ -67,8 +67,7 @@ class T5Attention(nn.Module):
         if bias is not None:
             scores = scores + bias
         y = self.dropout(scores.softmax(-1)) @ v
-        mixed: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return mixed
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class T5Block(nn.Module):
@@ -96,8 +95,7 @@ class T5Block(nn.Module):
         if encoded is not None:
             x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
         y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
-        summed: torch.Tensor = x + self.dropout(y)
-        return summed
+        return x + self.dropout(y)
 
 
 class T5Stack(nn.Module):
@@ -123,8 +121,7 @@ class T5Stack(nn.Module):
         x = self.dropout(x)
         for block in self.block:
             x = block(x, bias, encoded)
-        normed: torch.Tensor = self.dropout(self.norm(x))
-        return normed
+        return self.dropout(self.norm(x))
 
 
 class T5(nn.Module):

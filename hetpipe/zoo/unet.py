@@ -42,8 +42,7 @@ class UNet(nn.Module):
         y = kept.pop()
         for up, join in zip(self.up, self.join, strict=True):
             y = join(torch.cat([kept.pop(), up(y)], 1))
-        logits: torch.Tensor = self.last(y)
-        return logits
+        return self.last(y)
 
 
 def _unet(width: int, depth: int, size: int, mini_batch: int, classes: int = 21) -> RandomModel:

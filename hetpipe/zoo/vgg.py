@@ -46,8 +46,7 @@ class VGG(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
 
 
 class AlexNet(nn.Module):
@@ -77,8 +76,7 @@ class AlexNet(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
 
 
 SGD = optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)

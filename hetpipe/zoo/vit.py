@@ -25,8 +25,7 @@ class EncoderBlock(nn.Module):
         y = self.ln_1(x)
         y, _ = self.self_attention(y, y, y, need_weights=False)
         x = x + y
-        summed: torch.Tensor = x + self.mlp(self.ln_2(x))
-        return summed
+        return x + self.mlp(self.ln_2(x))
 
 
 class VisionTransformer(nn.Module):
@@ -48,8 +47,7 @@ class VisionTransformer(nn.Module):
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         first = self.class_token.expand(x.shape[0], -1, -1)
         y = torch.cat([first, patches], 1) + self.pos_embedding
-        logits: torch.Tensor = self.heads(self.ln(self.layers(y))[:, 0])
-        return logits
+        return self.heads(self.ln(self.layers(y))[:, 0])
 
 
 def _vit(size: int, patch: int, width: int, heads: int, blocks: int, classes: int) -> RandomModel:

@@ -61,8 +61,7 @@ class RelativeAttention(nn.Module):
         weights = self.dropout(scores.softmax(-1))
         y = torch.einsum("bnij,jbnd->ibnd", weights, v)
         y = self.dropout(torch.einsum("ibnd,hnd->ibh", y, self.o))
-        normed: torch.Tensor = self.layer_norm(h + y)
-        return normed
+        return self.layer_norm(h + y)
 
 
 class XLNetLayer(nn.Module):
@@ -79,8 +78,7 @@ class XLNetLayer(nn.Module):
     def forward(self, h: torch.Tensor, r: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         h = self.rel_attn(h, r, bias)
         y = self.layer_2(self.dropout(functional.gelu(self.layer_1(h))))
-        normed: torch.Tensor = self.layer_norm(h + self.dropout(y))
-        return normed
+        return self.layer_norm(h + self.dropout(y))
 
 
 class XLNet(nn.Module):
@@ -102,8 +100,7 @@ class XLNet(nn.Module):
         bias = (1.0 - mask[:, None, None].to(h.dtype)) * -1e4
         for layer in self.layers:
             h = layer(h, self.r, bias)
-        logits: torch.Tensor = self.qa_outputs(h.transpose(0, 1))
-        return logits
+        return self.qa_outputs(h.transpose(0, 1))
 
 
 def _xlnet(
