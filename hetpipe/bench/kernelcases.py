@@ -47,8 +47,8 @@ class Case:
     """
 
 
-def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
-             left: bool = False, right: bool = False) -> Case:  # fmt: skip
+def product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
+            left: bool = False, right: bool = False) -> Case:  # fmt: skip
     """Return a product; with `left` or `right`, `function` transposes this operand first."""
     lead = (batch,) if batch > 1 else ()
     a, b = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
@@ -69,18 +69,18 @@ def _onednn(a: Tensor, b: Tensor) -> Callable[[], object]:
 def products() -> Iterator[Case]:
     """Yield square, transposed, batched and rectangular products."""
     for n in (256, 512, 1024, 2048):
-        yield _product("mm", n, n, n, torch.mm)
+        yield product("mm", n, n, n, torch.mm)
     n = 1024
-    yield _product("mm, A transposed", n, n, n, lambda a, b: torch.mm(a.t(), b), left=True)
-    yield _product("mm, B transposed", n, n, n, lambda a, b: torch.mm(a, b.t()), right=True)
-    yield _product("bmm", 512, 512, 512, torch.bmm, batch=8)
-    yield _product("mm", 2048, 384, 1536, torch.mm)
+    yield product("mm, A transposed", n, n, n, lambda a, b: torch.mm(a.t(), b), left=True)
+    yield product("mm, B transposed", n, n, n, lambda a, b: torch.mm(a, b.t()), right=True)
+    yield product("bmm", 512, 512, 512, torch.bmm, batch=8)
+    yield product("mm", 2048, 384, 1536, torch.mm)
 
 
 def tuned() -> Iterator[Case]:
     """Yield the products that compare tunings: a small, a usual, a deep and a large one."""
     for m, k, n in ((256, 256, 256), (1024, 1024, 1024), (384, 4096, 384), (2048, 384, 1536)):
-        yield _product("mm", m, k, n, torch.mm)
+        yield product("mm", m, k, n, torch.mm)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from hetpipe.environment import clock
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import decompositions_of, open_device
+from hetpipe.train.training import one_thread
 
 WAIT_S = 120.0
 
@@ -70,20 +71,16 @@ def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) 
     """
     keep_memory()
     device = open_device(device_id)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return [_measure(device, case, round_s, rounds) for case in cases]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelRate:
     torch.manual_seed(0)
     tensors = [torch.randn(shape) * 0.1 for shape in case.shapes]
-    ours, fetch = _resident(device, case, tensors)
-    error = _error(case, tensors, fetch())
-    names, theirs = zip(*_torch(case, tensors).items(), strict=True)
+    ours, fetch = resident(device, case, tensors)
+    error = error_of(case, tensors, fetch())
+    names, theirs = zip(*torch_ways(case, tensors).items(), strict=True)
     source, room = (_in_large_pages(int(case.nbytes // 8)) for _ in range(2))
     ceiling = device.fma_ceiling()
     contenders: list[Callable[[], object]] = [ours, lambda: room.copy_(source), *theirs]
@@ -135,7 +132,7 @@ def _in_large_pages(count: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(memory, np.float32)).zero_()
 
 
-def _resident(
+def resident(
     device: Device, case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
     """Return two functions: one runs the graph on resident tensors, one also fetches a result."""
@@ -170,7 +167,7 @@ def _resident(
     return run, fetch
 
 
-def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
+def torch_ways(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[], object]]:
     """Return torch's calls by name: the eager operator, and other ways to the same result."""
     function = case.theirs or case.function
     if case.channels_last:
@@ -179,7 +176,7 @@ def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[]
     return {"eager": lambda: function(*tensors), **ways}
 
 
-def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
+def error_of(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
     """Return the largest error of the first result, relative to its largest element."""
     wide = float64_results(case.function, tensors)[0]
     return float(np.abs(actual - wide).max() / np.abs(wide).max())

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import fx
 
+from hetpipe.bench.kernelcases import product
+from hetpipe.bench.kernelrates import error_of, resident, runs_in, time_of, torch_ways
 from hetpipe.child import Parent
-from hetpipe.sdk.backend import Device
-from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import open_device
-
-Array = npt.NDArray[np.float32]
+from hetpipe.train.training import one_thread
 
 VERSION = 1
 """Version of the JSON format."""
+N = 1024
 ROUNDS = 7
 ROUND_S = 0.1
 """Approximate time of each contender in a round."""
-WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,8 @@ class MatmulFigures:
     `ceiling_gflops` is the rate of multiply-adds in registers on the device. `torch_mm_gflops` is
     the rate of `torch.mm`. `onednn_gflops` is the rate of torch's oneDNN linear
     (`mkldnn::_linear_pointwise`, plain weights), or None if torch lacks it. `of_ceiling` and
-    `of_torch` are medians of the ratios within each round.
+    `of_torch` are medians of the ratios within each round. `largest_error` is the largest
+    difference from torch in float64, over the largest element.
     """
 
     device_id: str
@@ -61,116 +56,41 @@ class MatmulFigures:
     of_ceiling: float
     of_torch: float
     largest_error: float
-    """The largest |ours - float64|, over the largest of |A| |B|."""
 
 
-@dataclass(frozen=True)
-class _Contender:
-    name: str
-    run: Callable[[], object]
-    operations: int
+def measure(device_id: str) -> MatmulFigures | None:
+    """Time the ceiling, the device and torch in turns, with torch on one thread.
 
-    def rate(self, clock: Callable[[], float], seconds: float) -> float:
-        """Return the GFLOP/s over about `seconds`."""
-        count, start = 0, clock()
-        while True:
-            self.run()
-            count += 1
-            elapsed = clock() - start
-            if elapsed >= seconds:
-                return count * self.operations / elapsed / 1e9
-
-
-def measure(
-    device_id: str,
-    n: int = 1024,
-    rounds: int = ROUNDS,
-    round_s: float = ROUND_S,
-    clock: Callable[[], float] = time.perf_counter,
-) -> MatmulFigures | None:
-    """Time the ceiling, the device and torch in turns, `rounds` times, with torch on one thread.
-
-    On a busy machine `clock` may be `time.process_time`. Return None if the device cannot measure
-    its ceiling.
+    Return None if the device cannot measure its ceiling.
     """
     device = open_device(device_id)
     ceiling = device.fma_ceiling()
     if ceiling is None:
         return None
-    a, b = np.random.default_rng(0).standard_normal((2, n, n), dtype=np.float32)
-    run, product = _resident_product(device, a, b)
-    contenders = [
-        _Contender("ceiling", *ceiling),
-        _Contender("ours", run, 2 * n**3),
-        *_torch_contenders(torch.from_numpy(a), torch.from_numpy(b)),
-    ]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for contender in contenders:
-            contender.rate(clock, round_s / 4)
-        table = [[each.rate(clock, round_s) for each in contenders] for _ in range(rounds)]
-    finally:
-        torch.set_num_threads(threads)
-    rates = {each.name: [row[i] for row in table] for i, each in enumerate(contenders)}
-    error = np.abs(product() - a.astype(np.float64) @ b).max() / (np.abs(a) @ np.abs(b)).max()
+    case = product("mm", N, N, N, torch.mm)
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in case.shapes]
+    ours, fetch = resident(device, case, tensors)
+    contenders = {"ceiling": ceiling[0], "ours": ours, **torch_ways(case, tensors)}
+    operations = dict.fromkeys(contenders, case.operations) | {"ceiling": ceiling[1]}
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    with one_thread():
+        counts = {name: runs_in(run, ROUND_S) for name, run in contenders.items()}
+        for _ in range(ROUNDS):
+            for name, run in contenders.items():
+                rates[name].append(operations[name] / time_of(run, counts[name]) / 1e9)
     return MatmulFigures(
         device_id=device_id,
-        n=n,
-        rounds=rounds,
+        n=N,
+        rounds=ROUNDS,
         ceiling_gflops=_summary(rates["ceiling"]),
         ours_gflops=_summary(rates["ours"]),
-        torch_mm_gflops=_summary(rates["torch_mm"]),
-        onednn_gflops=_summary(rates["onednn"]) if "onednn" in rates else None,
+        torch_mm_gflops=_summary(rates["eager"]),
+        onednn_gflops=_summary(rates["oneDNN"]) if "oneDNN" in rates else None,
         of_ceiling=_ratio(rates["ours"], rates["ceiling"]),
-        of_torch=_ratio(rates["ours"], rates["torch_mm"]),
-        largest_error=float(error),
+        of_torch=_ratio(rates["ours"], rates["eager"]),
+        largest_error=error_of(case, tensors, fetch()),
     )
-
-
-def _resident_product(
-    device: Device, a: Array, b: Array
-) -> tuple[Callable[[], None], Callable[[], Array]]:
-    """Return two functions: one runs `aten.mm` on resident tensors, one also fetches a result."""
-    executable = device.compile(_mm_graph(a.shape[0]))
-    inputs = []
-    for host in (a, b):
-        buffer, event = device.upload(host)
-        event.wait(WAIT_S)
-        inputs.append(buffer)
-
-    def run() -> None:
-        executable.run(inputs)[1].wait(WAIT_S)
-
-    def product() -> Array:
-        (buffer,), event, _ = executable.run(inputs)
-        event.wait(WAIT_S)
-        host = np.empty_like(a)
-        device.download(buffer, host).wait(WAIT_S)
-        return host
-
-    return run, product
-
-
-def _mm_graph(n: int) -> fx.GraphModule:
-    graph = fx.Graph()
-    a, b = graph.placeholder("a"), graph.placeholder("b")
-    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
-    for node in (a, b, product):
-        node.meta["val"] = torch.empty(n, n, device="meta")
-    graph.output((product,))
-    return canonical(graph)
-
-
-def _torch_contenders(a: torch.Tensor, b: torch.Tensor) -> list[_Contender]:
-    operations = 2 * a.shape[0] ** 3
-    contenders = [_Contender("torch_mm", lambda: torch.mm(a, b), operations)]
-    weight = b.t().contiguous()
-    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if linear is not None:
-        run = lambda: linear(a, weight, None, "none", [], "")  # noqa: E731 - one expression
-        contenders.append(_Contender("onednn", run, operations))
-    return contenders
 
 
 def _summary(rates: list[float]) -> Rate:

@@ -17,9 +17,9 @@ from hetpipe.bench.kernelcases import (
     RESNET50,
     Case,
     Layer,
-    _product,
     convolutions,
     memory_bound,
+    product,
 )
 from hetpipe.bench.kernelrates import measure
 from hetpipe.cli.app import app
@@ -31,7 +31,7 @@ SMALL = (Layer(3, 8, 9, 3, 2), Layer(4, 6, 5, 1))
 
 
 def small_cases() -> list[Case]:
-    return [_product("mm", 5, 7, 9, torch.mm), *convolutions(SMALL)]
+    return [product("mm", 5, 7, 9, torch.mm), *convolutions(SMALL)]
 
 
 @pytest.mark.slow
