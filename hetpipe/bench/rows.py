@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
@@ -316,13 +315,13 @@ class AtOnceRow(Row):
         """
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
-        begin = threading.Barrier(len(self._alone))
+        batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))
 
-        def rate(row: PipelineRow) -> float:
-            batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))
+        def warm_up(row: PipelineRow) -> None:
             for x, y in batches[: pace.warm_up]:
                 row.pipe.step(x, y)
-            begin.wait()
+
+        def rate(row: PipelineRow) -> float:
             begin_s = time.perf_counter()
             end_s, count = begin_s, 0
             while end_s < begin_s + window_s:  # keeps all devices busy for the whole window
@@ -331,6 +330,7 @@ class AtOnceRow(Row):
             return count / (end_s - begin_s)
 
         with one_thread(), ThreadPoolExecutor(len(self._alone)) as pool:
+            list(pool.map(warm_up, self._alone))  # raises the first error
             return 1 / sum(pool.map(rate, self._alone))
 
     def close(self) -> None:
