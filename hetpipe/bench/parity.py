@@ -32,8 +32,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hetpipe.bench.compared import GRADIENT_LIMIT, LOSS_LIMIT, Comparison, Errors, errors_of
-from hetpipe.bench.judge import Distance, Step, step_of_torch, steps_in_float32, without_dropout
+from hetpipe.bench.judge import (
+    GRADIENT_LIMIT,
+    LOSS_LIMIT,
+    Comparison,
+    Distance,
+    Errors,
+    Step,
+    errors_of,
+    step_of_torch,
+    steps_in_float32,
+    without_dropout,
+)
 from hetpipe.bench.machine import trim_memory
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload

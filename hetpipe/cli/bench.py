@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.check import check_picture, check_synchronous
 from hetpipe.cli.options import (
     ClusterOptions,
     JsonOption,
@@ -17,10 +16,11 @@ from hetpipe.cli.options import (
     MiniBatchOption,
     ScheduleOption,
     SeedOption,
+    check_picture,
+    check_synchronous,
     make_cluster,
 )
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 from hetpipe.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ def command(
     }  # fmt: skip
     from hetpipe.bench.bench import run
     from hetpipe.bench.machine import describe, machine, versions
+    from hetpipe.bench.show import closing, outcome_lines, outcome_table, summary_table
+    from hetpipe.report.picture import draw_workloads
 
     settings = _settings(here, models, twice or None, slow, rehearse or "", common)
     _check_models(models, microbatches, mini_batch)
@@ -148,10 +150,13 @@ def command(
     for setting in settings:
         with progress_bar() as progress:
             outcomes.append(run(setting, progress))
-        _show(output, outcomes[-1])
-    _sum_up(output, outcomes)
+        output.console.print(outcome_table(outcomes[-1]))
+        output.text("\n".join(outcome_lines(outcomes[-1])))
+    output.console.print(summary_table(outcomes))
+    output.text("\n".join(closing(outcomes)))
     if picture is not None:
-        _draw(output, picture, outcomes)
+        draw_workloads(picture, [outcome.timelines for outcome in outcomes], "One mini-batch")
+        output.text(f"timelines drawn in {picture}")
     output.finish(
         {
             "machine": machine(),
@@ -211,27 +216,3 @@ def _matmul(output: Output) -> list[dict[str, Any]]:
     if figures:
         output.console.print(product_table(figures))
     return figures
-
-
-def _show(output: Output, outcome: Outcome) -> None:
-    from hetpipe.bench.show import outcome_lines, outcome_table
-
-    output.console.print(outcome_table(outcome))
-    for line in outcome_lines(outcome):
-        output.text(line)
-
-
-def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
-    from hetpipe.bench.show import closing, summary_table
-
-    output.console.print(summary_table(outcomes))
-    for line in closing(outcomes):
-        output.text(line)
-
-
-def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
-    """Draw the last steps of the balanced pipelines, each measured step above the predicted one."""
-    from hetpipe.report.picture import draw_workloads
-
-    draw_workloads(path, [outcome.timelines for outcome in outcomes], "One mini-batch")
-    output.text(f"timelines drawn in {path}")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetpipe.cli.options import JsonOption, split_names
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
     DrawingOptions,

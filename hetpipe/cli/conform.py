@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.conformance.run import Result

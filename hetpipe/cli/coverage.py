@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from hetpipe.cli.options import JsonOption, MiniBatchOption, ModelArgument
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 
 
 def command(

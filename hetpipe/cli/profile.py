@@ -13,8 +13,7 @@ from hetpipe.cli.options import (
     MiniBatchOption,
     ModelArgument,
 )
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 
 MOST_MICROBATCHES = 64
 """Up to this number of micro-batches, `--again` measures stored costs again."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.cli.check import check_picture
-from hetpipe.cli.options import MicrobatchesOption, split_names
+from hetpipe.cli.options import MicrobatchesOption, check_picture, split_names
 from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError, HetpipeError
 

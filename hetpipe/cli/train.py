@@ -7,11 +7,10 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.check import check_devices, check_picture, check_plan_alone, read_options
 from hetpipe.cli.options import (
     ChangedOption,
     ClusterOptions,
@@ -23,14 +22,17 @@ from hetpipe.cli.options import (
     PipelineOptions,
     RebalanceOption,
     SeedOption,
+    check_devices,
+    check_picture,
+    check_plan_alone,
+    read_options,
 )
-from hetpipe.cli.output import Output, logged
+from hetpipe.cli.output import Output, logged, progress_bar
 from hetpipe.cli.pace import Pace, pace_of
-from hetpipe.cli.progress import progress_bar
 from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
-    from hetpipe.cli.progress import Progress
+    from hetpipe.cli.output import Progress
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
@@ -157,15 +159,8 @@ def command(
             diagnosis = _diagnose(workload, pipe, seed, worst, output, progress)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
-        used = InUse(pipe.peak_nbytes, pipe.device_nbytes)
-    _conclude(output, workload, pace, taken, Judged(comparison, diagnosis), seed, used)
-
-
-class Judged(NamedTuple):
-    """The comparison with torch, if any, and the diagnosis if the pipeline differs from torch."""
-
-    comparison: Comparison | None
-    diagnosis: Diagnosis | None
+        memory = {"peak_nbytes": [*pipe.peak_nbytes], "device_nbytes": {**pipe.device_nbytes}}
+    _conclude(output, workload, pace, taken, comparison, diagnosis, seed, memory)
 
 
 def _diagnose(
@@ -288,16 +283,16 @@ def _conclude(
     workload: Workload,
     pace: Pace,
     taken: list[Step],
-    judged: Judged,
+    comparison: Comparison | None,
+    diagnosis: Diagnosis | None,
     seed: int,
-    used: InUse,
+    memory: Mapping[str, Any],
 ) -> None:
     """Print rate, memory, validation figures and the comparison with torch; then write JSON.
 
     Raises `HetpipeError` if losses or gradients differ from torch's.
     """
-    comparison, diagnosis = judged
-    for line in (*pace.lines(), *memory_lines(pace.plan, used)):
+    for line in (*pace.lines(), *memory_lines(pace.plan, **memory)):
         output.text(line)
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
@@ -315,8 +310,7 @@ def _conclude(
             "gradient": asdict(comparison.gradient) if comparison and comparison.gradient else None,
             "diagnosis": None if diagnosis is None else diagnosis.to_json(),
             **pace.to_json(),
-            "peak_nbytes": list(used.peaks),
-            "device_nbytes": dict(used.counts),
+            **memory,
             "validation": figures,
         }
     )
@@ -324,15 +318,10 @@ def _conclude(
         raise HetpipeError(str(comparison))
 
 
-class InUse(NamedTuple):
-    """Measured memory in bytes: the peak of each stage, and each member's count of its device."""
-
-    peaks: Sequence[int]
-    counts: Mapping[str, int]
-
-
-def memory_lines(plan: Plan, used: InUse) -> list[str]:
-    """Return lines with measured and predicted memory of stages, and the devices' own counts."""
+def memory_lines(
+    plan: Plan, peak_nbytes: Sequence[int], device_nbytes: Mapping[str, int]
+) -> list[str]:
+    """Return lines with memory: stages' measured peaks, their predictions, devices' own counts."""
     from hetpipe.report.tables import format_nbytes
 
     def planned(nbytes: int) -> str:
@@ -341,9 +330,9 @@ def memory_lines(plan: Plan, used: InUse) -> list[str]:
     stages = [
         f"memory of stage {number} on {', '.join(stage.devices)}: {format_nbytes(peak)} at most, "
         f"measured ({planned(stage.memory_nbytes)} planned)"
-        for number, (stage, peak) in enumerate(zip(plan.stages, used.peaks, strict=True))
+        for number, (stage, peak) in enumerate(zip(plan.stages, peak_nbytes, strict=True))
     ]
     return stages + [
         f"memory in use on {member}: {format_nbytes(nbytes)} after a mini-batch, by its own count"
-        for member, nbytes in used.counts.items()
+        for member, nbytes in device_nbytes.items()
     ]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,7 +122,7 @@ def _opened(device: str | None) -> Device:
 
 
 def _table(rows: list[Parity]) -> Table:
-    from hetpipe.bench.compared import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
+    from hetpipe.bench.judge import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
     from hetpipe.report.tables import format_s, make_table
 
     numbers = (

@@ -16,22 +16,20 @@ from functools import partial
 from itertools import pairwise
 from math import ceil
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Link
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.request import StepRequest
-from hetpipe.papers.overhead import empty_stage
+from hetpipe.papers.overhead import empty_request, load_empty
 from hetpipe.papers.sleeping import SleepingBackend
 from hetpipe.pipeline.schedules import Streaming
-from hetpipe.schedule.action import Op, Schedule
+from hetpipe.report.tables import make_table
+from hetpipe.schedule.action import Op
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
-from hetpipe.schedule.weights import STASH, policy_of
+from hetpipe.schedule.weights import STASH
 from hetpipe.sdk.host.registry import register_backend
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
@@ -105,9 +103,9 @@ class _Times:
         the computing cores copy: half of the copying of a transfer lengthens the pass at each of
         its ends.
         """
-        _load(crew, stages, "flush")
+        load_empty(crew, Keep(), CHUNKS)
         schedule = generate("naive", stages, MICROBATCHES)
-        request = _request(MICROBATCHES, schedule)
+        request = empty_request(schedule, MICROBATCHES, CHUNKS)
         steps = [crew.step(request).timeline for _ in range(ROUNDS + 1)][1:]
         passes_s: dict[Op, list[float]] = {Op.FORWARD: [], Op.BACKWARD: []}
         for span in (span for step in steps for span in step.spans):
@@ -166,25 +164,11 @@ def _cluster(stages: int, transfer_s: float, device: str = "sleeping:10,20") -> 
     return Cluster(members, dict.fromkeys(pairs, link))
 
 
-def _load(crew: Crew, stages: int, policy: str) -> None:
-    weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
-    graphs = [empty_stage(n, stages, CHUNKS) for n in range(stages)]
-    members = [f"worker {n}" for n in range(stages)]
-    crew.load(graphs, members, weights, keep=Keep(policy_of(policy)))
-
-
-def _request(count: int, schedule: Schedule = ()) -> StepRequest:
-    feed = {"x": np.zeros((1, CHUNKS), np.float32)}
-    return StepRequest(
-        schedule, (1,) * count, [feed] * count, (1.0,) * count, 0.0, 1, grad_scale=1.0
-    )
-
-
 def _flushed(crew: Crew, name: str, times: _Times) -> ClockCase:
     stages, chunks = times.stages, times.chunks
-    _load(crew, stages, "flush")
+    load_empty(crew, Keep(), CHUNKS)
     schedule = generate(name, stages, MICROBATCHES)
-    request = _request(MICROBATCHES, schedule)
+    request = empty_request(schedule, MICROBATCHES, CHUNKS)
     steps_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS + 1)][1:]
     step_s = statistics.median(steps_s)
     return ClockCase(
@@ -201,11 +185,11 @@ def _flushed(crew: Crew, name: str, times: _Times) -> ClockCase:
 
 def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -> ClockCase:
     stages = len(in_flight)
-    _load(crew, stages, "stash")
+    load_empty(crew, Keep(STASH), CHUNKS)
     streaming = Streaming(crew, Stream("pipedream", stages, 1, in_flight), STASH)
     spans: list[Span] = []
     for number in range(MINI_BATCHES):
-        streaming.admit(_request(1))
+        streaming.admit(empty_request((), 1, CHUNKS))
         if number >= streaming.window:
             spans += streaming.collect().timeline.spans
     while crew.under_way:
@@ -245,10 +229,9 @@ def _interval_s(timeline: Timeline) -> float:
 def main() -> None:
     """Print the table, and the largest differences."""
     cases = measure()
-    table = Table(title=f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds")
-    columns = ("schedule", "N", "SR", "measured", "simulated", "profiled", "formula", "busy")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    numbers = ("N", "SR", "measured", "simulated", "profiled", "formula", "busy")
+    title = f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds"
+    table = make_table(title, ("schedule", *numbers), numbers)
     for case in cases:
         formula = "" if case.formula_s is None else f"{1e3 * case.formula_s:.1f}"
         table.add_row(

@@ -33,10 +33,10 @@ from rich.table import Table
 from hetpipe import optim
 from hetpipe.bench.machine import describe
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
+from hetpipe.papers.footprint import crew_of
 from hetpipe.papers.trial import WINDOW, Method, Subject, Task, Trial
 from hetpipe.report.tables import make_table
 from hetpipe.train.training import one_thread
@@ -117,15 +117,6 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Trials]:
     return rows
 
 
-def on_torch() -> Cluster:
-    """Return a cluster whose workers are threads.
-
-    If there are more stages than cores, threads are quicker than processes.
-    """
-    members = tuple(Member(f"stage {n}", "pytorch:cpu:0") for n in range(STAGES))
-    return Cluster(members, transport="local")
-
-
 def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
     """Return a table with a line for each method, below a line for its task and target."""
     infos = crew.infos.values()
@@ -189,8 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.steps is not None:
         tasks = [replace(task, steps=options.steps) for task in tasks]
     try:
-        cluster = Cluster.local(devices=DEVICES) if options.devices else on_torch()
-        with one_thread(), Crew.start(cluster) as crew:
+        # With more stages than cores, workers in this process are quicker than processes.
+        local = not options.devices
+        crew = crew_of(STAGES) if local else Crew.start(Cluster.local(devices=DEVICES))
+        with one_thread(), crew:
             rows = measure(tasks, options.seeds, crew)
             Console(emoji=False).print(learning_table(rows, crew))
         if options.json is not None:

@@ -32,6 +32,7 @@ from hetpipe.papers.footprint import (
     streamed,
     weights_nbytes,
 )
+from hetpipe.report.tables import make_table
 from hetpipe.zoo.gpt import GPT, Embedding
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.text import token_loss
@@ -116,11 +117,13 @@ def zoo(name: str) -> tuple[CutModel, Batch]:
 
 def dapple_table(crew: Crew) -> Table:
     """Return DAPPLE's table 5."""
-    table = _table(
+    columns = ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average")
+    table = make_table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
         f"2 stages, M micro-batches of {SAMPLES}, K of them in flight by stage. Peak MiB by stage, "
         "counted (measured), without intermediates of programs; in brackets predicted",
-        ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average"),
+        columns,
+        columns[2:],
     )
     subject = encoder(2)
     for name, schedule in (("GPipe", "gpipe"), ("DAPPLE", "1f1b")):
@@ -139,14 +142,18 @@ def dapple_table(crew: Crew) -> Table:
 
 def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
     """Return PipeDream's figures 16 and 17 as tables."""
-    memory = _table(
+    stages = [f"stage {n}" for n in range(STAGES)]
+    memory = make_table(
         f"PipeDream's figure 16: {STAGES} stages, NOAM, weight stashing; DP: the whole model and "
         "one mini-batch on every device. Peak MiB, counted (measured); in brackets predicted",
-        ("model", "samples", *(f"stage {n}" for n in range(STAGES)), "DP"),
+        ("model", "samples", *stages, "DP"),
+        ("samples", *stages, "DP"),
     )
-    communicated = _table(
+    columns = ("samples", "weights, MiB", "pipeline", "DP", "pipeline / DP")
+    communicated = make_table(
         f"PipeDream's figure 17: KiB communicated per sample, {STAGES} workers; from shapes",
-        ("model", "samples", "weights, MiB", "pipeline", "DP", "pipeline / DP"),
+        ("model", *columns),
+        columns,
     )
     for name in CUTS:
         subject, batch = zoo(name)
@@ -177,14 +184,6 @@ def _peaks(counted: Footprint, predicted: Sequence[int]) -> list[str]:
     """Return MiB by stage, each with its prediction in brackets if there is one."""
     brackets = [f" ({nbytes / MIB:.1f})" for nbytes in predicted] or [""] * len(counted.peak_nbytes)
     return [f"{n / MIB:.1f}{p}" for n, p in zip(counted.peak_nbytes, brackets, strict=True)]
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        text = column in ("schedule", "recompute", "model")
-        table.add_column(column, justify="left" if text else "right")
-    return table
 
 
 def main() -> None:

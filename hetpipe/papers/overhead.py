@@ -25,8 +25,10 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member, available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
+from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.graph import canonical
+from hetpipe.wire.messages import Keep
 
 ROUNDS = 7
 TRANSPORTS = ("local", "shared-memory", "distributed")
@@ -43,21 +45,26 @@ def measure_empty_action(
     cores = available_cores()
     members = tuple(Member(f"worker {n}", device, (cores[n % len(cores)],)) for n in range(workers))
     schedule = generate("1f1b", workers, microbatches)
-    request = StepRequest(
-        schedule,
-        (1,) * microbatches,
-        [{"x": np.zeros((1, 1), np.float32)}] * microbatches,
-        (1.0,) * microbatches,
-        lr=0.0,
-        number=1,
-        grad_scale=1.0,
-    )
+    request = empty_request(schedule, microbatches)
     with Crew.start(Cluster(members, transport=transport)) as crew:
-        stages = [empty_stage(n, workers) for n in range(workers)]
-        weights = {f"w{n}": np.zeros((), np.float32) for n in range(workers)}
-        crew.load(stages, [member.id for member in members], weights)
+        load_empty(crew, Keep())
         times_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS)]
     return statistics.median(times_s[1:]) / max(len(actions) for actions in schedule)
+
+
+def load_empty(crew: Crew, keep: Keep, width: int = 1) -> None:
+    """Load an `empty_stage` on each worker."""
+    members = [member.id for member in crew.cluster.members]
+    weights = {f"w{n}": np.zeros((), np.float32) for n in range(len(members))}
+    stages = [empty_stage(n, len(members), width) for n in range(len(members))]
+    crew.load(stages, members, weights, keep=keep)
+
+
+def empty_request(schedule: Schedule, microbatches: int, width: int = 1) -> StepRequest:
+    """Return the request of a step of empty stages."""
+    feeds = [{"x": np.zeros((1, width), np.float32)}] * microbatches
+    ones = (1,) * microbatches
+    return StepRequest(schedule, ones, feeds, (1.0,) * microbatches, 0.0, 1, grad_scale=1.0)
 
 
 def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:

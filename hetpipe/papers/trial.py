@@ -19,6 +19,7 @@ from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import is_asynchronous
 from hetpipe.train.eager import Eager, micro_sizes
+from hetpipe.zoo.data import seeded
 from hetpipe.zoo.digits import DigitsNet
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.lstm import Recurrent
@@ -89,7 +90,7 @@ class Subject:
 
     def __init__(self, model: str, mini_batch: int, seed: int) -> None:
         self._seed = seed
-        self._workload = seeded(model, seed)
+        self._workload = seeded_workload(model, seed)
         example = next(self._workload.batches(mini_batch, seed))
         self._captured = Captured(self._workload.model, self._workload.loss_fn, example)
 
@@ -130,12 +131,9 @@ def timed(losses: Iterable[float]) -> Timed:
     return tuple(loss for loss, _ in pairs), tuple(time_s for _, time_s in pairs)
 
 
-def seeded(model: str, seed: int) -> Workload:
+def seeded_workload(model: str, seed: int) -> Workload:
     """Return the workload named `model`, with weights from `seed`."""
-    workload = load_workload(model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return replace(workload, model=MODELS[model]())
+    return replace(load_workload(model), model=seeded(MODELS[model], seed))
 
 
 def unprofiled(

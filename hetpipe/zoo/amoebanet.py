@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images
 
 Operation = Callable[[int, int], nn.Module]
 """Function (channels, stride) -> a module that keeps the number of channels."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, span_loss, spans
+from hetpipe.zoo.data import RandomModel, span_loss, spans
 
 DROPOUT = 0.1
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images
 
 WIDEN = 4  # channels between a layer's two convolutions, per channel that the layer adds
 

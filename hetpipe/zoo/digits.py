@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hetpipe import optim
 from hetpipe.errors import HetpipeError
-from hetpipe.zoo.data import accuracy_on, shuffle_batches
+from hetpipe.zoo.data import accuracy_on, seeded, shuffle_batches, skip
 from hetpipe.zoo.workload import Workload
 
 SPLIT_SEED = 0
@@ -40,11 +40,7 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outer)
         self.act2 = nn.SiLU()
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inner != outer:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
-            )
+        self.shortcut = skip(inner, outer, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.act1(self.bn1(self.conv1(x)))
@@ -96,11 +92,8 @@ def load_digits(seed: int = SPLIT_SEED) -> tuple[torch.Tensor, ...]:
 def workload() -> Workload:
     """Return the workload, with weights from a fixed seed."""
     x, y, x_held, y_held = load_digits()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DigitsNet()
     return Workload(
-        model=model,
+        model=seeded(DigitsNet),
         loss_fn=functional.cross_entropy,
         batches=shuffle_batches(x, y),
         name="digits",

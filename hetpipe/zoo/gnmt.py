@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, translation
+from hetpipe.zoo.data import RandomModel, translation
 from hetpipe.zoo.text import token_loss
 
 DROPOUT = 0.2

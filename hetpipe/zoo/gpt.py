@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, language
+from hetpipe.zoo.data import RandomModel, language
 from hetpipe.zoo.text import VOCABULARY, text_workload, token_loss
 from hetpipe.zoo.workload import Workload
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images
 
 
 class BasicConv2d(nn.Module):

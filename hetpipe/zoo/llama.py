@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, language
+from hetpipe.zoo.data import RandomModel, language
 from hetpipe.zoo.text import token_loss
 
 

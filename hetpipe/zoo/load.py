@@ -31,9 +31,7 @@ FAMILIES = {
     "llama": ("llama",),
     "t5": ("t5",),
     "gnmt": ("gnmt8", "gnmt16"),
-    "awd": ("awd-lstm",),
-    "lstm": ("residual-lstm",),
-    "s2vt": ("s2vt",),
+    "lstm": ("awd-lstm", "residual-lstm", "s2vt"),
 }
 """The models in each module of the zoo; each has a published size and a small one."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images
 
 Row = tuple[int, int, int, bool, bool, int]
 """A block: kernel, inner and outer channels, whether it has squeeze-and-excitation, whether its

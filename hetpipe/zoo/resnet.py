@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images, skip
 
 EXPANSION = 4  # output channels of a bottleneck over its inner channels
 
@@ -28,11 +28,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outer)
-        self.downsample: nn.Module = nn.Identity()
-        if stride != 1 or inner != outer:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
-            )
+        self.downsample = skip(inner, outer, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -52,11 +48,7 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(width, outer, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outer)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample: nn.Module = nn.Identity()
-        if stride != 1 or inner != outer:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
-            )
+        self.downsample = skip(inner, outer, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.relu(self.bn1(self.conv1(x)))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, images
+from hetpipe.zoo.data import RandomModel, images
 
 
 def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:

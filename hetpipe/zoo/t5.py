@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
+from hetpipe.zoo.data import RandomModel, translation
 from hetpipe.zoo.llama import RMSNorm
-from hetpipe.zoo.random_data import RandomModel, translation
 from hetpipe.zoo.text import token_loss
 
 BUCKETS, FARTHEST = 32, 128

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights
+from hetpipe.zoo.data import RandomModel, he_weights
 
 
 class DoubleConv(nn.Sequential):

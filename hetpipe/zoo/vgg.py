@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, he_weights, images
+from hetpipe.zoo.data import RandomModel, he_weights, images
 
 VGG11 = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 VGG16 = (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0)

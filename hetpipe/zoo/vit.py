@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.random_data import RandomModel, images
+from hetpipe.zoo.data import RandomModel, images
 
 
 class EncoderBlock(nn.Module):

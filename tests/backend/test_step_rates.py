@@ -22,8 +22,8 @@ from hetpipe import optim
 from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.train.eager import Eager
+from hetpipe.zoo.data import RandomModel, language
 from hetpipe.zoo.gpt import GPT
-from hetpipe.zoo.random_data import RandomModel, language
 from hetpipe.zoo.text import token_loss
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)

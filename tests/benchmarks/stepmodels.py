@@ -5,9 +5,9 @@ from __future__ import annotations
 from hetpipe import optim
 from hetpipe.zoo.bert import Bert
 from hetpipe.zoo.convnext import ConvNeXt
+from hetpipe.zoo.data import RandomModel, images, language, span_loss, spans
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.lstm import workload as lstm
-from hetpipe.zoo.random_data import RandomModel, images, language, span_loss, spans
 from hetpipe.zoo.resnet import ResNet
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.vgg import VGG, VGG11

@@ -17,8 +17,7 @@ from hetpipe.cli.options import (
     JsonOption,
     make_cluster,
 )
-from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.output import Output, progress_bar
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.words import words
 

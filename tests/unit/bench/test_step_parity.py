@@ -15,9 +15,15 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.bench import filed as filed_module
 from hetpipe.bench import judge
-from hetpipe.bench.compared import GRADIENT_LIMIT, Errors
 from hetpipe.bench.filed import Filed
-from hetpipe.bench.judge import gradient_errors, step_of_torch, steps_in_float32, without_dropout
+from hetpipe.bench.judge import (
+    GRADIENT_LIMIT,
+    Errors,
+    gradient_errors,
+    step_of_torch,
+    steps_in_float32,
+    without_dropout,
+)
 from hetpipe.bench.parity import Parity, parity
 from hetpipe.check.device import ExactDevice, RoundingDevice
 from hetpipe.errors import PlanError

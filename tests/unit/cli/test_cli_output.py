@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetpipe.cli.output import Output, complain
-from hetpipe.cli.priced import microbatches_of
-from hetpipe.cli.progress import Lines
+from hetpipe.cli.output import Lines, Output, complain
+from hetpipe.cli.plan import microbatches_of
 from hetpipe.cli.train import InUse, memory_lines
 from hetpipe.cost.table import CostTable
 from hetpipe.environment import refuse_ranks

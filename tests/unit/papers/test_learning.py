@@ -24,7 +24,7 @@ from hetpipe.papers.learning import (
     UNPARTITIONED,
     spread,
 )
-from hetpipe.papers.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
+from hetpipe.papers.trial import WINDOW, Subject, Task, Trial, seeded_workload, unprofiled
 
 pytest.importorskip("sklearn")
 
@@ -64,7 +64,7 @@ def test_one_good_mini_batch_reaches_no_target() -> None:
 
 
 def test_weights_and_data_follow_the_seed() -> None:
-    one, again, other = (seeded("digits", seed) for seed in (1, 1, 2))
+    one, again, other = (seeded_workload("digits", seed) for seed in (1, 1, 2))
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])
     weights = [workload.model.state_dict()["0.weight"] for workload in (one, other)]
@@ -73,7 +73,7 @@ def test_weights_and_data_follow_the_seed() -> None:
 
 @pytest.mark.slow
 def test_stages_have_equal_layer_counts_or_the_cuts_of_the_task() -> None:
-    workload = seeded("digits", 0)
+    workload = seeded_workload("digits", 0)
     captured = Captured(workload.model, workload.loss_fn, next(workload.batches(16, 0)))
     plan, _ = unprofiled(captured, ["a", "b", "c"], TASK, PIPEDREAM)
     counts = [stage.hi - stage.lo for stage in plan.stages]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetpipe.errors import HetpipeError
-from hetpipe.zoo.bytepair import BYTES, BytePairs, learn
+from hetpipe.zoo.text import BYTES, BytePairs, learn
 
 TEXT = b"a rose is a rose is a rose, and there is no other rose"
 
