@@ -11,7 +11,7 @@ import pytest
 
 from hetpipe.cli.output import Lines, Output, complain
 from hetpipe.cli.plan import microbatches_of
-from hetpipe.cli.train import InUse, memory_lines
+from hetpipe.cli.train import memory_lines
 from hetpipe.cost.table import CostTable
 from hetpipe.environment import refuse_ranks
 from hetpipe.errors import HetpipeError, PlanError
@@ -70,7 +70,7 @@ def test_json_keeps_its_version_or_gets_version_1(monkeypatch: pytest.MonkeyPatc
 
 
 def test_measured_and_planned_memory_are_shown() -> None:
-    assert memory_lines(plan(1.0, "a", "b"), InUse([3 * 2**19, 2**20], {"b": 2**21})) == [
+    assert memory_lines(plan(1.0, "a", "b"), [3 * 2**19, 2**20], {"b": 2**21}) == [
         "memory of stage 0 on a: 1.5 MiB at most, measured (1 MiB planned)",
         "memory of stage 1 on b: 1 MiB at most, measured (1 MiB planned)",
         "memory in use on b: 2 MiB after a mini-batch, by its own count",
