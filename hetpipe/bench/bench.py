@@ -6,7 +6,7 @@ their order. The figures are medians over the rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -201,7 +201,9 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             else rows.open("torch's own pipeline", lambda: PeerRow(task, PEER_COUNTS)),
             without_peer=without_peer,
             alone=alone,
-            at_once=_at_once(rows, task, alone),
+            at_once=rows.open(AtOnceRow.name, partial(AtOnceRow, task, alone))
+            if len(alone) > 1
+            else None,
             even=rows.pipeline(task, "even split", even),
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
@@ -214,17 +216,15 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             if replicated is None
             else rows.pipeline(task, "data parallel", replicated),
             without_parallel=without_parallel,
-            twice=None if twin is None else _twice(rows, twin, setting),
+            twice=None
+            if twin is None
+            else rows.pipeline(
+                twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting)
+            ),
             twice_parallel=None if twin is None else _twice_parallel(rows, twin, setting),
             linked=_linked(rows, task, setting),
             timelines=(),
         )
-
-
-def _at_once(rows: _Rows, task: Task, alone: Sequence[PipelineRow]) -> AtOnceRow | None:
-    if len(alone) < 2:
-        return None
-    return rows.open("all alone, at once", partial(AtOnceRow, task, "all alone, at once", alone))
 
 
 def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
@@ -254,10 +254,6 @@ def _auto_plan(task: Task, setting: Setting) -> Plan:
     return planning.choose(asked)[0]
 
 
-def _twice(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow:
-    return rows.pipeline(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
-
-
 def _twice_parallel(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow | None:
     plan, _ = _replicated(twin)
     if plan is None:
@@ -282,10 +278,13 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
     if setting.link is None or len(task.cluster.ids) < 2:
         return None
     over = _over(setting.link, task)
-    blind, aware = _link_blind_plan(over, setting), _balanced_plan(over, setting)
+    blind = link_blind_plan(
+        _explored(over, setting), over.cluster.ids, mini_batch=over.mini_batch,
+        schedules=_schedules(setting),
+    )  # fmt: skip
     return Linked(
         blind=rows.pipeline(over, "slow link, planned as if it were free", blind),
-        aware=rows.pipeline(over, "slow link, planned for it", aware),
+        aware=rows.pipeline(over, "slow link, planned for it", _balanced_plan(over, setting)),
     )
 
 
@@ -299,13 +298,6 @@ def _balanced_plan(task: Task, setting: Setting) -> Plan:
     """Return the plan with the shortest predicted step among the plans that use every device."""
     options = PlannerOptions(task.mini_batch, schedules=_schedules(setting))
     return make_pipeline(_explored(task, setting), task.cluster.ids, options)
-
-
-def _link_blind_plan(task: Task, setting: Setting) -> Plan:
-    return link_blind_plan(
-        _explored(task, setting), task.cluster.ids, mini_batch=task.mini_batch,
-        schedules=_schedules(setting),
-    )  # fmt: skip
 
 
 def _explored(task: Task, setting: Setting) -> dict[int, CostTable]:

@@ -103,11 +103,6 @@ class Outcome:
         return sum(row.rate for row in self.alone)
 
     @property
-    def together_ideal(self) -> float | None:
-        """The sum of the devices' rates while all devices compute; None for a single device."""
-        return None if self.at_once is None else self.at_once.rate
-
-    @property
     def sum_rate(self) -> float:
         """The sum of the devices' rates while all devices compute, as they do in a pipeline."""
         return self.ideal if self.at_once is None else self.at_once.rate
@@ -195,7 +190,7 @@ class Outcome:
             "efficiency": self.efficiency,
             "predicted_step_s": plan.step_s,
             "auto_samples_per_s": self.auto.rate,
-            "at_once_samples_per_s": self.together_ideal,
+            "at_once_samples_per_s": None if self.at_once is None else self.at_once.rate,
             "streams": [
                 {"name": row.name, "samples_per_s": row.rate, "of_sum": row.rate / self.sum_rate}
                 for row in self.streams

@@ -299,11 +299,11 @@ class AtOnceRow(Row):
     Devices that share a bus or a processor's clock are slower together than one after the other.
     """
 
+    name = "all alone, at once"
     label = "measured"
 
-    def __init__(self, task: Task, name: str, alone: Sequence[PipelineRow]) -> None:
+    def __init__(self, task: Task, alone: Sequence[PipelineRow]) -> None:
         super().__init__(task)
-        self.name = name
         self.microbatches = max(row.microbatches for row in alone)
         self.label = next((row.label for row in alone if row.label != self.label), self.label)
         self._alone = alone

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
-    from hetpipe.train.gradients import GradientError
-    from hetpipe.train.training import Comparison, Step
+    from hetpipe.train.training import Comparison, GradientError, Step
     from hetpipe.zoo.workload import Workload
 
 LINES = 10  # number of losses that a run prints
@@ -116,7 +115,7 @@ def command(
     members = where.make()
     check_devices(asked, len(members.members))
 
-    from hetpipe.train.training import compare, open_pipeline
+    from hetpipe.train.training import compare, compare_gradients, open_pipeline
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload(model)
@@ -140,8 +139,6 @@ def command(
         gradient: GradientError | None = None
         try:
             if compares:
-                from hetpipe.train.gradients import compare_gradients
-
                 progress("gradients of unpartitioned torch", 0, 1)
                 gradient = compare_gradients(workload, pipe, seed)
                 progress("gradients of unpartitioned torch", 1, 1)

@@ -15,6 +15,8 @@ from hetpipe.records import read_file
 if TYPE_CHECKING:
     from hetpipe.sdk.formats.bundle import Manifest
 
+MOST_BINARY_NBYTES = 4 << 30
+
 
 def command(
     bundle: Annotated[
@@ -82,14 +84,11 @@ def build_bundle(place: Path, device: str | None = None, binary: Path | None = N
         manifest = replace(manifest, device=opened.info.id)
         for source in manifest.sources:
             text = read_source(place, manifest, source)
-            content = (
-                opened.build(source, text, manifest.programs) if binary is None else _read(binary)
-            )
+            if binary is None:
+                content = opened.build(source, text, manifest.programs)
+            else:
+                content = read_file(binary, BundleError, MOST_BINARY_NBYTES)
             manifest = add_binary(place, manifest, source, content, opened.binary_facts())
     finally:
         opened.close()
     return manifest
-
-
-def _read(path: Path) -> bytes:
-    return read_file(path, BundleError, 4 << 30)

@@ -9,8 +9,14 @@ from hetpipe import optim
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.train.eager import Eager, micro_sizes
-from hetpipe.train.gradients import GradientError, disturb_parameters, furthest
-from hetpipe.train.training import Step, compare, torch_losses
+from hetpipe.train.training import (
+    GradientError,
+    Step,
+    compare,
+    disturb_parameters,
+    furthest,
+    torch_losses,
+)
 from hetpipe.zoo import Workload, load_workload
 
 STEPS = 5
