@@ -81,7 +81,7 @@ def test_the_costs_decide_the_number_of_micro_batches() -> None:
     costs = CostTable("m", 16, (), {})
     assert microbatches_of(costs, 128, None) == 8
     assert microbatches_of(costs, 128, 8) == 8
-    with pytest.raises(PlanError, match=r"of 16 samples, and 4 micro-batches of a .* have 32"):
+    with pytest.raises(PlanError, match=r"of 16 samples, but each of the 4 .* has 32"):
         microbatches_of(costs, 128, 4)
     with pytest.raises(PlanError, match=r"of 48 samples, and 3 micro-batches of a .* have 43"):
         microbatches_of(replace(costs, samples=48), 128, None)
