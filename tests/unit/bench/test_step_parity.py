@@ -154,7 +154,7 @@ def test_more_stages_than_layers_are_refused() -> None:
     small = workload(
         nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.ones(4, 3), 2
     )
-    with pytest.raises(PlanError, match="9 stages of 2 layers"):
+    with pytest.raises(PlanError, match="2 layers cannot make 9 stages"):
         parity(small, open_device("pytorch:cpu:0"), stages=9)
 
 

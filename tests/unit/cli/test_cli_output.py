@@ -83,7 +83,7 @@ def test_the_costs_decide_the_number_of_micro_batches() -> None:
     assert microbatches_of(costs, 128, 8) == 8
     with pytest.raises(PlanError, match=r"of 16 samples, but each of the 4 .* has 32"):
         microbatches_of(costs, 128, 4)
-    with pytest.raises(PlanError, match=r"of 48 samples, and 3 micro-batches of a .* have 43"):
+    with pytest.raises(PlanError, match=r"of 48 samples, but each of the 3 .* has 43"):
         microbatches_of(replace(costs, samples=48), 128, None)
 
 
