@@ -73,7 +73,8 @@ def choice(by_pattern: Mapping[str, str]) -> Choice:
         if family.strip() not in FAMILIES:
             there = ", ".join(FAMILIES)
             raise BackendError(f"{VARIABLE}: there is no family {short(family)}; there are {there}")
-    return Choice({**by_pattern, **named})
+    # The last matching pattern wins, so a pattern that both name moves to the end.
+    return Choice({p: f for p, f in by_pattern.items() if p not in named} | named)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def test_the_last_matching_pattern_wins_and_the_environment_comes_last(
     assert [chosen.of(f"opencl:{name}:0") for name in ("pocl", "intel-cpu")] == ["fpga", "gpu"]
     monkeypatch.setenv(VARIABLE, "cpu")
     assert choice(options).of("opencl:intel-cpu:0") == "cpu"
+    monkeypatch.setenv(VARIABLE, "opencl:pocl:0 = cpu")
+    assert choice({"opencl:pocl:0": "gpu", "*": "fpga"}).of("opencl:pocl:0") == "cpu"
 
 
 def test_an_invalid_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
