@@ -263,7 +263,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
         "--emulate-speed", SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1,
         "--json", "out/bench.json", "--picture", "out/bench.png", "--twice", "pytorch:cpu:0#1",
     )  # fmt: skip
-    assert "no row of torch.distributed.pipelining: mlp does not say" in done.stdout
+    assert "no row of torch.distributed.pipelining: mlp does not name blocks" in done.stdout
     report = json.loads((home / "out" / "bench.json").read_text())
     assert report.pop("version") == 1
     assert {"machine", "versions", "seed", "matmul", "workloads"} == report.keys()
