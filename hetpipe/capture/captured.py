@@ -60,10 +60,10 @@ class Captured:
     that name. `name` is the name of the model's class. `has_count` says whether loss_fn returns
     (sum, count). The first export is for `samples` samples, by default the number in the example.
     `precision` gives the dtypes of passes and cuts. With `sync_batch_norm` replicas' batch norms
-    use the statistics of the whole micro-batch. `split` divides a linear layer or convolution, by
-    its name, in two; the value is the number of output channels of the first part. `parts`
-    translates names and values of split parameters. Every operator named in `starting` begins a new
-    layer. `watch` detects later changes of the model.
+    use the statistics of the whole micro-batch. `split` names the linear layers and convolutions to
+    divide in two, each with the number of output channels of its first part. `parts` translates
+    names and values of split parameters. Every operator named in `starting` begins a new layer.
+    `watch` detects later changes of the model.
 
     Raises `PlanError` for a layer that cannot be split, and otherwise `CaptureError`, which names
     the line or module, and the cure.
@@ -148,7 +148,8 @@ class Captured:
         micro-batches; each size gets its own passes. Without an optimizer the stages have no
         update. `recompute` has one mode per stage, see `hetpipe.capture.passes.partition`. With
         `halves` every backward also comes in two halves. The stages have the programs `predict` and
-        `norm` only if these are among `extras`; for `finite` they have a cheaper `norm`.
+        `norm` only if these are among `extras`; with `finite` but not `norm` among `extras`, they
+        have a cheaper `norm`.
         """
         self._check(cuts, decompositions)
         if optimizer is not None:

@@ -53,7 +53,9 @@ def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
         layer = stages[slowest].hi - 1 if after else stages[slowest].lo
         split = _split(plan, priced, slowest, other, layer)
         if split is not None:
-            behind = layer + 2 * after  # the cut between both stages moves between the two parts
+            # Cuts from here on move by one layer, so that the cut of the two stages lies between
+            # the parts.
+            behind = layer + 2 * after
             cuts = tuple(cut + (cut >= behind) for cut in plan.cuts)
             try:
                 yield _planned(plan, priced, split, cuts)

@@ -19,16 +19,17 @@ from hetpipe.profile.probing import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
 
 PRECISION = 0.02  # sufficient relative error of a median
-LEAST_ALONE = 0.05  # least time alone over the time beside others; less is a faulty measurement
+# Least ratio of the time alone to the time beside others; a lower one is a faulty measurement.
+LEAST_ALONE = 0.05
 
 
 @dataclass(frozen=True)
 class Series:
-    """All rounds of a member: beside the others, that is while the other devices compute, and
-    alone.
+    """The times of a member's rounds: those `beside` others, while the other devices compute too
+    (one `Times` per slice), and those `alone`.
 
-    `name` is for messages. `updates` has the times of the updates and of the first passes after
-    them, and then the times of the second passes after them.
+    `name` is for messages. `updates` is a pair: the times of updates and of the first passes after
+    each update; and the times of the second passes after it.
     """
 
     name: str
@@ -73,7 +74,8 @@ class Series:
         return half_width_s(ratios) / statistics.median(ratios) if len(ratios) > 1 else 0.0
 
     def usual(self, size: int) -> float:
-        """Return the network's time in the usual slice over the sum of its passes' medians.
+        """Return, as a median over the slices (see `hetpipe.profile.rounds`), a slice's time
+        divided by the sum of the medians of its passes.
 
         The ratio exceeds 1 if something sometimes interrupts the device: the median of a pass does
         not show that, but a step becomes longer.
@@ -84,8 +86,8 @@ class Series:
     def alone_factor(self, size: int) -> float:
         """Return the network's time while other devices are idle, over its time beside them.
 
-        The factor is 1 if it was not measured, or if it is not below 1 by more than the spread of
-        slices.
+        Returns 1 if nothing was measured alone, or if the quotient exceeds 1 or is so near to 1
+        that the difference is within the spread of slices.
         """
         alone_s = beside_s = 0.0
         for pattern in self.able:
@@ -194,8 +196,8 @@ class Series:
 
 
 def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
-    """Return by how many seconds a pass after an update takes longer than the next such pass, as a
-    median; 0 if unknown."""
+    """Return the median of the seconds by which the first run of a pass after an update takes
+    longer than the second; 0 if unknown."""
     pairs = zip(after_s, then_s, strict=False)
     changes_s = [one_s - two_s for one_s, two_s in pairs if credible(one_s) and credible(two_s)]
     return statistics.median(changes_s) if changes_s else 0.0

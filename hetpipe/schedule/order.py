@@ -35,9 +35,9 @@ class Order:
     of the three.
 
     Actions with the same operation and stage cost the same, so `passes` and `messages` have only
-    one of them. A way leads from row to row over an edge. First come the ways from each row to
-    itself, for steps that send nothing, or send within the row. Then comes one way for each of
-    `messages`.
+    one of them. A way leads from row to row over an edge. Ways are numbered. The first `row_count`
+    lead from each row to itself, for steps that send nothing or send within the row; then comes one
+    way for each of `messages`.
     """
 
     rows: list[int]
@@ -50,7 +50,7 @@ class Order:
     edges: list[int]  # edge of each way
     row_count: int
     places: Array  # number of each step when steps are counted row by row through the schedule
-    step_of: Array  # that number of the step of each action; actions are counted row by row
+    step_of: Array  # for each action, counted row by row: the number of its step, also row by row
     roles: Array  # role of each action, as in `hetpipe.schedule.codes`
 
 
@@ -155,7 +155,7 @@ def _in_order(awaited: list[int], begins: list[int]) -> list[int]:
     `begins` has the first step of each row.
     """
     order: list[int] = []
-    done = bytearray(1 + len(awaited))  # whether a step is in `order`; index 1 + step, as `awaited`
+    done = bytearray(1 + len(awaited))  # whether a step is in `order`; index: 1 + step
     done[0] = True
     ready = list(pairwise([*begins, len(awaited)]))[::-1]  # remaining parts of rows
     waiting: list[tuple[int, int] | None] = [None] * len(done)  # part waiting for a step

@@ -94,7 +94,9 @@ def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
     forwards = np.sort(at[:, F])
     ends = np.sort(np.where(at[:, B] == ABSENT, at[:, W], at[:, B]))
     turn = np.arange(at.shape[2])
-    before = turn - np.array(in_flight)[:, None]  # a forward must come after this end
+    # Number of the end (a micro-batch's last backward action) that each forward must come after;
+    # below 0: none.
+    before = turn - np.array(in_flight)[:, None]
     enough = (before < 0) | (forwards > np.take_along_axis(ends, np.maximum(before, 0), axis=1))
     return bool(enough.all())
 

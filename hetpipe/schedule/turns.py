@@ -99,7 +99,7 @@ def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
     """
     if stages != 1:
         raise ScheduleError(
-            f"asp has 1 stage, the whole model on every replica, not {stages}: remove "
+            f"asp has 1 stage, not {stages}, since every replica has the whole model: remove "
             "cuts, or use pipedream, which allows replicas of stages"
         )
     numbers = range(microbatches)

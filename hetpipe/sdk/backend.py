@@ -179,10 +179,11 @@ class Device(ABC):
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, operations), or None. `run` does these float32 operations and waits.
+        """Return (run, operations), or None.
 
-        `operations` is their number. They are multiply-adds that read only registers, so their rate
-        is a ceiling for the device's matrix product.
+        `run` does float32 multiply-adds that read only registers, and waits for their end;
+        `operations` is their number of operations. This rate is a ceiling for the device's matrix
+        product.
         """
         return None
 

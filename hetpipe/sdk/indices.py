@@ -78,7 +78,8 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """Return the bounds that a call's index tensors must keep and the caller has not checked."""
+    """Return the bounds that a call's index tensors must keep, except those that the caller has
+    already checked."""
     return [bound for bound in all_bounds(node) if not bound.holds]
 
 

@@ -14,8 +14,8 @@ from hetpipe.schedule.action import Action
 from hetpipe.simulate.times import Transfer
 
 Event = tuple[float, int, int]
-"""Time in seconds, number of a row or a flow, and ALONE or the state of the flow when the event was
-set."""
+"""Time in seconds; number of a row or flow; and ALONE, or the state that the flow (or its only
+medium) had when the event was set."""
 
 ALONE = -1
 """The state of an event whose time never changes."""
@@ -39,12 +39,12 @@ class _Flow:
 class _Shared:
     """A medium. The flows that use no other medium all have the same speed.
 
-    The common work is the work that each of them would have done since the first began. Their ends
-    are stored in common work, so a change of speed does not change them: a flow that begins at 5 s
-    of common work, and would take 2 s alone, ends at 7 s of common work.
+    The common work is the work that a flow would have done if it had run since the first of them
+    began. Their ends are stored in common work, so a change of speed does not change them: a flow
+    that begins at 5 s of common work, and would take 2 s alone, ends at 7 s of common work.
     """
 
-    flows: dict[int, _Flow] = field(default_factory=dict)  # all other flows on it, by number
+    flows: dict[int, _Flow] = field(default_factory=dict)  # by number: flows that are not in `ends`
     ends: list[tuple[float, int]] = field(default_factory=list)  # heap: common work, number
     done_s: float = 0.0  # common work at `since_s`
     since_s: float = 0.0
@@ -68,15 +68,15 @@ class _Shared:
 class Media:
     """All flows. A flow's speed is 1 / the largest number of flows on any of its media.
 
-    Each flow on several media has an event for its end. The flows that use only one medium have one
-    event together, for the first end. When the speed of a flow changes, its state changes as well,
-    which makes the earlier event invalid.
+    Each flow on several media has an event for its end. On each medium, the flows that use only
+    this medium have one event together, for the first of their ends. When the speed of a flow
+    changes, its state changes as well, which makes the earlier event invalid.
     """
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self._flows: dict[int, _Flow] = {}
-        self._alone: dict[int, _Shared] = {}  # by flow on one medium, that medium
+        self._alone: dict[int, _Shared] = {}  # by number: the medium of a flow that uses only one
         self._on: dict[Medium, _Shared] = defaultdict(_Shared)
         self._states = 0
 

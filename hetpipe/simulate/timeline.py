@@ -104,11 +104,13 @@ class Timeline:
         return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
 
     def under_way_s(self) -> tuple[float, float]:
-        """Return the seconds that all messages are under way, and the hidden part of these seconds.
+        """Return the sum of the seconds for which each message is under way, and the hidden part of
+        this sum.
 
         A message is under way from the start of its send to its arrival. This time is hidden while
         the receiving worker computes. A message arrives when its receive ends. But if a predicted
-        receive has no length, the message arrived before the worker needed it, when its send ended.
+        receive has no length, the worker did not have to wait: the message arrived at the end of
+        its send.
         """
         sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
         total_s = hidden_s = 0.0

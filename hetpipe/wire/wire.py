@@ -102,16 +102,18 @@ def host_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy type in which a tensor is uploaded, downloaded and sent."""
     if name == "bfloat16":
         raise HetpipeError(
-            "a bfloat16 tensor would leave its device, and host tensors are numpy's, which has no "
-            "bfloat16; cast to float32 or float16 at the cut, or cut elsewhere"
+            "a bfloat16 tensor would leave its device, but on the host tensors are numpy arrays, "
+            "and numpy has no bfloat16; cast to float32 or float16 at the cut, or cut elsewhere"
         )
     return np.dtype(name)
 
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """Return the byte offsets of a message's tensors, and its end. It begins with the time of
-    delivery."""
+    """Return the byte offsets of a message's tensors, and of the message's end.
+
+    The message begins with its time of delivery, in the first `ALIGN` bytes.
+    """
     begins, offset = [], ALIGN
     for slot in layout:
         begins.append(offset)

@@ -57,7 +57,8 @@ def table_of(
     tied: tuple[int, ...] = (),
     probe: Probe | None = None,
 ) -> CostTable:
-    """Return costs equal for all layers and members, and so long that every move pays."""
+    """Return a table in which all layers take equal times on all members, so long that moving
+    layers always pays."""
     cost = (LayerCost(layer_s, layer_s, layer_s / 50),) * len(layers)
     links = {(a, b): LinkCost(0.0, 1e12) for a in members for b in members if a != b}
     devices = {member: DeviceCost(cost, 0.0, 2**40, member, probe=probe) for member in members}

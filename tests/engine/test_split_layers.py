@@ -41,7 +41,9 @@ def task(name: str, seed: int = 0) -> tuple[nn.Module, list[Any]]:
     """Return a case's model, initialized from a seed, and 6 mini-batches."""
     torch.manual_seed(seed)
     model, generator = CASES[name].model(), torch.Generator().manual_seed(1)
-    if name == "residual_cnn":  # before batch norm: Adam would amplify rounding errors
+    if name == "residual_cnn":
+        # The true gradient of a bias in front of a batch norm is 0; Adam would amplify its rounding
+        # errors.
         model.get_parameter("stem.bias").requires_grad_(False)
     return model, [CASES[name].batch(generator) for _ in range(6)]
 

@@ -47,7 +47,7 @@ MODES = (NONE, INPUTS, MIN_CUT)
 `inputs`: the forward keeps the stage's inputs, and the backward runs the whole forward again (Chen
 et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
 
-`min-cut`: the forward keeps as few bytes as possible, including stage inputs, such that the
+`min-cut`: the forward keeps as few bytes as possible (kept stage inputs count too), such that the
 backward repeats no product, convolution, attention or recurrent layer. Among equal choices it
 repeats the least.
 
@@ -188,7 +188,8 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
     sums = [(key, node) for key, node in results if key[0] == GRAD]
     outgoing = {key for key, _ in tangents}
     inputs = {node for _, node in arguments}
-    # An outgoing TANGENT of the same name replaces these inputs.
+    # Incoming TANGENTs whose name an outgoing one has: it replaces them, so the weight half reads
+    # them as SAVED.
     replaced = {node for key, node in arguments if key in outgoing}
     first = _tangent_calls([node for _, node in tangents], inputs) | replaced
     read = _weight_half_reads(graph, arguments, [node for _, node in sums], first)
@@ -203,7 +204,8 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
 
 
 def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute the tangents. Divide backwards of convolutions first."""
+    """Return the calls that compute the tangents. First divide each convolution's backward among
+    these calls."""
     for node in in_graph_order(reachable(tangents, inputs) - inputs):
         if node.target is aten.convolution_backward.default:
             _divide(node)
@@ -212,7 +214,8 @@ def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node
 
 
 def _divide(node: fx.Node) -> None:
-    """Divide a convolution's backward: one call for the input, one for weight and bias if read."""
+    """Divide a convolution's backward into one call for the input's gradient and one for the
+    gradients of weight and bias, if the mask asks for either of the latter."""
     args: Any = node.args
     *operands, mask = args
     values = node.meta["val"]
@@ -324,7 +327,8 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Return the tensor's bytes; no capacity for tuples and full-size views, never to be cut."""
+    """Return the tensor's bytes as its capacity. Tuples and full-size views get none, which
+    networkx takes as infinite, so they are never cut."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

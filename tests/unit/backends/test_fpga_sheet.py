@@ -83,7 +83,8 @@ def test_a_product_pays_for_whole_tiles() -> None:
     assert DESIGN.cycles(replace(tile, batches=3), arrays=2) == 2 * DESIGN.cycles(tile)
     full, thin = DESIGN.efficiency(tile), DESIGN.efficiency(replace(tile, rows=1))
     assert thin == pytest.approx(full / 64)
-    assert 0.8 < full < 64 / 76  # load takes 76 cycles for a step of k; 64 multiply
+    # A step of k takes 76 cycles, because of loading; the array multiplies in only 64 of them.
+    assert 0.8 < full < 64 / 76
 
 
 def test_a_board_has_as_many_arrays_as_fit() -> None:

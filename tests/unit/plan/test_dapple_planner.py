@@ -88,16 +88,18 @@ def test_an_uneven_split_beats_an_even_one():
     [("BERT-48", 0.06, 1.0, 0.04), ("XLNet-36", 0.03, 1.02, 0.02), ("VGG-19", 0.16, 1.1, 0.03)],
 )
 def test_deeper_warmups_gain_with_slow_transfers(model, ratio, paper, slack):
-    """Compare with table 3, by the ratio of transfers to stages: P_B's depths 3, 1 against P_A's
-    2, 1.
+    """Compare the gains with table 3, for each model's ratio of transfers to a stage's passes.
 
-    The next test covers GNMT-16's 1.31 at a ratio of 0.10, which the model does not give.
+    The gain is that of policy P_B (3 and 1 forwards in flight) over policy P_A (2 and 1). GNMT-16
+    is omitted: the paper gains 1.31 at a ratio of 0.10, and the simulator does not. The next test
+    covers it.
     """
     assert gain(ratio) == pytest.approx(paper, abs=slack)
 
 
 def gain(ratio, microbatches=128):
-    """Return the speed-up of P_B for stages of 10 and 20 and transfers of `ratio` of both."""
+    """Return P_B's speed-up over P_A on two stages with forwards of 10 and backwards of 20; the two
+    transfers of a micro-batch take `ratio` times 30 together."""
     link = (Transfer(0.0, ratio * 30 / 2),)
     times = StageTimes((10, 10), (20, 20), (), link, link)
     shallow, deep = (simulated_s(times, microbatches, depth) for depth in ([2, 1], [3, 1]))
@@ -121,8 +123,8 @@ def random_chain(rng, layers):
 
 
 def all_plans(machines, layers, used=None, first=0):
-    """Yield every contiguous split with every group that the policies give to its stages in
-    turn."""
+    """Yield all plans: every contiguous split into stages, where each stage, from first to last,
+    gets every group of devices that a placement policy offers."""
     used = used or (0,) * len(machines.counts)
     left = sum(machines.counts) - sum(used)
     for last in range(first, layers):
@@ -140,7 +142,8 @@ def all_plans(machines, layers, used=None, first=0):
 
 
 def memory_nbytes(chain, stages, microbatches):
-    """Yield a device's bytes in each stage: Adam's state, and activations of P_A in flight."""
+    """Yield, for each stage, the bytes on one of its devices: weights, gradients and Adam's state,
+    and the activations of as many micro-batches as policy P_A has in flight there."""
     for number, stage in enumerate(stages):
         span = slice(stage.first_layer, stage.last_layer + 1)
         depth = min(len(stages) - number, microbatches)
@@ -218,8 +221,8 @@ def test_stage_costs_match_the_prices_of_plans():
 
 
 def test_the_planner_is_no_slower_than_the_published_program(monkeypatch):
-    """Compare its plans, at each of 7 numbers of micro-batches and at both depths, at the same
-    prices."""
+    """Price the published program's plans as our planner's: for each of 7 numbers of micro-batches,
+    with both depths of warm-up."""
     monkeypatch.setattr("joint_cases.SIZES", (1, 2, 4, 8, 16, 32, 64))
     for seed in (0, 1, 18, 21, 23, 45, 49, 51):
         tables, cluster = joint_case(seed)
@@ -282,14 +285,16 @@ def published(data, model):
 @pytest.mark.parametrize("config", "ABC")
 @pytest.mark.parametrize("model", PROFILES)
 def test_table_4_by_the_published_rules(data, model, config):
-    """Compare the replicas of all nine plans. Profile nodes after `cut` are on the second stage.
+    """Compare the replicas of all nine plans. A cut is the number of the first profile node on the
+    second stage.
 
     VGG-19 splits between convolutions and dense layers, 16 : 3 of the layers with weights, as in
     the paper's text, though the table prints 13 : 6. BERT-48 splits its encoder layers 24 : 24;
-    the table's 25 counts the pooler too. GNMT-16's 9 : 7 of 16 LSTMs is a tie on A: its block is
-    0.5 % longer than with 8 : 8. On B we expect a difference: the rules choose 10 : 6, whose
-    block is 7 % shorter (0.126 against 0.136 s), since in this profile the backward of the last
-    LSTM is slow (31 ms, the others 8.5) and the classifier takes 20 ms.
+    the table's 25 counts the pooler too. On A, 9 : 7 of GNMT-16's 16 LSTMs nearly ties with
+    8 : 8: its block (the longest stage or round trip) takes 0.5 % longer. On B we expect a
+    difference: the rules choose 10 : 6, whose block is 7 % shorter (0.126 against 0.136 s), since
+    in this profile the backward of the last LSTM is slow (31 ms, the others 8.5) and the
+    classifier takes 20 ms.
     """
     graph, samples, plans, machines = published(data, model)
     chain = graph.chain()
@@ -318,7 +323,8 @@ def test_table_4_by_the_published_rules(data, model, config):
 
 
 def half_block_s(chain, cut):
-    """Return the longest of both halves and the round trip of eight shares at 1e9 bytes/s."""
+    """Return the longest of three times: the layers before the cut, the layers after it, and the
+    round trip of the cut's tensors for eight replicas at 1e9 bytes/s."""
     times_s = [sum(pair) for pair in zip(chain.forward_s, chain.backward_s, strict=True)]
     return max(sum(times_s[:cut]), sum(times_s[cut:]), 2 * 8 * chain.cut_nbytes[cut - 1] / 1e9)
 

@@ -111,7 +111,7 @@ def test_work_grows_with_patterns_and_not_with_layers() -> None:
 
 @pytest.mark.slow
 def test_a_walk_runs_the_active_patterns_forward_and_back() -> None:
-    """Check a walk after another one too: a layer without its neighbour gets a new input."""
+    """Then walk again with fewer patterns: a layer whose neighbour is skipped gets a new input."""
     network = Network.of(layers_of(block(), block(), block(), block(), nn.Tanh(), block()))
     assert network.layers == (0, 1, 1, 2, 3)
     session, every, some = Session(open_device("numpy:cpu:0"), network), Times(), Times()

@@ -161,7 +161,7 @@ def test_a_text_that_deadlocks_is_refused_with_its_grid() -> None:
 
 
 def test_several_stages_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"asp has 1 stage, .* not 2: remove cuts, or use"):
+    with pytest.raises(ScheduleError, match=r"asp has 1 stage, not 2, .*: remove cuts, or use"):
         generate("asp", 2, 1, mini_batches=4, replicas=(2, 1))
 
 

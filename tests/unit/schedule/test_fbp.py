@@ -60,7 +60,8 @@ def exposed_s(name, m, transfer_s):
 
 
 def test_fbp_needs_less_bandwidth_than_1f1b():
-    """Up to SR = F both hide transfers; beyond, FBP hides them except in the fill (table 1)."""
+    """Both schedules hide transfers that take no longer than a forward. FBP hides longer ones too,
+    except while the pipeline fills (table 1)."""
     for name in ("fbp", "1f1b-as"):
         assert exposed_s(name, 32, 10) == 0
     assert exposed_s("fbp", 64, 15) == exposed_s("fbp", 32, 15) > 0
@@ -83,8 +84,8 @@ def test_lanes_share_their_worker_evenly():
 
 
 def fluid_model_s(stages, microbatches, bounds, forward_s, backward_s):
-    """Return the end of the last backward, by a simple model that steps through time in
-    fractions."""
+    """Return the end of the last backward, by a simple model that goes from event to event and
+    keeps time in exact fractions."""
     done = {(kind, n): 0 for kind in "FB" for n in range(stages)}
     left = {}
     now = Fraction(0)

@@ -178,7 +178,8 @@ def test_stages_on_one_worker_hand_over_with_the_same_actions(monkeypatch):
 
 
 def test_tied_parameters_of_stages_on_one_worker():
-    """If stage 0 awaited its parameter before stage 3 sends, worker 0 would wait for ever."""
+    """Stages 0 and 3 are on worker 0. If it awaited stage 0's parameter before it sends stage 3's
+    gradient, it would wait for ever."""
     rows = text(generate("zb-v", 4, 1, workers=2, tied=[(1, [0, 3])]))
     assert [row.partition("W0 ")[2].rpartition("W0 ")[2] for row in rows] == [
         "SG1 SG1 U U RP1 RP1",

@@ -46,8 +46,8 @@ def test_segments_and_flush_form_the_schedule(stages, microbatches, depth):
 
 @pytest.mark.parametrize("depth", [noam, hiding])
 def test_updates_around_a_micro_batch_match_the_paper(depth):
-    """In a straight pipeline max(0, b - K + 1) updates precede the forward, and K - 1 more the
-    backward."""
+    """In a straight pipeline with K forwards in flight, max(0, b - K + 1) updates come before the
+    forward of micro-batch b, and min(b, K - 1) more before its backward."""
     depths = depth(4)
     stream = Stream("pipedream", 4, 1, depths)
     for stage, in_flight in enumerate(depths):

@@ -66,7 +66,7 @@ def test_a_failed_import_is_the_users_error(write: Write) -> None:
 def test_a_factory_with_arguments_is_the_users_error(write: Write) -> None:
     text = refusal(write("def make(size): pass\n"))
     assert text.endswith("TypeError: make() missing 1 required positional argument: 'size'")
-    assert "Traceback" not in text, "there is no frame of theirs"
+    assert "Traceback" not in text, "no frame belongs to the user's code"
 
 
 def test_a_script_that_exits_is_reported(write: Write) -> None:
