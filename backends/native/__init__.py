@@ -27,13 +27,13 @@ _PART = re.compile(r"[a-z0-9][a-z0-9_-]*")
 
 
 class LibraryWarning(UserWarning):
-    """Warns that a library has failed while other libraries have devices."""
+    """Warns that a library fails, while other libraries offer devices."""
 
 
 def include_folder() -> Path:
-    """Return the folder of `hetpipe_backend.h` and of the graph reader, `hetpipe_graph.h` and `.c`.
+    """Return the folder with `hetpipe_backend.h` and the graph reader, `hetpipe_graph.h` and `.c`.
 
-    Its folder `example` has a complete library.
+    The subfolder `example` has a complete library.
     """
     return Path(__file__).resolve().parent
 
@@ -55,7 +55,7 @@ class NativeBackend(Backend):
         self._answers: dict[Path, Answer] = {}  # each library is asked once per process
         self._warned: set[Path] = set()
         self._places: dict[str, tuple[Path, int]] = {}
-        """The library of each device, and the device's number in it."""
+        """For each device id, the path of its library and the device's number in the library."""
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
         source = Source("the options of backend native", BackendError)
@@ -78,7 +78,7 @@ class NativeBackend(Backend):
         if info.id not in self._places:
             self._devices()
         if info.id not in self._places:
-            raise BackendError(f"no library has the device {info.id!r} any more")
+            raise BackendError(f"no library has device {info.id!r}; `hetpipe devices` lists all")
         path, index = self._places[info.id]
         device: Device = NativeDevice(info, loaded(path), index)
         return device
@@ -124,7 +124,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _infos(path: Path, answer: Answer) -> list[DeviceInfo]:
-    """Return the descriptions of a library's devices. Raises `BackendError` for the first fault."""
+    """Return the descriptions of a library's devices. Raises `BackendError` if one is invalid."""
     if not _PART.fullmatch(answer.name):
         raise BackendError(f"{path} has the name {answer.name!r}; {_RULE}")
     numbers: dict[str, int] = {}

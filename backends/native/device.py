@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 class NativeBuffer(Buffer):
-    """A tensor on a device. `memory` is None after a run has used it for an output."""
+    """A tensor on a device. `memory` is None after a run has used the memory for an output."""
 
     def __init__(self, device: NativeDevice, form: Form, memory: Handle) -> None:
         self.device = device
@@ -35,7 +35,7 @@ class NativeBuffer(Buffer):
 
 
 class NativeDevice(Device):
-    """An opened device of a library; `handle` closes it."""
+    """An opened device of a library. The device closes when `handle` is deleted."""
 
     def __init__(self, info: DeviceInfo, library: Library, index: int) -> None:
         self.info, self.library = info, library
@@ -48,7 +48,7 @@ class NativeDevice(Device):
 
     def supports(self, node: fx.Node) -> str | None:
         if node.target is operator.getitem:
-            return None  # taking one of several results is no work
+            return None  # the library need not compute it: it picks one of several results
         if node.meta["val"] is None:
             return "it has no result"
         used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
@@ -130,7 +130,7 @@ class NativeDevice(Device):
         return Handle(pointer, self.library.function("free"), self.handle)
 
     def memory_of(self, buffer: Buffer) -> Handle:
-        """Return a buffer's memory. Raises `BackendError` if it was donated or is elsewhere."""
+        """Return a buffer's memory. Raises `BackendError` if donated, or on another device."""
         if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         if buffer.memory is None:
@@ -138,7 +138,7 @@ class NativeDevice(Device):
         return buffer.memory
 
     def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """Return the event of work that uses `keeps`; the event holds these until the work ends.
+        """Return the event of work that uses the objects `keeps`, and holds them until it ends.
 
         If `pointer` is NULL, the work has ended already.
         """
@@ -177,7 +177,7 @@ class NativeDevice(Device):
         return int(out[0])
 
     def close(self) -> None:
-        """Wait for all work. The library's device closes after its last buffer is freed."""
+        """Wait for all work. The library closes the device after its last buffer is freed."""
         drain(self)
 
 
@@ -230,7 +230,7 @@ class NativeExecutable(Executable):
         return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
 
     def _order(self, after: Sequence[Event]) -> list[Handle]:
-        """Wait here for events that the library cannot wait for; return the handles of the others.
+        """Wait for the events that the library cannot wait for; return the other events' handles.
 
         Raises the errors of failed events.
         """
@@ -280,7 +280,8 @@ class NativeExecutable(Executable):
         for number, memory in enumerate(memories):
             if memory.pointer == pointer and number not in given:
                 raise BackendError(
-                    f"{path}: run returns input {number}, which was not donated, or twice"
+                    f"{path}: run returns input {number}, which was not donated "
+                    "or is an output already"
                 )
             if memory.pointer == pointer:
                 given.remove(number)
@@ -289,7 +290,7 @@ class NativeExecutable(Executable):
 
 
 def _alone(node: fx.Node) -> fx.Graph:
-    """Return a graph with one call; if the call has several results, all of them are outputs."""
+    """Return a graph that has only this call; all results of the call are outputs."""
     graph = fx.Graph()
     inputs: dict[fx.Node, fx.Node] = {}
     for number, source in enumerate(node.all_input_nodes):

@@ -1,8 +1,8 @@
 """Events of a library's work, which hold all objects that the work uses.
 
-Each event holds the buffers, host arrays and earlier events of its work until someone sees that the
-work has ended, and this module holds all such events. So a library can free memory at once when it
-is told to, and a device that is dropped in the middle of its work lives until the work has ended.
+Each event holds the buffers, host arrays and earlier events of its work until a call sees that the
+work has ended, and this module holds all pending events. So whenever hetpipe frees memory, no work
+uses it, and a device that the user drops in the middle of its work lives until the work has ended.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hetpipe.sdk.backend import Device, Event
 
 from .library import Handle, Library, constant
 
-_pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
+_pending: dict[NativeEvent, None] = {}  # oldest first; each operation on this dict is atomic
 _endless: list[object] = []  # objects of work without an event to wait for
-_SLICE_S = 0.25  # the longest wait within a library: Ctrl-C takes effect in between
+_SLICE_S = 0.25  # the longest wait within a library; between two waits Ctrl-C takes effect
 
 
 class NativeEvent(Event):
-    """An event that ends with some work; `keeps` has the objects that the work uses."""
+    """The end of some work of a library; `keeps` has the objects that the work uses."""
 
     def __init__(
         self, device: Device, library: Library, handle: Handle, keeps: Sequence[object]

@@ -1,4 +1,4 @@
-"""A vendor's shared library: the table of functions of `hetpipe_backend.h`, called through cffi.
+"""A vendor's shared library: cffi calls the functions in its table (see `hetpipe_backend.h`).
 
 cffi reads the declarations from the header itself.
 """
@@ -72,18 +72,18 @@ class Library:
             entry = getattr(self._shared, ENTRY)
         except AttributeError as error:
             raise BackendError(
-                f"{path} does not export {ENTRY}: it is no backend of hetpipe, or hides its symbols"
+                f"{path} does not export {ENTRY}: it is no library for hetpipe, or hides the symbol"
             ) from error
         table = entry(version)
         if table == ffi.NULL:
             raise BackendError(
                 f"{path} lacks version {version} of the interface, which this "
-                "hetpipe needs: install a matching version of either"
+                "hetpipe needs: install a matching version of the library or of hetpipe"
             )
         if table.abi_version != version:
             raise BackendError(
                 f"{path} has version {table.abi_version} of the interface, this hetpipe has "
-                f"version {version}: install a matching version of either"
+                f"version {version}: install a matching version of the library or of hetpipe"
             )
         self._table = whole = ffi.new("hetpipe_backend *")
         size = min(table.struct_size, ffi.sizeof("hetpipe_backend"))
@@ -101,7 +101,7 @@ class Library:
         return None if function == interface().NULL else function
 
     def call(self, doing: str, name: str, *arguments: Any) -> int:
-        """Call a function, with an error as its last argument; return OK or NOT_YET.
+        """Call a function, with room for an error as the last argument; return OK or NOT_YET.
 
         Raises `BackendError`, which begins with `doing`, or `UnsupportedOperatorError`.
         """
@@ -130,11 +130,11 @@ def text_of(characters: Any) -> str:
 
 
 class Handle:
-    """A pointer of a library; `give_back` is called with it when this object is deleted.
+    """A pointer of a library; when this object is deleted, `give_back` gets the pointer.
 
     `owner`, such as the device's handle, must outlive the pointer. Garbage collection deletes
-    objects in any order, so the finalizer holds the owner. At the end of the process nothing is
-    given back, since work may still run.
+    objects in any order, so the finalizer holds the owner. At the end of the process no pointer is
+    given back, since work may still use it.
     """
 
     def __init__(self, pointer: Any, give_back: Callable[[Any], None], owner: object) -> None:
@@ -150,8 +150,8 @@ _MACHINES = {
     3: "x86", 8: "MIPS", 20: "PowerPC", 21: "PowerPC64", 22: "S/390", 40: "ARM", 62: "x86-64",
     183: "AArch64", 243: "RISC-V", 258: "LoongArch",
 }  # fmt: skip
-"""The values of `e_machine`."""
-_LENGTH = 20  # up to the end of `e_machine`
+"""Machines by number: `e_machine` in the header of an ELF file."""
+_LENGTH = 20  # bytes of an ELF header up to the end of `e_machine`
 
 
 def architecture(path: Path) -> str:
@@ -170,7 +170,7 @@ def architecture(path: Path) -> str:
 
 
 def mismatch(path: Path) -> str:
-    """Return a note that a library is built for another architecture, or "" if it is not."""
+    """Return a message if a library is built for another architecture than Python, else ""."""
     there, here = architecture(path), architecture(Path(sys.executable).resolve())
     if not there or not here or there == here:
         return ""

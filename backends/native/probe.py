@@ -45,7 +45,7 @@ def ask(paths: Iterable[Path]) -> dict[Path, Answer]:
 
 
 def _answer(path: Path, child: Child, limit_s: float, end_s: float) -> Answer:
-    """Receive {"doing": ...} before each step, and the answer at the end."""
+    """Receive {"doing": STEP} before each step of the child, then the answer; return the answer."""
     doing = "its process started"
     try:
         while "doing" in (message := child.receive(max(end_s - time.monotonic(), 0.0))):
@@ -59,15 +59,15 @@ def _answer(path: Path, child: Child, limit_s: float, end_s: float) -> Answer:
 
 
 def main(path: Path) -> None:
-    """Ask the library; send each step before it begins, then the answer."""
+    """Ask the library. Send the name of each step before it begins, and the answer at the end."""
     parent = Parent()
     try:
-        interface()  # read before the library can do harm
+        interface()  # read the header before the library can do harm
         name, devices = _describe(path, lambda doing: parent.send({"doing": doing}))
         parent.send({"name": name, "devices": devices, "error": ""})
     except BackendError as error:
         parent.send({"name": "", "devices": [], "error": str(error)})
-    os._exit(0)  # without the library's exit handlers
+    os._exit(0)  # skips the library's exit handlers
 
 
 def _describe(path: Path, say: Callable[[str], None]) -> tuple[str, list[dict[str, Any]]]:

@@ -28,8 +28,8 @@ driver under AddressSanitizer and UndefinedBehaviorSanitizer.
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a library `name` in C into `folder`, and return its files.
 
-    Raises `HetpipeError` for a name that device ids cannot have, and if one of the files exists:
-    nothing is overwritten.
+    Raises `HetpipeError` if device ids cannot contain the name, or if one of the files exists. It
+    overwrites no file.
     """
     check_name(name, "a new library")
     ours = include_folder()

@@ -1,4 +1,4 @@
-"""The reference backend: numpy on the host, simple to read and correct before it is fast."""
+"""The reference backend: numpy on the host. It favours simple, correct code over speed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class NumpyBuffer(Buffer):
 
 
 class NumpyDevice(BlockingDevice):
-    """Runs a graph node by node, each with its function in `OPERATORS`."""
+    """Runs a graph node by node; `OPERATORS` has the function of each operator."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -94,7 +94,7 @@ class NumpyDevice(BlockingDevice):
         buffers = dict(zip(placeholders, map(_own, inputs), strict=True))
         values: dict[fx.Node, Any] = {node: buffer.array for node, buffer in buffers.items()}
         for node, dtype, bounds in calls:
-            for bound in bounds:  # numpy silently counts negative indices from the end
+            for bound in bounds:  # numpy would silently count a negative index from the end
                 bound.check(self.info.id, values[bound.index])
             name = graphs.operator_name(node)
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -125,6 +125,6 @@ def _own(buffer: Buffer) -> NumpyBuffer:
 
 
 def _dtype(node: fx.Node) -> str:
-    """Return the dtype name of a node's value, or "" for a tuple: getitem casts its items."""
+    """Return the dtype name of a node's value, or "" for a tuple, whose items getitem casts."""
     val = node.meta["val"]
     return graphs.dtype_name(val.dtype) if isinstance(val, torch.Tensor) else ""

@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def windows(x: Array, kernel: Sequence[int], how: Sequence[Any], value: float = 0.0) -> Any:
-    """Return x [..., height, width], padded, and a view of its windows [..., i, j, *kernel]."""
+    """Return the padded x [..., height, width], and a view of its windows [..., i, j, *kernel]."""
     stride, padding, dilation = how
     widths = [(0, 0)] * (x.ndim - 2) + [(p, p) for p in padding]
     padded = np.pad(x, widths, constant_values=value)
@@ -35,14 +35,14 @@ def convolution(x: Array, w: Array, bias: Array | None, *geometry: Any) -> Any:
 
 
 def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: Any) -> Any:
-    """Compute aten.convolution_backward: gradients of x, w, bias; None if masked out."""
+    """Compute aten.convolution_backward: gradients of x, w and bias, or None where masked."""
     *how, _, _, groups, mask = geometry
     (top, left), (height, width) = how[1], x.shape[2:]
     dy_, x_ = (a.reshape(len(a), groups, -1, *a.shape[2:]) for a in (dy, x))
     w_ = w.reshape(groups, -1, *w.shape[1:])
     parts = np.einsum("ngoij,gochw->ngcijhw", dy_, w_, optimize=True)
     dx, view = windows(np.zeros_like(x_), w.shape[2:], how)
-    for place in np.ndindex(*w.shape[2:]):  # windows overlap, but not at one place of the kernel
+    for place in np.ndindex(*w.shape[2:]):  # no two windows share an element here
         view[(..., *place)] += parts[(..., *place)]
     dx = dx[..., top : top + height, left : left + width].reshape(x.shape)
     _, view = windows(x_, w.shape[2:], how)
@@ -78,7 +78,7 @@ def philox(counter: Any, key: tuple[int, int]) -> Array:
         k1 = np.uint64((key[1] + i * 0xBB67AE85) & MASK)
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (b >> half) ^ c1 ^ k0, b & low, (a >> half) ^ c3 ^ k1, a & low
-    return np.stack([c0, c1, c2, c3], axis=-1)  # the rounds have broadcast all four
+    return np.stack([c0, c1, c2, c3], axis=-1)  # the rounds broadcast all four words to one shape
 
 
 def uniform(rng: Array, site: int, size: Sequence[int], batch_dim: int, samples: int) -> Array:

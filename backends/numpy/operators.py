@@ -45,7 +45,7 @@ def _places(indices: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _along(index: Array, dim: int) -> tuple[Array, ...]:
-    """Return the indices of the elements that `index` [...] selects along `dim`."""
+    """Return, for each dimension, the indices of the elements that `index` selects along `dim`."""
     indices: list[Array] = list(np.indices(index.shape, sparse=True))
     indices[dim] = index
     return tuple(indices)
@@ -110,7 +110,7 @@ def _scatter_reduce(
 
 
 def _pad(x: Array, widths: Sequence[int], value: float = 0) -> Array:
-    """Pad the last dimensions; `widths` begins with the last one. Negative widths cut."""
+    """Pad the last dimensions; `widths` begins with the last dimension. Negative widths cut."""
     pairs = [(0, 0)] * x.ndim
     for place in range(len(widths) // 2):
         pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])

@@ -68,8 +68,8 @@ def _cpu() -> DeviceInfo:
         memory_nbytes=_host_memory_nbytes(),
         memory_domain="host",
         dtypes=DTYPES,
-        # Passes share no tensor that they write, and torch's kernels and inference mode work in
-        # several threads at once.
+        # Two passes never write the same tensor, and torch's kernels and inference mode may be
+        # used by several threads at once.
         capabilities=Capabilities(queues=2),
     )
 
@@ -120,7 +120,7 @@ def _vendor(kind: str) -> str:
 
 
 def _memory_domain(kind: str, index: int, properties: Any) -> str:
-    """Return the board's address on the bus: all drivers of a board then name the same domain."""
+    """Return a card's address on the bus, so that all its drivers name the same domain."""
     if hasattr(properties, "pci_bus_id"):
         domain, slot = getattr(properties, "pci_domain_id", 0), properties.pci_device_id
         return f"pci:{domain:04x}:{properties.pci_bus_id:02x}:{slot:02x}"

@@ -1,4 +1,4 @@
-"""Torch devices: the common part, and devices whose calls return when the work is done."""
+"""torch's devices: their common part, and the devices whose calls wait for their work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = (
 class TorchBuffer(Buffer):
     """A row-major torch tensor, with the shape that its graph declares.
 
-    The tensor of a library's workspace, which no other backend reads, has another shape.
+    A workspace of oneDNN differs from the declared shape; no other backend reads it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TorchBuffer(Buffer):
 
 
 def host_array(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as an array; bfloat16, which numpy lacks, as int16."""
+    """Return a CPU tensor's memory as an array. bfloat16, which numpy lacks, becomes int16."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)
     array: Array = tensor.numpy()
@@ -71,7 +71,7 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
         """Run the graph, or start it on the current stream."""
-        if len(set(map(id, inputs))) < len(inputs):  # keep a buffer that is two inputs
+        if len(set(map(id, inputs))) < len(inputs):  # do not donate a buffer that is two inputs
             donate = frozenset(i for i in donate if inputs.count(inputs[i]) == 1)
         program = self._programs.get(donate)
         if program is None:
@@ -115,7 +115,7 @@ class TorchDevice(Device):
         name = f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
         if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key):
             return None
-        return f"torch has no kernel of it for {self.torch_device.type}"
+        return f"torch has no kernel of this operator for {self.torch_device.type}"
 
     def prepare(self, graph: fx.GraphModule) -> CompiledGraph:
         """Check and compile a graph."""
@@ -133,7 +133,7 @@ Function = Callable[..., Any]
 
 
 def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> fx.GraphModule:
-    """Return the graph with these functions instead of the operators of the same name."""
+    """Return the graph; functions replace the operators that `operators` names."""
     if not any(operator_name(node) in operators for node in graph.graph.nodes):
         return graph
     own = canonical(graph)
@@ -144,7 +144,7 @@ def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> 
 
 
 def _apart(function: Function, number: int) -> Function:
-    """Wrap a function: its results share no memory with its arguments, and its name is unique."""
+    """Wrap a function, so that its results share no memory with its arguments; number its name."""
 
     def own(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -163,7 +163,7 @@ def _copied(value: Any, taken: set[int]) -> Any:
 
 
 class CpuDevice(TorchDevice, BlockingDevice):
-    """torch on the CPU, with the number of threads that the process has."""
+    """torch on the CPU, with as many threads as torch uses in this process."""
 
     def _compile(self, graph: fx.GraphModule) -> CompiledGraph:
         return CompiledGraph(with_operators(graph, self._operators), self)

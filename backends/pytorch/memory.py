@@ -1,8 +1,8 @@
 """Finds nodes that share storage, and lets a node reuse the storage of another node.
 
-Compiled graphs are functional: every node allocates. So every accumulation would cost a new tensor
-and an optimizer step would double the parameters. Instead, if the last use of a value is
-elementwise, that node writes into the storage of the value.
+In a functional graph every node allocates its result. So every accumulation would cost a new
+tensor, and an optimizer step would need memory for the parameters twice. Instead, if an elementwise
+node is the last to read a value, it writes its result into the storage of the value.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ELEMENTWISE = frozenset((
     "sigmoid", "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "square",
     "sub", "tanh", "tanh_backward", "threshold_backward", "trunc", "where",
 ))  # fmt: skip
-"""Operators whose element i reads only elements i of operands of the result's shape."""
+"""Operators that compute element i from only the elements i of operands of the same shape."""
 
 ACCUMULATING = frozenset(("addmm", "baddbmm"))
-"""Operators whose element i reads only element i of their first operand."""
+"""Operators that compute element i from only element i of their first operand."""
 
 SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 """Operators that read the shape of their operand, not its values."""
@@ -79,7 +79,7 @@ class Storages:
         return root.op == "call_function" or root in self._donated
 
     def promised(self, node: fx.Node) -> bool:
-        """Return whether a shape-only node can take this storage for its result."""
+        """Return whether a shape-only node reads this storage, and so may take it."""
         members = self.members[self.root[node]]
         return any(base_name(user) in SHAPE_ONLY for member in members for user in member.users)
 
@@ -94,7 +94,7 @@ class Storages:
 
 
 def sink_shape_only(graph: fx.Graph) -> None:
-    """Move each node that reads only a shape to just before its first user."""
+    """Move each `SHAPE_ONLY` node to just before the first node that uses it."""
     output = graph.output_node()
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and base_name(node) in SHAPE_ONLY:
@@ -126,7 +126,7 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         return None
     free = [n for n in candidates if _can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
-        # Results of the graph avoid storage that a gradient accumulator should take.
+        # Leave storage that a shape-only node can reuse, such as for an accumulator of zeros.
         free.sort(key=storages.promised)
     return free[0] if free else None
 
@@ -144,7 +144,7 @@ def _can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
 
 
 def _covers(value: torch.Tensor, root: Any) -> bool:
-    """Return whether a view has each element of its root once; an expanded view repeats them."""
+    """Return whether a view has as many elements as its root; an expanded view has more."""
     return isinstance(root, torch.Tensor) and value.numel() == root.numel()
 
 
@@ -173,9 +173,9 @@ def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
 
 
 def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str] | None:
-    """Return an overload of `packet` and the name of its last argument.
+    """Return an overload of `packet` and the name of its last argument, or None.
 
-    It has `node`'s arguments and `extra` more, and writes one of them.
+    The overload has `node`'s arguments and `extra` more, and writes exactly one of its arguments.
     """
     overloads = getattr(torch.ops.aten, packet, None)
     assert isinstance(node.target, OpOverload)
@@ -199,7 +199,7 @@ STRIDED = frozenset((
 ))  # fmt: skip
 """Operators that read strided operands correctly, so that a copy would only cost time.
 
-Pointwise operators, reductions and views read strides, too: torch marks them.
+Pointwise operators and reductions also read strides. They are not listed: torch tags them.
 """
 
 
@@ -208,7 +208,7 @@ DENSE_VIEWS = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.
 
 
 def needs_row_major(node: fx.Node) -> bool:
-    """Return whether a call needs row-major operands; every Python function does.
+    """Return whether a call needs row-major operands; calls of Python functions always do.
 
     Many of torch's kernels ignore strides. Eager autograd makes a gradient contiguous before it
     calls such a kernel. A captured graph has no strides, so its copies are dropped, and the backend

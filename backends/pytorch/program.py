@@ -1,4 +1,4 @@
-"""Turns a canonical graph into a Python function: a line per node, which also drops dead values.
+"""Turns a canonical graph into a Python function with a line per node. Lines drop dead values.
 
 Generated code costs about 2 us per node, several times less than an interpreter of the graph.
 """
@@ -34,8 +34,8 @@ class Program:
     """A graph compiled to overwrite the inputs of one `donate` set.
 
     `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
-    that the graph declares for them.
-    `outputs` has the index of each output among the new tensors, or `~i` for input i itself.
+    that the graph declares for the new tensors. For each output, `outputs` has its index among the
+    new tensors, or `~i` if the output is input i itself.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Program:
         self.call = _generate(copy, created, device, self._file)
 
     def explain(self, error: Exception) -> BackendError:
-        """Return torch's error with device, operator and layer, or the error of a bad index."""
+        """Return torch's error with device, operator and layer, or name the index out of range."""
         where, trace = "", error.__traceback__
         while trace is not None:
             line = trace.tb_lineno - _HEAD_LINES - 1
@@ -142,7 +142,7 @@ QUICK = frozenset((
 
 
 def _callable(target: OpOverload) -> Callable[..., Any]:
-    """Return the operator's Python function if it has one, which parses arguments 0.5 us faster."""
+    """Return the operator's Python function if there is one: it parses arguments 0.5 us faster."""
     if (own := function_of(target)) is not None:
         return own
     namespace, name, _ = str(target).split(".")
@@ -153,7 +153,7 @@ def _callable(target: OpOverload) -> Callable[..., Any]:
 
 
 def _text(value: Any, scope: dict[str, Any], dense: bool = False) -> str:
-    """Return an argument as code; `dense` makes tensors row-major, as inputs are already."""
+    """Return an argument as code. `dense` makes tensors row-major; inputs are row-major already."""
     if isinstance(value, fx.Node):
         return f"{value.name}.contiguous()" if dense and value.op != "placeholder" else value.name
     if isinstance(value, (list, tuple)):

@@ -11,7 +11,7 @@ from torch import fx
 aten = torch.ops.aten
 own = torch.ops.hetpipe
 
-_LSTM = 2  # torch's number for this kind of network
+_LSTM = 2  # torch's number for LSTM, among the kinds of recurrent networks
 
 
 def by_library(graph: fx.Graph) -> None:
@@ -37,7 +37,7 @@ def lstm_layer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `hetpipe.lstm_layer`; the last result is oneDNN's workspace."""
     x, w_ih, w_hh, h0, c0 = _row_major(x, w_ih, w_hh, h0, c0)
-    with torch.enable_grad():  # otherwise there is no workspace
+    with torch.enable_grad():  # without gradients, oneDNN returns no workspace
         y, _, last_c, workspace = aten.mkldnn_rnn_layer(
             x, w_ih, w_hh, *_biases(w_ih, bias), h0.unsqueeze(0), c0.unsqueeze(0),
             False, [], _LSTM, h0.shape[1], 1, True, False, False, True,
@@ -76,6 +76,6 @@ def _row_major(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _biases(w_ih: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two biases that oneDNN adds. If it got none, it would return no bias gradient."""
+    """Return two biases for oneDNN to add. Without biases it would return no bias gradient."""
     zeros = w_ih.new_zeros(w_ih.shape[0])
     return (zeros if bias is None else bias), zeros

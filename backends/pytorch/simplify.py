@@ -14,7 +14,7 @@ def simplify(graph: fx.Graph) -> None:
     """Apply all rewrites to a functional graph."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            # Strides may differ from the traced strides: if no view exists, copy.
+            # Strides may differ from the traced strides; if they allow no view, reshape copies.
             node.target = aten.reshape.default
         elif node.target is aten.as_strided.default:
             _straighten(graph, node)
@@ -30,7 +30,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _straighten(graph: fx.Graph, node: fx.Node) -> None:
-    """Make the operand of `as_strided` row-major; its strides may not be the traced strides."""
+    """Make the operand of `as_strided` row-major, since its strides may differ from the trace's."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     with graph.inserting_before(node):
@@ -40,7 +40,7 @@ def _straighten(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:
-    """Make the value of a `fill` 0-d: torch rejects other tensors of one element."""
+    """Make the value of a `fill` 0-d: torch rejects values with dimensions."""
     value = node.args[1]
     assert isinstance(value, fx.Node)
     if value.meta["val"].dim() > 0:
@@ -73,7 +73,7 @@ def _fuse_scaled_subtraction(node: fx.Node) -> None:
 
 
 def _fuse_product_into_sum(node: fx.Node) -> None:
-    """Compute `sum + a @ b` by one operator, which adds a gradient directly to its accumulator."""
+    """Compute `sum + a @ b` by one operator: a gradient goes directly into its accumulator."""
     base, product = _plain_operands(node)
     if _only_use(product, aten.mm.default) and _alike(base, product) and base.op == "placeholder":
         node.target = aten.addmm.default

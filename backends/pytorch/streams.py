@@ -26,7 +26,7 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 class Lane:
     """A stream, and a thread that calls back when work on the stream has ended.
 
-    torch has no callbacks on streams, hence the thread, which starts with the first callback.
+    The thread is needed because torch has no callbacks on streams. It starts with the first one.
     """
 
     def __init__(self, module: Any, device: torch.device, name: str) -> None:
@@ -39,13 +39,13 @@ class Lane:
         self._lock = threading.Lock()
 
     def mark(self) -> Any:
-        """Return a native event after all work on the stream so far."""
+        """Return torch's event for the end of all work on the stream so far."""
         native = self._module.Event()
         native.record(self.stream)
         return native
 
     def order(self, after: Sequence[Event]) -> None:
-        """Hold later work until `after` have ended: on the device if possible, else on the host."""
+        """Hold later work until `after` end: on the device if possible, else on the host."""
         for event in after:
             if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
                 self.stream.wait_event(event.native)
@@ -54,7 +54,7 @@ class Lane:
 
     @property
     def kind(self) -> str:
-        """The torch type of the device."""
+        """torch's name for the type of the device, such as `cuda`."""
         return self._device.type
 
     def when_ended(self, native: Any, fn: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Lane:
     def _watch(self) -> None:
         while (asked := self._asked.get()) is not None:
             native, fn = asked
-            # An error stays on the device, and the event raises it for its waiters.
+            # Waiters get the error too, because the event raises it for each of them.
             with contextlib.suppress(RuntimeError):
                 native.synchronize()
             fn()
@@ -136,7 +136,7 @@ class StreamDevice(TorchDevice):
         with self.module.stream(lane.stream):
             tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
             tensor.copy_(staged, non_blocking=True)
-        # The allocating stream owns the memory: tell the allocator that another stream uses it.
+        # Memory belongs to the stream that allocates it: report its use by another stream.
         tensor.record_stream(self.compute.stream)
         return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
