@@ -43,7 +43,7 @@ class OpenCLBackend(Backend):
 
     name = "opencl"
     kernels: ClassVar[tuple[OwnKernel, ...]] = ()
-    """Kernels that a subclass registers; they replace hetpipe's kernels. See `register_kernel`."""
+    """Kernels that a subclass registers to replace hetpipe's kernels. See `register_kernel`."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
@@ -106,7 +106,7 @@ class OpenCLBackend(Backend):
         return OpenCLRunner(self.place)
 
     def place(self, device_id: str) -> tuple[Any, Runtime | None]:
-        """Return pyopencl's device with this id, and its `Runtime` if hetpipe has an entry for it.
+        """Return pyopencl's device with this id, and its `Runtime`, or None if hetpipe knows none.
 
         Raises `BackendError` if this machine has no such device.
         """
@@ -146,9 +146,9 @@ class OpenCLBackend(Backend):
         """Register a kernel for an operator such as `aten.mm.default`.
 
         `source` is OpenCL source or the path of a file, `function` the kernel's name in it;
-        `settings` are the other fields of `OwnKernel`. Call it beside the class, in the file from
-        which workers load the class. Raises `BackendError` for `OpenCLBackend` itself: a backend
-        with other kernels needs another name.
+        `settings` are the other fields of `OwnKernel`. Call `register_kernel` beside the class, in
+        the file from which workers load the class. Raises `BackendError` for `OpenCLBackend`
+        itself: a backend with other kernels needs another name.
         """
         from .user.user_kernels import OwnKernel, text_of
 
@@ -160,7 +160,7 @@ class OpenCLBackend(Backend):
     def register_spec(cls, path: str | Path) -> None:
         """Register the kernel of a specification file for the operator that the file names.
 
-        Raises `BackendError` as `register_kernel` does, and for a fault of the file.
+        Raises `BackendError` for `OpenCLBackend` itself, and for a fault in the file.
         """
         from .user.specification import kernel_of
 
@@ -171,13 +171,13 @@ class OpenCLBackend(Backend):
     def _refuse_stock_class(cls) -> None:
         if cls is OpenCLBackend:
             raise BackendError(
-                "register_kernel works only on a subclass, class "
-                "Mine(OpenCLBackend), with another name, so that its devices "
-                "have other ids than ours"
+                "registering a kernel works only on a subclass with another name, so that "
+                "device ids differ from those of opencl: class Mine(OpenCLBackend) with "
+                'name = "mine"'
             )
 
     def _with_kernels(self, info: DeviceInfo) -> DeviceInfo:
-        """Name the configured kernels in the device's description: costs are stored under it."""
+        """Name the configured kernels in `driver`, since stored costs depend on the kernels."""
         if not self._configured:
             return info
         from .user.specification import digest_of
@@ -214,10 +214,10 @@ class OpenCLBackend(Backend):
 
 
 def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
-    """Name the chosen kernel family in the device's description: costs depend on it.
+    """Name the chosen kernel family in `driver`, since costs depend on the family.
 
-    Only products of the family `cpu` complete their results in parts. A device has each channel
-    once, so passes that use channels run one after another.
+    Only products of the family `cpu` complete their results in parts. A device has only one of
+    each channel, so passes that use channels run one after another.
     """
     if not family:
         return info

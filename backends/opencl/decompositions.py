@@ -23,7 +23,7 @@ FLOAT32_KERNELS = (
     aten._native_batch_norm_legit.no_stats, aten.native_batch_norm_backward.default,
     aten._native_batch_norm_legit_no_training.default,
 )  # fmt: skip
-"""Operators with a kernel for float32 only, which torch can decompose."""
+"""Operators whose kernels are for float32 only. torch can decompose these operators."""
 
 
 def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
@@ -40,7 +40,7 @@ def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
 
 
 def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Decompose a call in float64 or without elements, and leave other calls to the kernel."""
+    """Decompose a call with float64 or without elements; leave any other call to the kernel."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if args[0].numel() and all(tensor.dtype != torch.float64 for tensor in tensors):
         return NotImplemented
@@ -50,8 +50,8 @@ def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) 
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
     """Return dy times the derivative of gelu, written with the terms of gelu's kernel.
 
-    A forward pass that saves the derivative thus computes the error function or exponential once.
-    The approximation is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
+    So a forward that saves the derivative computes the error function or the exponential only once.
+    The approximation is x p with p = (1 + tanh(u)) / 2, which is the logistic function of 2 u.
     """
     if approximate != "none":
         scale, cubic = math.sqrt(2 / math.pi), 0.044715
@@ -70,7 +70,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 BESIDE_LOWERINGS: Mapping[Any, Callable[..., Any]] = {
-    aten.gelu_backward.default: gelu_backward,  # its terms are the terms of the forward
+    aten.gelu_backward.default: gelu_backward,  # has the same terms as the forward
     aten.silu.default: silu,
     aten.scatter_reduce.two: scatter_mean,  # the other reductions have a kernel
 }

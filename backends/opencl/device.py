@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class OpenCLDevice(OpenedDevice):
     """A device with in-order queues for passes and a separate queue for transfers.
 
-    Memory passes from one queue to another only when the first queue has finished with it.
+    Another queue may use a piece of memory only when the previous queue has finished with it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OpenCLDevice(OpenedDevice):
         family: str = "cpu",
         channels: bool = False,
     ) -> None:
-        """With a folder of `bundles`, the device loads their binaries and compiles nothing."""
+        """If `bundles` is a folder, the device loads the bundles' binaries and compiles nothing."""
         cl = driver()
         self.info = info
         self._cl_device = cl_device
@@ -87,7 +87,7 @@ class OpenCLDevice(OpenedDevice):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # An interpreter that checks kernels must also see the host's accesses.
+            # An interpreter that checks memory must see the host's accesses too: nothing is shared.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -100,13 +100,13 @@ class OpenCLDevice(OpenedDevice):
         self._late = runtime is not None and runtime.late
         self.programs = self._programs(bundles, runtime is not None and runtime.forgets)
         self._ahead: dict[str, Lowered] = {}
-        """The graphs that `compile_ahead` lowered last, by their text."""
+        """The launches of the graphs of the last `compile_ahead`, by the text of the graph."""
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self.lock = threading.RLock()
         self.enqueueing = threading.Lock()
 
     def _programs(self, bundles: Path | None, forgets: bool) -> Programs | BundledPrograms:
-        """Return the source of kernels: bundles, or the runtime's compiler with stored binaries."""
+        """Return the built programs: from bundles, or from the runtime's compiler."""
         own = (self._cl_device, self.info.id)
         if bundles is not None:
             return BundledPrograms(self.context, *own, self.binary_facts(), bundles)
@@ -121,8 +121,8 @@ class OpenCLDevice(OpenedDevice):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """Compile several graphs. Their new kernels share programs, since each program takes time
-        to build."""
+        """Compile several graphs. Their new kernels share programs, since building a program
+        takes time whatever its size."""
         return [OpenCLExecutable(self, each) for each in self._lowered(graphs)]
 
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:
@@ -134,8 +134,8 @@ class OpenCLDevice(OpenedDevice):
         return exported({name: self._lower(graph) for name, graph in programs.items()})
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
-        """Compile a source of a bundle. A runtime that compiles kernels at their first launch also
-        stores the code for the first launches of `programs`."""
+        """Compile a source of a bundle, and return the binary. If the runtime compiles a kernel
+        at its first launch, the binary also has the code for the first launches of `programs`."""
         cl = driver()
         job = job_of(text, source.options, programs if self._late else ())
         with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):
@@ -213,7 +213,7 @@ class OpenCLDevice(OpenedDevice):
         return lower(graph, self.target, self._lowerings) if ahead is None else ahead
 
     def _copy(self, dst: Bytes, src: Bytes) -> Event:
-        """Copy in the host's memory: a driver would first wait for all running kernels."""
+        """Copy without the driver, which would first wait for all running kernels."""
         np.copyto(dst, src)
         return DONE
 

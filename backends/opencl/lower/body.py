@@ -48,7 +48,8 @@ class Body:
     def row_lines(self, row: str = "") -> list[str]:
         """Return the statements at the start of a row. Call it after all other methods.
 
-        They split the number `row` into coordinates c0, c1, ..., if the kernel has several rows.
+        If the kernel has several rows, `row` is the variable with the number of the row; the
+        statements split it into coordinates c0, c1, ....
         """
         lines, rest = [], self.nest.rows
         for d, size in enumerate(self.nest.shape[:-1] if row else ()):

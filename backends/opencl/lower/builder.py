@@ -73,7 +73,8 @@ class Builder:
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
 
     def source_of(self, copy: Value) -> Load | None:
-        """Return the strided tensor that `copy` copies, or None. Unread copies are not made."""
+        """Return the strided tensor that `copy` copies, or None. A copy that is never read is not
+        made."""
         return self._copied.get(copy.id)
 
     def new(self, shape: Sequence[int], dtype: str) -> Value:
@@ -117,14 +118,15 @@ class Builder:
     def product(self, out: Value, tile: Tile) -> None:
         """Add a product: the launches of `tile` compute the matrices `out`.
 
-        The launches wait for an epilogue until another kernel needs the product.
+        The launches wait for an epilogue until another kernel needs the product, or until more
+        than WAITING products wait.
         """
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         if len(waiting := list(filter(epilogue.is_product, self._groups))) > WAITING:
             self._flush({waiting[0][0].out.id})
 
     def follow(self, rows: Rows, results: Sequence[Value]) -> bool:
-        """Fuse a kernel over rows with the product that it reads; return False if impossible."""
+        """Fuse a kernel over rows with the product that it reads; return whether that succeeded."""
         stores = [Store(rows, value, Layout.row_major(value.shape)) for value in results]
         return epilogue.follow(self._groups, stores)
 
@@ -182,7 +184,8 @@ class Builder:
         return seen
 
     def define(self, node: fx.Node, expr: Expr) -> None:
-        """Set `node` to `expr`, which the kernels that use it compute, unless it is stored here."""
+        """Set `node` to `expr`. Each kernel that uses the expression computes it, unless
+        the node is an output, or is costly and has several users: then it is stored here."""
         if node in self._outputs or (len(node.users) > 1 and work(expr) > CHEAP):
             expr = self.pool.load(self.store(expr))
         self._lowered[node] = expr
@@ -223,7 +226,7 @@ class Builder:
             else:
                 joining = store if store.joins(group) else None
             if joining is not None:
-                # No later group needs this one: it can run last, after the operands of the store.
+                # No later group needs this group: it can run last, after the operands of the store.
                 del self._groups[at]
                 self._groups.append([*group, joining])
                 return

@@ -165,7 +165,7 @@ class Load(Expr):
 
     @property
     def plain(self) -> bool:
-        """Whether it reads each element of the tensor once, in row-major order."""
+        """Whether the load reads each element of the tensor once, in row-major order."""
         return (
             not self.indices
             and self.layout == Layout.row_major(self.shape)
@@ -175,14 +175,15 @@ class Load(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Apply(Expr):
-    """A C expression over arguments, `{0}` being the first. All arguments have its shape."""
+    """A C expression of arguments; `{0}` is the first. All arguments have the same shape."""
 
     code: str
     args: tuple[Expr, ...]
     weight: int = 1
     """Rough cost, in additions."""
     alone: str = ""
-    """The C expression without the last argument, for kernels that do not use it elsewhere."""
+    """A C expression that does not need the last argument, for kernels that use that argument
+    nowhere else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +191,7 @@ class Rows(Expr):
     """A result of a kernel over whole rows. The kernels of the product `source` send the rows.
 
     `file` has the kernel's source, `arguments` maps its parameters to arguments, and `reads` has
-    the arguments that it reads.
+    the arguments that the kernel reads.
     """
 
     source: Load

@@ -23,7 +23,7 @@ BLOCKS = 16
 """Blocks per launch; a launch with fewer steps stays whole."""
 
 Block = tuple[tuple[int, ...] | None, tuple[int, ...]]
-"""Offset (None: none) and size of a part of a launch's range."""
+"""Offset and size of a part of a launch's range; the offset None means 0."""
 HELPERS = {
     "exact_erf(": "erf.cl", "exp_minus_square(": "erf.cl", "erf_plus_one(": "erf.cl",
     "exact_sin(": "exact.cl", "exact_cos(": "exact.cl", "exact_tan(": "exact.cl",
@@ -96,8 +96,8 @@ class Launch:
     once and send data to each other through channels; this number names the additional queue in
     which this launch runs. The last launch receives all data."""
     step: int = 0
-    """Elements of its results that each step of the first global id completes; 0 if it does not
-    complete them in row-major order."""
+    """Elements of the results that each step of the first global id completes; 0 if the steps do
+    not complete the results in row-major order."""
 
     @property
     def touches(self) -> set[int]:
@@ -150,7 +150,7 @@ class Store:
         """Return whether this store can be in one kernel with `group`, and is faster there.
 
         Both must have the same shape and share tensors. If this store reads a tensor that the group
-        writes, it must read it element by element.
+        writes, it must read the tensor element by element.
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False

@@ -39,7 +39,7 @@ class Geometry:
 
     @property
     def window(self) -> dict[str, int]:
-        """Arguments kernel, stride, padding and dilation of kernels for processors, in h and w."""
+        """Arguments of kernels for CPUs: kernel, stride, padding and dilation, each in h and w."""
         names = ("kernel", "stride", "padding", "dilation")
         return {
             f"{name}_{letter}": getattr(self, name)[dim]
@@ -93,7 +93,7 @@ class Product:
 
     @property
     def operands(self) -> dict[str, Argument]:
-        """Kernel arguments a, b and their strides."""
+        """Kernel arguments a and b, with their offsets and strides."""
         a, b = self.left, self.right
         return {
             "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
@@ -102,7 +102,10 @@ class Product:
 
     @property
     def scaling(self) -> dict[str, Argument]:
-        """Kernel arguments alpha, beta, bias and its strides; `left` replaces a missing bias."""
+        """Kernel arguments alpha, beta, and the bias with its offset and strides.
+
+        `left` stands for a missing bias, and beta is then 0.
+        """
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
         beta = float(self.beta) if self.bias else 0.0
         return {
@@ -149,7 +152,8 @@ class Patches:
 
     @property
     def shift(self) -> dict[str, Argument]:
-        """Kernel arguments of the bias; an operand replaces a missing bias."""
+        """Kernel arguments of the bias, none for a weight gradient; an operand stands for a missing
+        bias."""
         if self.kind == "weight_gradient":
             return {}
         stand_in = next(iter(self.operands.values()))

@@ -22,7 +22,7 @@ from .signature import C_TYPES
 CHAIN = 2048
 """Longest chain of additions; longer sums are cut into segments."""
 COLUMNS = 8
-"""Most vectors of columns per work-item, which then reads neighbouring bytes of each row."""
+"""Most vectors of columns per work-item. They are neighbours in each row."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
 
 
 def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:
-    """Return whether most operands are contiguous along reduced dimensions, not along others."""
+    """Return whether most operands have their least stride in a reduced dimension."""
     votes = 0
     for load in loads(expr):
         strides = [(s, d) for d, s in enumerate(load.layout.strides) if s]

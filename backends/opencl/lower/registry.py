@@ -35,7 +35,7 @@ class Lowering:
 
 
 LOWERINGS: dict[str, Lowering] = {}
-"""Stock lowerings, which each OpenCL backend extends; see `OpenCLBackend.lowerings`."""
+"""hetpipe's lowerings, to which a backend adds kernels; see `OpenCLBackend.lowerings`."""
 
 
 def lowers(

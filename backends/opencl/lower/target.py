@@ -13,7 +13,7 @@ from .expr import Value
 MOST_EACH = 16
 """Most rows per work-item of a kernel over rows."""
 BALANCE = 4
-"""Least number of work-items per compute unit before a work-item takes several rows."""
+"""Work-items per compute unit that remain if a work-item takes several rows."""
 LINE = 16
 """Floats per cache line."""
 PAST_CACHES = "PAST_CACHES"
@@ -68,8 +68,8 @@ class Target:
     def past_caches(self, result: Value, length: int) -> tuple[str, ...]:
         """Return the macro to write rows of `length` past the caches, or none.
 
-        It suits a result that fills the last cache together with an operand of the same size: the
-        cache need not read a line before it is overwritten, and it keeps the rows to be read next.
+        The macro suits a result that, with an operand of the same size, fills the last cache: the
+        cache need not read a line that is overwritten, and keeps the rows that are read next.
         """
         large = 4 * math.prod(result.shape) >= self.last_cache_nbytes // 2
         processor = self.kind == self.family == "cpu" and not self.checks_memory

@@ -23,7 +23,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def cast(builder: Builder, expr: Expr, dtype: str) -> Expr:
-    """Return `expr` converted to `dtype`, as torch converts."""
+    """Return `expr` converted to `dtype` by torch's rules."""
     if expr.dtype == dtype:
         return expr
     if isinstance(expr, Const):
@@ -42,7 +42,7 @@ def truth(builder: Builder, expr: Expr) -> Expr:
 
 
 def operands(builder: Builder, node: fx.Node, args: Any, dtype: str | None = None) -> list[Expr]:
-    """Return tensors and numbers in the node's shape and one dtype (default: the node's)."""
+    """Return `args`, in the node's shape and in `dtype` (default: the node's dtype)."""
     shape, dtype = node_shape(node), dtype or node_dtype(node)
     return [cast(builder, builder.expr(arg, shape, dtype), dtype) for arg in args]
 
@@ -54,7 +54,7 @@ def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def why_not_float32(node: fx.Node) -> str | None:
-    """Return why float32 kernels cannot run a node, or None. Class indices may be int64."""
+    """Return why a kernel for float32 cannot run a node, or None; class numbers may be int64."""
     return _other_dtype(node, torch.int64) or _empty(node.all_input_nodes[:1])
 
 
@@ -72,7 +72,7 @@ def _other_dtype(node: fx.Node, *allowed: torch.dtype) -> str | None:
     for arg in node.all_input_nodes:
         val = arg.meta["val"]
         if isinstance(val, torch.Tensor) and val.dtype not in (torch.float32, *allowed):
-            return f"this operator is float32 here, not {val.dtype}"
+            return f"its kernel takes float32, not {val.dtype}"
     return None
 
 
@@ -82,11 +82,11 @@ def _empty(nodes: Sequence[fx.Node]) -> str | None:
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments; the operator's schema guarantees their types."""
+    """Return the positional arguments, as `Any`: the operator's schema guarantees their types."""
     return tuple(node.args)
 
 
 def optional(builder: Builder, name: str, node: Any, stand_in: Value) -> dict[str, Value | int]:
-    """Return kernel arguments `name` and `has_name`; kernels never read an absent tensor."""
+    """Return arguments `name` and `has_name`; no kernel reads a stand-in for an absent tensor."""
     there = node is not None
     return {name: builder.value(node) if there else stand_in, f"has_{name}": int(there)}

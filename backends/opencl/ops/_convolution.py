@@ -14,14 +14,15 @@ from ..lower.product import Geometry
 from ._common import arguments, why_not_all_float32
 
 MOST_PIXELS = 14
-"""Most pixels of a register tile: each takes 2 of 32 registers for its sums."""
+"""Most pixels of a register tile: the sums of a pixel take 2 of 32 registers."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a sum over taps, whose result u is stored at y_start + u * y_step.
+    """One dimension of a sum over taps.
 
-    out[u] = sum over t of in[start + u * x_step + t * tap_step] * kernel[first + t * step].
+    out[u] = sum over t of in[start + u * x_step + t * tap_step] * kernel[first + t * step],
+    for u < outputs and t < taps. out[u] is stored at y_start + u * y_step.
     """
 
     outputs: int
@@ -43,17 +44,18 @@ class Axis:
 
 
 def forward_axis(g: Geometry, dim: int) -> Axis:
-    """Return the convolution itself along one dimension."""
+    """Return the sum of the forward along one dimension."""
     return Axis(g.out_size[dim], g.kernel[dim], 0, 1, -g.padding[dim], g.stride[dim],
                 g.dilation[dim])  # fmt: skip
 
 
 def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
-    """Return the input gradient along one dimension: per residue r, a convolution with stride 1.
+    """Return the input gradient along one dimension: for each residue r of the input's position
+    modulo the stride, a convolution with stride 1.
 
     Input i = stride * u + r receives dy[o] * kernel[k] where o * stride + k * dilation - padding
     = i. So k runs through one residue class modulo stride / gcd(stride, dilation), and o decreases
-    as k grows.
+    as k grows. If no k fits, there are no taps.
     """
     size, stride, padding, dilation = g.size[dim], g.stride[dim], g.padding[dim], g.dilation[dim]
     common = math.gcd(stride, dilation)
@@ -73,8 +75,8 @@ def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
 def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
     """Return (images, rows, cols) of the register tile with the least waste.
 
-    Waste is work that the last tiles repeat, loads of weights per pixel, interrupted runs of
-    stores, and border rows that a tile of several rows cannot skip.
+    Waste is the work that the last tiles repeat, the loads of weights per pixel, stores that are
+    not neighbours in memory, and border rows that a tile of several rows cannot skip.
     """
     best, best_score = (1, 1, 1), 0.0
     for tc in range(1, min(cols, MOST_PIXELS) + 1):
@@ -92,12 +94,12 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
 
 
 def filled(size: int, tile: int) -> float:
-    """Return the share of equal tiles that `size` elements fill."""
+    """Return the share of the space of whole tiles, of `tile` elements each, that `size` fills."""
     return size / (math.ceil(size / tile) * tile)
 
 
 def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
-    """Return the plain convolution of a node, and whether the node is its transpose.
+    """Return a node's plain convolution, and whether the node is a transposed convolution.
 
     The node is a `convolution` or a `convolution_backward`.
     """
@@ -126,14 +128,14 @@ def why_not(node: fx.Node) -> str | None:
     """Return why a convolution cannot be lowered, or None if it can."""
     dims = node.all_input_nodes[0].meta["val"].dim()
     if dims not in (3, 4):
-        return f"convolutions have 1 or 2 dimensions here, not {dims - 2}"
+        return f"its kernels convolve 1 or 2 dimensions, not {dims - 2}"
     return why_not_all_float32(node)
 
 
 def _pair(values: Any, missing: int, dims: int) -> tuple[int, int]:
-    """Return (rows, cols) of `dims` numbers; a list of one number stands for all dimensions.
+    """Return (rows, cols) from a list of `dims` numbers, or of one number for all dimensions.
 
-    One-dimensional convolutions have images of one row.
+    The image of a one-dimensional convolution is one row: `missing` stands for its rows.
     """
     pair = tuple(map(int, values)) * (dims if len(values) == 1 else 1)
     return (missing, pair[0]) if len(pair) == 1 else (pair[0], pair[1])

@@ -26,8 +26,8 @@ once."""
 KEPT_NBYTES = 10 << 20
 """Most bytes of transformed weights (four times the weights) that are kept between runs."""
 PART_NBYTES = 5 << 18
-"""Bytes of a part of the transformed weights, which a core's cache holds. If one turn does all
-tiles, each part is transformed and used before the next."""
+"""Bytes of a part of the transformed weights; a core's cache holds a part. If one turn does all
+tiles, each part is transformed and used before the next part."""
 TILE_WORK, WEIGHT_WORK = 600, 540
 """Cost of transforming 16 channels of a tile, and 16 weights, in vector operations."""
 
@@ -35,9 +35,9 @@ TILE_WORK, WEIGHT_WORK = 600, 540
 def suits(g: Geometry, flipped: bool) -> bool:
     """Return whether minimal filtering can compute the convolution, faster than the direct kernel.
 
-    With `flipped`, judge its input gradient. Costs are counted in multiply-adds of vectors. Per
-    input channel, the direct kernel needs 9 for a pixel, and minimal filtering 36 for a tile, with
-    three transforms in addition. These pay unless tiles are mostly border or channels are few.
+    With `flipped`, judge the input gradient. Costs are counted in multiply-adds of vectors. Per
+    input channel, the direct kernel needs 9 for a pixel, and minimal filtering 36 for a tile, and
+    three transforms. Minimal filtering pays unless tiles are mostly border or channels are few.
     """
     lanes, depth = g.channels(flipped)
     if (g.groups, g.kernel, g.stride, g.dilation) != (1, (3, 3), (1, 1), (1, 1)) or depth < LANES:

@@ -1,8 +1,8 @@
 """Operators that work element by element. Each is a piece of C code; codegen fuses them.
 
 `{0}` is the first operand, `{T}` the C type of the result (a vector of 16, or one element),
-`{M}` the signed integer type of the same width. Comparisons give 1 for one element and -1 in a
-vector: `abs` of either is 1.
+`{M}` the signed integer type of the same width. A true comparison gives 1 for one element and -1
+in a vector: `abs` makes 1 of both.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _together(node: fx.Node) -> str | None:
-    """Return why an `index` cannot be lowered: it needs one run of index tensors, none bool."""
+    """Return why an `index` cannot be lowered, or None. The index tensors must be for adjacent
+    dimensions, and none may be bool."""
     indices: Any = node.args[1]
     indexed = [d for d, index in enumerate(indices) if index is not None]
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
@@ -171,7 +172,7 @@ def _no_masks(node: fx.Node) -> str | None:
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_no_masks)
 def index_put(builder: Builder, node: fx.Node) -> None:
-    """Add rows of equal index in the order of the samples, or keep the last of them."""
+    """Add rows of equal index in the order of the values, or keep the last of these rows."""
     indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
     indexed = [d for d, index in enumerate(indices) if index is not None]

@@ -72,7 +72,7 @@ class Parts:
 
 
 def parts_of(device: Target, p: Product) -> Parts:
-    """Return a part per compute unit: more if parts are large, and short ones if they stream.
+    """Return a part per compute unit: more if parts are large, short ones on a streaming device.
 
     Each part packs its rows of A and its columns of B, so few large parts do less work.
     """
@@ -137,7 +137,7 @@ def _operands(
     """Return launches that pack ahead, the forms of both operands' panels, and the operands.
 
     A work-item packs its panels itself, or reads A in place if that suits. If it would use a
-    weight only a few times, another launch packs the weight; the result stays until it changes.
+    weight only a few times, another launch packs the weight; the panels stay until it changes.
     """
     packs, left, right = [], p.left, p.right
     forms = [_form(left.row, left.col), _form(right.col, right.row)]
