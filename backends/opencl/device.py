@@ -121,8 +121,8 @@ class OpenCLDevice(OpenedDevice):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """Compile several graphs. Their new kernels share programs, since building a program
-        takes time whatever its size."""
+        """Compile several graphs. Their new kernels share programs, since each build of a program
+        has a fixed cost."""
         return [OpenCLExecutable(self, each) for each in self._lowered(graphs)]
 
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:

@@ -13,7 +13,7 @@ from .expr import Value
 MOST_EACH = 16
 """Most rows per work-item of a kernel over rows."""
 BALANCE = 4
-"""Work-items per compute unit that remain if a work-item takes several rows."""
+"""At least this many work-items per compute unit remain if a work-item takes several rows."""
 LINE = 16
 """Floats per cache line."""
 PAST_CACHES = "PAST_CACHES"
