@@ -188,9 +188,9 @@ def test_prediction_is_nearer_to_the_weights_of_the_backward() -> None:
     [
         ({"weights": "flush"}, "pipedream is asynchronous and weights='flush' does not fit"),
         ({"weights": "stale"}, "no weight policy 'stale'; known: flush, stash"),
-        ({"weights": "2bw", "microbatches": 1}, "1 in a mini-batch, 3 in flight; use 3"),
+        ({"weights": "2bw", "microbatches": 1}, "1 in a mini-batch and 3 in flight; use 3"),
         ({"weights": "spectrain", "optimizer": ADAM[0]}, "momentum of sgd alone, not of adam"),
-        ({"weights": "spectrain", "depths": [5, 3, 1]}, r"defined for \[3, 2, 1\] mini-batches"),
+        ({"weights": "spectrain", "depths": [5, 3, 1]}, r"with \[3, 2, 1\] in flight, not for"),
         ({"weights": "pipeoptim", "optimizer": hp.optim.sgd(lr=0.1)}, "sgd needs momentum"),
     ],
     ids=["flush", "stale", "2bw", "spectrain_adam", "spectrain_deep", "pipeoptim_plain_sgd"],
