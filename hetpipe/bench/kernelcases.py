@@ -134,12 +134,14 @@ def convolutions(layers: Sequence[Layer]) -> Iterator[Case]:
 
 
 def _forward(settings: tuple[Any, ...], x: Tensor, w: Tensor) -> Tensor:
-    return aten.convolution(x, w, None, *settings)
+    output: Tensor = aten.convolution(x, w, None, *settings)
+    return output
 
 
 def _gradient(settings: tuple[Any, ...], part: int, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     mask = [part == 0, part == 1, False]
-    return aten.convolution_backward(dy, x, w, None, *settings, mask)[part]
+    output: Tensor = aten.convolution_backward(dy, x, w, None, *settings, mask)[part]
+    return output
 
 
 ROWS, WIDTH = 16384, 1024
@@ -155,7 +157,8 @@ def memory_bound() -> Iterator[Case]:
     norm = partial(aten.native_layer_norm.default, normalized_shape=[WIDTH], eps=1e-5)
 
     def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return norm(x, weight=w, bias=b)[0]
+        output: Tensor = norm(x, weight=w, bias=b)[0]
+        return output
 
     yield Case("memory", "layer norm", text, layer_norm, (x, w, w), 8.0 * ROWS * WIDTH, 2 * size)
     softmax = partial(torch.softmax, dim=-1)

@@ -18,7 +18,7 @@ from hetpipe.child import Parent
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.train.training import one_thread
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON format."""
 N = 1024
 ROUNDS = 7

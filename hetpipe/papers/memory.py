@@ -76,7 +76,8 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embedding(x)))
+        output: torch.Tensor = self.head(self.blocks(self.embedding(x)))
+        return output
 
 
 def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int, ...]:

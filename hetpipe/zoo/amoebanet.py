@@ -51,7 +51,8 @@ class FactorizedReduce(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.relu(x)
         odd = nn.functional.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:]
-        return self.bn(torch.cat([self.conv1(x), self.conv2(odd)], 1))
+        output: torch.Tensor = self.bn(torch.cat([self.conv1(x), self.conv2(odd)], 1))
+        return output
 
 
 def none(channels: int, stride: int) -> nn.Module:
@@ -165,7 +166,8 @@ class AmoebaNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.stem(x)
         _, y = self.cells((y, y))
-        return self.fc(y.mean((2, 3)))
+        output: torch.Tensor = self.fc(y.mean((2, 3)))
+        return output
 
 
 def _amoebanet(cells: int, filters: int, size: int, classes: int) -> RandomModel:

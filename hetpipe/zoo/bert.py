@@ -40,7 +40,8 @@ class BertLayer(nn.Module):
         y = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
         x = self.norm1(x + self.dropout(self.output(y)))
         y = self.outer(functional.gelu(self.intermediate(x)))
-        return self.norm2(x + self.dropout(y))
+        output: torch.Tensor = self.norm2(x + self.dropout(y))
+        return output
 
 
 class Bert(nn.Module):
@@ -67,7 +68,8 @@ class Bert(nn.Module):
         bias = (1.0 - mask[:, None, None].to(x.dtype)) * -1e4
         for layer in self.layers:
             x = layer(x, bias)
-        return self.qa_outputs(x)
+        output: torch.Tensor = self.qa_outputs(x)
+        return output
 
 
 def _bert(

@@ -34,7 +34,8 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.narrow(functional.gelu(self.widen(y))).permute(0, 3, 1, 2)
-        return x + self.layer_scale * y
+        output: torch.Tensor = x + self.layer_scale * y
+        return output
 
 
 class ConvNeXt(nn.Module):
@@ -53,7 +54,8 @@ class ConvNeXt(nn.Module):
         self.classifier = nn.Linear(widths[-1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.norm(self.features(x).mean((2, 3))))
+        output: torch.Tensor = self.classifier(self.norm(self.features(x).mean((2, 3))))
+        return output
 
 
 def _convnext(widths: Sequence[int], depths: Sequence[int], size: int, classes: int) -> RandomModel:

@@ -65,7 +65,8 @@ class DenseNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.relu(self.features(x))
-        return self.classifier(functional.adaptive_avg_pool2d(y, 1).flatten(1))
+        output: torch.Tensor = self.classifier(functional.adaptive_avg_pool2d(y, 1).flatten(1))
+        return output
 
 
 def _densenet(size: int, mini_batch: int, depths: Sequence[int], *sizes: int) -> RandomModel:

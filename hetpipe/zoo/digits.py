@@ -45,7 +45,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.act1(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return self.act2(y + self.shortcut(x))
+        output: torch.Tensor = self.act2(y + self.shortcut(x))
+        return output
 
 
 class DigitsNet(nn.Sequential):

@@ -58,7 +58,8 @@ class Attention(nn.Module):
         both = self.linear_q(query)[:, :, None] + self.linear_k(keys)[:, None]
         direction = self.linear_att / self.linear_att.norm()
         scores = torch.tanh(both + self.normalize_bias) @ direction * self.normalize_scalar
-        return scores.softmax(-1) @ keys
+        output: torch.Tensor = scores.softmax(-1) @ keys
+        return output
 
 
 class Decoder(nn.Module):
@@ -96,7 +97,8 @@ class GNMT(nn.Module):
 
     def forward(self, source: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
         encoded = self.encoder(self.embedder_in(source))
-        return self.classifier(self.decoder(self.embedder_out(so_far), encoded))
+        output: torch.Tensor = self.classifier(self.decoder(self.embedder_out(so_far), encoded))
+        return output
 
 
 def _gnmt(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:

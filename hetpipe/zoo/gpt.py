@@ -46,7 +46,8 @@ class Attention(nn.Module):
         parts = self.qkv(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        output: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return output
 
 
 class Block(nn.Module):
@@ -65,7 +66,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.outer(functional.gelu(self.inner(self.norm2(x))))
+        output: torch.Tensor = x + self.outer(functional.gelu(self.inner(self.norm2(x))))
+        return output
 
 
 class Embedding(nn.Module):
@@ -77,7 +79,8 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(torch.zeros(length, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tokens(x) + self.positions
+        output: torch.Tensor = self.tokens(x) + self.positions
+        return output
 
 
 class GPT(nn.Module):
@@ -102,7 +105,8 @@ class GPT(nn.Module):
         self._initialise()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(x))))
+        output: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(x))))
+        return output
 
     def _initialise(self) -> None:
         plain = math.sqrt(2 / (5 * self.norm.weight.numel()))

@@ -59,7 +59,8 @@ class Fork(nn.Module):
         self.trunk, self.fork = trunk, Branches(one, other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fork(self.trunk(x))
+        output: torch.Tensor = self.fork(self.trunk(x))
+        return output
 
 
 def inception(inner: int, widths: Sequence[int]) -> Branches:
@@ -88,7 +89,8 @@ class GoogLeNetAuxiliary(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.conv(functional.adaptive_avg_pool2d(x, 4)).flatten(1)
-        return self.fc2(self.dropout(functional.relu(self.fc1(y))))
+        output: torch.Tensor = self.fc2(self.dropout(functional.relu(self.fc1(y))))
+        return output
 
 
 MODULES = {

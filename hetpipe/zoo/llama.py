@@ -62,7 +62,8 @@ class GroupedAttention(nn.Module):
         )
         q, k = (rotate(heads, self.cosine, self.sine) for heads in (q, k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        output: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return output
 
 
 class LlamaLayer(nn.Module):
@@ -81,7 +82,8 @@ class LlamaLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x))
         y = self.post_attention_layernorm(x)
         gated = functional.silu(self.gate_proj(y)) * self.up_proj(y)
-        return x + self.down_proj(gated)
+        output: torch.Tensor = x + self.down_proj(gated)
+        return output
 
 
 class Llama(nn.Module):
@@ -100,7 +102,8 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(self.layers(self.embed_tokens(x))))
+        output: torch.Tensor = self.lm_head(self.norm(self.layers(self.embed_tokens(x))))
+        return output
 
 
 def _llama(vocabulary: int, length: int, mini_batch: int, *sizes: int) -> RandomModel:

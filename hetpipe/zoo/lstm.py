@@ -42,7 +42,8 @@ class Recurrent(nn.Module):
         y = self.embedding(x)
         for layer in self.layers:
             y, _ = layer(y)
-        return self.head(y)
+        output: torch.Tensor = self.head(y)
+        return output
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:
@@ -79,7 +80,8 @@ class ResidualLstm(nn.Module):
         for layer in self.layers:
             added, _ = layer(self.dropout(y))
             y = y + added
-        return self.head(y.mean(1))
+        output: torch.Tensor = self.head(y.mean(1))
+        return output
 
 
 def _lstm(vocabulary: int, width: int, layers: int, length: int, mini_batch: int) -> RandomModel:
@@ -126,7 +128,8 @@ class AwdLstm(nn.Module):
         y = self.dropouti(self.encoder(x))
         for number, rnn in enumerate(self.rnns):
             y, _ = rnn(self.dropouth(y) if number else y)
-        return self.decoder(self.dropout(y))
+        output: torch.Tensor = self.decoder(self.dropout(y))
+        return output
 
 
 def _awd(vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int) -> RandomModel:
@@ -160,7 +163,8 @@ class S2VT(nn.Module):
         y, _ = self.lstm1(functional.pad(seen, (0, 0, 0, so_far.shape[1])))
         said = functional.pad(words, (0, 0, frames.shape[1], 0))
         y, _ = self.lstm2(torch.cat([y, said], -1))
-        return self.out(self.dropout(y[:, frames.shape[1] :]))
+        output: torch.Tensor = self.out(self.dropout(y[:, frames.shape[1] :]))
+        return output
 
 
 def _s2vt(sizes: tuple[int, int, int, int], frames: int, length: int, batch: int) -> RandomModel:

@@ -58,7 +58,8 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
-        return self.scale_activation(scale) * x
+        output: torch.Tensor = self.scale_activation(scale) * x
+        return output
 
 
 class InvertedResidual(nn.Module):
@@ -103,7 +104,8 @@ class MobileNetV3(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+        output: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return output
 
 
 def _divisible(channels: int) -> int:

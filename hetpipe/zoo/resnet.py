@@ -32,7 +32,8 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + self.downsample(x))
+        output: torch.Tensor = self.relu(y + self.downsample(x))
+        return output
 
 
 class Bottleneck(nn.Module):
@@ -53,7 +54,8 @@ class Bottleneck(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
-        return self.relu(y + self.downsample(x))
+        output: torch.Tensor = self.relu(y + self.downsample(x))
+        return output
 
 
 class ResNet(nn.Module):
@@ -87,7 +89,8 @@ class ResNet(nn.Module):
         for name, layer in self.named_children():
             if name.startswith("layer"):
                 y = layer(y)
-        return self.fc(self.avgpool(y).flatten(1))
+        output: torch.Tensor = self.fc(self.avgpool(y).flatten(1))
+        return output
 
 
 SGD = optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)

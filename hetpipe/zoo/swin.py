@@ -99,7 +99,8 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))
-        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        output: torch.Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return output
 
 
 class PatchMerging(nn.Module):
@@ -112,7 +113,8 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         corners = [x[:, a::2, b::2] for b in (0, 1) for a in (0, 1)]
-        return self.reduction(self.norm(torch.cat(corners, -1)))
+        output: torch.Tensor = self.reduction(self.norm(torch.cat(corners, -1)))
+        return output
 
 
 class Swin(nn.Module):
@@ -140,7 +142,8 @@ class Swin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.layers(self.norm0(self.patches(x).permute(0, 2, 3, 1))))
-        return self.head(y.mean((1, 2)))
+        output: torch.Tensor = self.head(y.mean((1, 2)))
+        return output
 
 
 def _swin(

@@ -67,7 +67,8 @@ class T5Attention(nn.Module):
         if bias is not None:
             scores = scores + bias
         y = self.dropout(scores.softmax(-1)) @ v
-        return self.o(y.transpose(1, 2).flatten(2))
+        output: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return output
 
 
 class T5Block(nn.Module):
@@ -95,7 +96,8 @@ class T5Block(nn.Module):
         if encoded is not None:
             x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
         y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
-        return x + self.dropout(y)
+        output: torch.Tensor = x + self.dropout(y)
+        return output
 
 
 class T5Stack(nn.Module):
@@ -121,7 +123,8 @@ class T5Stack(nn.Module):
         x = self.dropout(x)
         for block in self.block:
             x = block(x, bias, encoded)
-        return self.dropout(self.norm(x))
+        output: torch.Tensor = self.dropout(self.norm(x))
+        return output
 
 
 class T5(nn.Module):

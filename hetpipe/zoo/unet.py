@@ -42,7 +42,8 @@ class UNet(nn.Module):
         y = kept.pop()
         for up, join in zip(self.up, self.join, strict=True):
             y = join(torch.cat([kept.pop(), up(y)], 1))
-        return self.last(y)
+        output: torch.Tensor = self.last(y)
+        return output
 
 
 def _unet(width: int, depth: int, size: int, mini_batch: int, classes: int = 21) -> RandomModel:

@@ -46,7 +46,8 @@ class VGG(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+        output: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return output
 
 
 class AlexNet(nn.Module):
@@ -76,7 +77,8 @@ class AlexNet(nn.Module):
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+        output: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return output
 
 
 SGD = optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)

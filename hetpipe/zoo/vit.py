@@ -25,7 +25,8 @@ class EncoderBlock(nn.Module):
         y = self.ln_1(x)
         y, _ = self.self_attention(y, y, y, need_weights=False)
         x = x + y
-        return x + self.mlp(self.ln_2(x))
+        output: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return output
 
 
 class VisionTransformer(nn.Module):
@@ -47,7 +48,8 @@ class VisionTransformer(nn.Module):
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         first = self.class_token.expand(x.shape[0], -1, -1)
         y = torch.cat([first, patches], 1) + self.pos_embedding
-        return self.heads(self.ln(self.layers(y))[:, 0])
+        output: torch.Tensor = self.heads(self.ln(self.layers(y))[:, 0])
+        return output
 
 
 def _vit(size: int, patch: int, width: int, heads: int, blocks: int, classes: int) -> RandomModel:

@@ -61,7 +61,8 @@ class RelativeAttention(nn.Module):
         weights = self.dropout(scores.softmax(-1))
         y = torch.einsum("bnij,jbnd->ibnd", weights, v)
         y = self.dropout(torch.einsum("ibnd,hnd->ibh", y, self.o))
-        return self.layer_norm(h + y)
+        output: torch.Tensor = self.layer_norm(h + y)
+        return output
 
 
 class XLNetLayer(nn.Module):
@@ -78,7 +79,8 @@ class XLNetLayer(nn.Module):
     def forward(self, h: torch.Tensor, r: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         h = self.rel_attn(h, r, bias)
         y = self.layer_2(self.dropout(functional.gelu(self.layer_1(h))))
-        return self.layer_norm(h + self.dropout(y))
+        output: torch.Tensor = self.layer_norm(h + self.dropout(y))
+        return output
 
 
 class XLNet(nn.Module):
@@ -100,7 +102,8 @@ class XLNet(nn.Module):
         bias = (1.0 - mask[:, None, None].to(h.dtype)) * -1e4
         for layer in self.layers:
             h = layer(h, self.r, bias)
-        return self.qa_outputs(h.transpose(0, 1))
+        output: torch.Tensor = self.qa_outputs(h.transpose(0, 1))
+        return output
 
 
 def _xlnet(
