@@ -154,7 +154,7 @@ def test_a_broken_entry_point_disables_only_its_backend(
 
 @pytest.mark.usefixtures("registered")
 def test_a_backend_of_another_contract_version_is_refused() -> None:
-    with pytest.raises(BackendError, match=r"version 99 .* has version 2"):
+    with pytest.raises(BackendError, match=r"version 99 .* runs versions 1 to 2"):
         registry.register_backend(type("Old", (Toy,), {"api_version": 99}))
 
 

@@ -34,7 +34,7 @@ REFUSED = [
     (("train", "mlp", "--plan", "old.json", "--cuts", "1"), "old.json already contains --cuts"),
     (("train", "mlp", "--plan", "old.json"), "no schedule 'dapple'"),
     (("plan", "mlp", "--costs", "absent.json"), "absent.json: cannot be read"),
-    (("plan", "mlp", "--costs", "x", "--backends", "numpy"), "remove --backends"),
+    (("plan", "mlp", "--costs", "x", "--backends", "numpy"), "leave out --backends"),
     (("train", "mlp", "--picture", "step.gif"), "a picture is one of .png"),
     (("train", "nope"), "no model 'nope'"),
     (("train", "mlp", "--changed", "seed"), "--changed seed names a difference from a checkpoint"),
