@@ -55,7 +55,7 @@ def lives(launches: Sequence[Launch]) -> dict[int, Life]:
 def inherits(
     old_id: int, new_id: int, life: Mapping[int, Life], launches: Sequence[Launch]
 ) -> bool:
-    """Return whether `new` may take the memory of `old`, a tensor of the same size.
+    """Return whether `new` may take the memory of `old`; both must have the same size.
 
     `old` must be dead before `new` is written, or one launch must read each element of `old` just
     before it writes the same element of `new`.
@@ -79,9 +79,10 @@ def place(
 ) -> tuple[dict[int, int], int]:
     """Return the offset of each tensor by id, and the size of the arena, all in bytes.
 
-    Tensors are placed in order of first use, each in the first gap that fits. Tensors in `fixed`
-    keep their place. A tensor gets no offset if `most` bytes have no room for it. A tensor that
-    outlives the launches is placed as near to the end of `most` bytes as possible.
+    Tensors are placed in order of first use, each in memory that it inherits, or else in the first
+    gap that fits. Tensors in `fixed` keep their place. The arena has at most `most` bytes: a tensor
+    that does not fit gets no offset, and a tensor that outlives the launches is placed as near to
+    the end as possible.
     """
     offsets: dict[int, int] = {}
     live: dict[int, Span] = {}

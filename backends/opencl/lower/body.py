@@ -12,10 +12,10 @@ from .signature import C_TYPES, MASKS, literal, vector
 
 
 class Body:
-    """Emits a kernel's statements; collects its tensors and the statements hoisted out of the row.
+    """Emits a kernel's statements; collects its tensors and the statements that run once per row.
 
     `written` maps each tensor that the kernel stores to its expression, which replaces loads of
-    the tensor. `held` names the variables of expressions that are computed already.
+    the tensor. `held` maps expressions that the kernel has already computed to their variables.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Body:
         self._computes = False
 
     def tensor(self, value: Value) -> str:
-        """Return the parameter that points to `value`."""
+        """Return the name of the parameter that points to `value`."""
         key = (value.id, value.dtype)
         if key not in self._names:
             self._names[key] = f"p{len(self._names)}"
@@ -46,10 +46,10 @@ class Body:
         return self._names[key]
 
     def row_lines(self, row: str = "") -> list[str]:
-        """Return the statements at the start of a row. Call it after all other methods.
+        """Return the statements at the start of a row. Call this after all other methods.
 
-        If the kernel has several rows, `row` is the variable with the number of the row; the
-        statements split it into coordinates c0, c1, ....
+        If there are several rows, `row` is the variable with the row's number. The statements split
+        the number into coordinates c0, c1, ....
         """
         lines, rest = [], self.nest.rows
         for d, size in enumerate(self.nest.shape[:-1] if row else ()):
@@ -180,7 +180,7 @@ class Body:
         return f"({vector(ctype, width)})({elements})"
 
     def _gather(self, expr: Load, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
-        """Return the code of an indexed element: NaN, or 0 for integers, if out of range."""
+        """Return the code of an indexed element; an index out of range gives NaN, or integer 0."""
         at, valid = self._at(expr.layout), []
         for index, stride, size in expr.indices:
             fixed = lines is self._row or self.still(index)
@@ -230,10 +230,7 @@ def _assignment(pointer: str, at: str, value: str, half: bool) -> str:
 
 
 def type_names(dtype: str, width: int) -> dict[str, str]:
-    """Return the types for `{T}` and `{M}` in a piece of C.
-
-    T is the type of the result, M the signed integer type of the same width.
-    """
+    """Return the C types of `{T}`, the result, and `{M}`, a signed integer of the same width."""
     ctype = C_TYPES[dtype]
     return {"T": vector(ctype, width), "M": vector(MASKS.get(ctype, ctype), width)}
 

@@ -62,7 +62,7 @@ class Builder:
     # -- for all lowerings
 
     def value(self, node: fx.Node) -> Value:
-        """Return the row-major tensor of an argument; emit the launches that compute it."""
+        """Return an argument as a row-major tensor; see `store`."""
         return self.store(self.expr(node))
 
     def strided(self, node: fx.Node) -> tuple[Value, tuple[int, ...], int]:
@@ -73,8 +73,7 @@ class Builder:
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
 
     def source_of(self, copy: Value) -> Load | None:
-        """Return the strided tensor that `copy` copies, or None. A copy that is never read is not
-        made."""
+        """Return the strided source of `copy`, or None. `finish` drops a copy that nobody reads."""
         return self._copied.get(copy.id)
 
     def new(self, shape: Sequence[int], dtype: str) -> Value:
@@ -101,8 +100,8 @@ class Builder:
 
         `args` maps the parameter names of the source to arguments; see `signature.bind`. By default
         every work-item is a group; with None as the local size, the runtime chooses the groups.
-        `steady`: the kernel reads only tensors that are `steady`, and no other launch writes its
-        results. A result may take the memory of one of `inplace`, see `Launch`.
+        `steady`: the kernel reads only `steady` tensors, and no other launch writes its results.
+        A result may take the memory of one of `inplace`; see `Launch`.
         """
         size = tuple(global_size)
         local = None if local_size is None else tuple(local_size) or (1,) * len(size)
@@ -145,7 +144,7 @@ class Builder:
     # -- for elementwise, view and reduction lowerings
 
     def expr(self, arg: object, shape: Shape | None = None, dtype: str = "float32") -> Expr:
-        """Return the expression of a node, or a constant of `shape` for a number."""
+        """Return a node's expression, or a constant for a number; expanded to `shape`, if given."""
         if isinstance(arg, fx.Node):
             lowered = self._lowered[arg]
             if isinstance(lowered, tuple):
@@ -168,7 +167,7 @@ class Builder:
         return self.pool.make(Apply, args[0].shape, dtype, code, args, weight, alone)
 
     def expand(self, expr: Expr, shape: Shape) -> Expr:
-        """Return `expr` broadcast to `shape`; store it first if recomputing it is costly."""
+        """Return `expr` broadcast to `shape`; store `expr` first if recomputing it is costly."""
         if expr.shape == shape:
             return expr
         if math.prod(shape) > expr.numel and work(expr) > CHEAP:
@@ -176,7 +175,7 @@ class Builder:
         return self.view(expr, lambda layout: _broadcast(layout, shape))
 
     def view(self, expr: Expr, view: View) -> Expr:
-        """Return `expr` seen through `view`; store it first if its strides cannot express that."""
+        """Return `expr` seen through `view`; store `expr` first if no strides express the view."""
         seen = self.pool.view(expr, view)
         if seen is None:
             seen = self.pool.view(self.pool.load(self.store(expr)), view)
@@ -184,8 +183,7 @@ class Builder:
         return seen
 
     def define(self, node: fx.Node, expr: Expr) -> None:
-        """Set `node` to `expr`. Each kernel that uses the expression computes it, unless
-        the node is an output, or is costly and has several users: then it is stored here."""
+        """Set `node` to `expr`; store an output, and a costly expression with several users."""
         if node in self._outputs or (len(node.users) > 1 and work(expr) > CHEAP):
             expr = self.pool.load(self.store(expr))
         self._lowered[node] = expr
@@ -266,9 +264,9 @@ class Builder:
         return expr
 
     def _flush(self, needed: set[int]) -> None:
-        """Emit all waiting groups. A product keeps waiting unless an emitted launch reads it.
+        """Emit the groups, but a product only if an emitted group or the next launch needs it.
 
-        `needed` holds the ids of tensors that the next launch reads.
+        `needed` lists the ids of tensors that the next launch uses.
         """
         needed = set(needed)
         waiting, ready = [], []

@@ -1,7 +1,7 @@
 """Generates the text of fused elementwise kernels.
 
-On a CPU, a work-item computes rows of the innermost dimension, 16 elements at a time; on a GPU it
-computes one element. Expressions that are constant along a row are computed once per row. The
+On a GPU a work-item computes one element. Elsewhere it computes rows along the innermost dimension,
+16 elements at a time. An expression that is constant along a row is computed once per row. The
 number of rows is an argument, so micro-batches of all sizes share one text.
 """
 
@@ -18,9 +18,9 @@ from .signature import pointed
 from .target import Target
 
 BLOCK = 4096
-"""Elements per work-item on a CPU: enough to hide the cost of a work-group."""
+"""Elements per work-item, except on a GPU: enough to hide the cost of a work-group."""
 TILE = 256
-"""Columns per work-item if the kernel reads across rows."""
+"""Columns per work-item if the elements of a row are not neighbours in memory."""
 LANES = 16
 
 
@@ -40,7 +40,7 @@ def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> L
         size = (-(-count // width) * width,)
         local = (width,)
     else:
-        # A vector that passes the end of a row still reads the memory of these tensors.
+        # A vector may pass the end of a tensor, because `GRANULE_NBYTES` pads each tensor's memory.
         reads = [item for item in exprs if isinstance(item, Load)]
         straight = all(item.plain or body.still(item) for item in reads)
         padded = straight and all(store.plain for store in group) and not target.checks_memory
@@ -59,7 +59,7 @@ def finish(
     lines: Sequence[str], global_size: tuple[int, ...], local_size: tuple[int, ...],
     tensors: Mapping[str, Value], numbers: Mapping[str, int],
 ) -> Launch:  # fmt: skip
-    """Return the launch of a kernel with these statements, named by the hash of its text."""
+    """Return a launch of a new kernel with the statements `lines`, named by a hash of its text."""
     parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in tensors.items()]
     parameters += [f"const int {name}" for name in numbers]
     inside = "\n".join(f"    {line}" for line in lines)
@@ -80,7 +80,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
         ]
         loops = _loops(body, group, not padded)
         return head + body.row_lines() + loops, -(-nest.inner // BLOCK)
-    # Neighbouring rows share the cache lines that a step other than 1 touches: walk in tiles.
+    # If elements of a row are not neighbours in memory, rows share cache lines: walk in tiles.
     crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
     span = min(nest.inner, TILE if crooked else BLOCK)
     each = max(1, BLOCK // span)

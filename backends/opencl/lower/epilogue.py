@@ -1,11 +1,11 @@
 """Fuses elementwise operators with a matrix product: they run while its tile is in registers.
 
-A product and the stores that follow it form one group. The first store is the product's, whose
-expression is a `Tile`; the other stores, the epilogue, read the product element by element.
+A product and the stores that follow it form one group. The first store writes the product: its
+expression is a `Tile`. The other stores, the epilogue, read the product element by element.
 
-Users' kernels and the families gpu and fpga apply an epilogue by macros. The source ends its
-parameters with `RESULTS` and writes every element once, by `STORE(element, value)`. The program
-defines both macros before the source.
+Users' kernels and the families gpu and fpga apply an epilogue by macros, which the program defines
+before the source. The source ends its parameters with `RESULTS` and writes every element once, by
+`STORE(element, value)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_product(group: Sequence[Store]) -> bool:
 
 
 def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
-    """Return `store` in the form that a product's epilogue needs, or None if it cannot join.
+    """Return `store` as a store of a product's epilogue, or None if it cannot join the group.
 
     The store must read a result of the group, only element by element and in the product's order,
     and its rows must end where the product's rows end. It may write the rows in another order.
@@ -81,8 +81,8 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
 def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
     """Add the `results` of a kernel over rows to the group of the product that the kernel reads.
 
-    Return False unless the product waits in `groups`, has few enough columns, and no later group
-    depends on it. Afterwards nothing else can join the group.
+    Return whether that succeeded: the product must wait in `groups` and have few enough columns,
+    and no later group may depend on it. Afterwards nothing else can join the group.
     """
     rows = results[0].expr
     assert isinstance(rows, Rows)
@@ -102,7 +102,7 @@ def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
 
 
 def _sends(tile: Tile, rows: Rows) -> bool:
-    """Return whether a kernel over rows reads a product's rows, and these are short enough."""
+    """Return whether a kernel over rows reads a product's rows, and the rows are short enough."""
     source = rows.source
     if not source.plain or source.numel != tile.numel or rows.by_channel != tile.by_channel:
         return False
@@ -146,15 +146,14 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     row = body.row_lines("row")
     lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
-    # Sums of earlier blocks of the depth are in memory as `c`. The first block reads no sums; any
-    # tensor may stand for `c`.
+    # Sums of earlier blocks are in memory as `c`. The first block does not read `c`: any will do.
     carries = args["k0"] != 0
     if not carries:
         args["c"] = args["left"]
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
-    # Rows written in another order: a store could overwrite elements that are read later.
+    # If rows change their order, a store could overwrite elements that the kernel reads later.
     if turned:
         inplace = set()
     apart = last.touches - {product.id}
@@ -229,7 +228,7 @@ def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> K
 
 @dataclass(frozen=True, eq=False)
 class OwnLaunch:
-    """A launch of a source with `STORE`, complete except for its stores."""
+    """A launch of a source with `STORE`, which lacks only its stores."""
 
     kernel: Kernel
     arguments: Mapping[str, Argument]
@@ -256,8 +255,7 @@ def overwritable(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ids of tensors that results may overwrite, and the ids of the kernel's tensors.
 
-    Only the epilogue reads tensors of the first set. It reads each element just before the store
-    that overwrites the element.
+    Only the epilogue reads tensors that may be overwritten, each element just before its store.
     """
     read = [load for store in group[1:] for load in loads(store.expr)]
     own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))

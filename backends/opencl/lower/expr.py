@@ -30,7 +30,6 @@ class Value:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -137,7 +136,6 @@ class Expr:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -157,7 +155,7 @@ class Coord(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Load(Expr):
-    """An element of a tensor. Each of `indices`, (expression, stride, size), adds to its offset."""
+    """An element of a tensor. Each of `indices`, (expression, stride, size), adds to the offset."""
 
     value: Value
     layout: Layout
@@ -182,8 +180,7 @@ class Apply(Expr):
     weight: int = 1
     """Rough cost, in additions."""
     alone: str = ""
-    """A C expression that does not need the last argument, for kernels that use that argument
-    nowhere else."""
+    """A C expression without the last argument, for kernels that use this argument only here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +270,6 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """Return the expressions that an expression uses directly."""
     if isinstance(expr, Apply):
         return expr.args
     if isinstance(expr, Load):
@@ -284,12 +280,11 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 def loads(expr: Expr) -> list[Load]:
-    """Return the loads that an expression contains."""
     return [item for item in walk(expr) if isinstance(item, Load)]
 
 
 def work(expr: Expr) -> int:
-    """Return the rough cost of one element, in additions; only work on loaded elements counts."""
+    """Return the rough cost of one element, in additions. Only work on loaded elements counts."""
     total = 0
     fed: dict[Expr, bool] = {}
     for item in walk(expr):

@@ -30,8 +30,7 @@ HELPERS = {
     "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl", "gelu(": "gelu.cl",
     "vstore16_at_once(": "store.cl",
 }  # fmt: skip
-"""The file that defines each function that generated code may call; callers come before the
-functions that they call."""
+"""The file of each function that generated code may call; callers come before their callees."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,17 @@ class Launch:
     """Ids of tensors whose memory a result of the same size may take: the kernel reads each of
     their elements just before it writes the same element of the result."""
     apart: frozenset[int] = field(default_factory=frozenset)
-    """Ids of tensors, such as scratch memory, that the kernel uses while it still reads the
-    `inplace` tensors, and that therefore never take their memory."""
+    """Ids of tensors, such as scratch memory, that the kernel uses while it still reads `inplace`
+    tensors. These tensors never take the memory of an `inplace` tensor."""
     steady: bool = False
     """Whether the launch reads only weights, so that it runs again only when they change."""
     beside: int = 0
-    """0: the launch runs in the queue of its pass. Otherwise it belongs to a dataflow, together
-    with all launches up to and including the next launch with 0. The launches of a dataflow run at
-    once and send data to each other through channels; this number names the additional queue in
-    which this launch runs. The last launch receives all data."""
+    """The additional queue in which this launch of a dataflow runs, or 0 for the queue of its pass.
+    A dataflow ends with the next launch whose `beside` is 0. Its launches run at once and send data
+    through channels; the last launch receives all data."""
     step: int = 0
-    """Elements of the results that each step of the first global id completes; 0 if the steps do
-    not complete the results in row-major order."""
+    """Elements of the results that a step of the first global id completes, in row-major order; 0
+    if steps do not complete them in this order."""
 
     @property
     def touches(self) -> set[int]:
@@ -109,8 +107,8 @@ class Launch:
 class Tile(Expr):
     """An element of a matrix product, in a register of the kernel that computes the product.
 
-    `launches` compute and store the product; an epilogue can be added to the last launch. If that
-    kernel is not generated, `with_stores` makes the launches of the product and its epilogue.
+    `launches` compute and store the product. `with_stores` returns the launches of the product and
+    its epilogue. If it is None, the epilogue becomes part of the last launch.
     """
 
     launches: tuple[Launch, ...]
@@ -118,8 +116,7 @@ class Tile(Expr):
     row_cols: int = 0
     """The most columns of a product that `with_stores` can fuse with a kernel over whole rows."""
     by_channel: bool = False
-    """Whether the product is a convolution. Its rows are channels, so it can be fused
-    with a kernel over all pixels of each channel."""
+    """Whether rows are channels, as in a convolution: a kernel over channels can be fused."""
     panels: Panels | None = None
     """How a kernel of the family `cpu` finds the panels of its operands; None in other families."""
 
@@ -174,7 +171,7 @@ WithStores = Callable[[Sequence[Store], Sequence[Store]], Sequence[Launch]]
 
 
 class Part(NamedTuple):
-    """Elements lo..hi of an output are complete when this block of a launch has ended."""
+    """Elements lo..hi-1 of an output are complete when this block of a launch has ended."""
 
     output: int
     lo: int
@@ -186,7 +183,7 @@ class Part(NamedTuple):
 def blocks_of(launch: Launch) -> list[Block]:
     """Return the blocks of a launch along its first dimension; none if the launch stays whole.
 
-    So the first rows of an output can be sent while the launch runs.
+    With blocks, the first rows of an output can be sent while the launch runs.
     """
     steps, rest = launch.global_size[0], launch.global_size[1:]
     if not launch.step or launch.steady or steps < BLOCKS:
@@ -199,8 +196,8 @@ def blocks_of(launch: Launch) -> list[Block]:
 def finished_parts(outputs: Sequence[Value | None], launches: Sequence[Launch]) -> list[Part]:
     """Return the parts of outputs that blocks of launches complete, in order.
 
-    The first launch with steps that touches a tensor counts as its writer. If that launch only
-    reads the tensor, an earlier launch has completed the tensor, since the queue is in order.
+    The first launch with a `step` that touches a tensor counts as the tensor's writer. If this
+    launch only reads the tensor, an earlier launch has completed it, since the queue is in order.
     """
     makers: dict[int, int] = {}
     for number, launch in enumerate(launches):

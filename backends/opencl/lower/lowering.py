@@ -31,14 +31,14 @@ MOVED = frozenset(
         "aten.select", "hetpipe.keep_mask", "hetpipe.uniform",
     }
 )  # fmt: skip
-"""Operators that, like elementwise operators, move to their first reader."""
+"""Operators that move to their first reader, as elementwise operators do."""
 
 
 @dataclass(frozen=True)
 class Output:
     """A result of a graph: the placeholder with index `source`, or the tensor `value`.
 
-    `heirs` lists the placeholders whose memory it may take if they are donated.
+    The tensor may take the memory of a donated placeholder whose index is in `heirs`.
     """
 
     value: Value | None
@@ -113,10 +113,10 @@ def lower(
 def order(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the operators that the results need, in the order of lowering.
 
-    If only results depend on an elementwise operator, it directly follows its operands. Traced
-    graphs have such operators at the end, where their operands have left the cache and no other
-    kernel with the same operands can compute them. Traced graphs begin with all recomputed masks
-    and copies of inputs: these move directly before their first reader, and take no memory before.
+    If only results depend on an elementwise operator, the operator directly follows its operands.
+    A traced graph has it at the end, where its operands have left the cache, and no kernel that
+    reads them is near enough to include it. A traced graph begins with all recomputed masks and
+    copies of inputs. Each moves directly before its first reader, and takes no memory until then.
     """
     needed = set(graph_outputs(graph))
     for node in reversed(graph.graph.nodes):
@@ -144,7 +144,7 @@ def order(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _late(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the inputs, with elementwise operators, views and masks that need nothing else."""
+    """Return the inputs, and the elementwise operators, views and masks that need only inputs."""
     late = set(graph_inputs(graph))
     for node in graph_calls(graph):
         name = operator_name(node).rpartition(".")[0]
@@ -188,7 +188,7 @@ def _with_heirs(
                 key = inputs[index].id
                 if key not in life or inherits(key, output.value.id, life, launches):
                     heirs.append(index)
-            # The operands of its first launch come first: they are in the cache.
+            # Operands of the output's first launch come first, because they are in the cache.
             first = launches[mine.first].inplace
             heirs.sort(key=lambda index: inputs[index].id not in first)
         with_heirs.append(Output(output.value, output.source, tuple(heirs)))
@@ -208,11 +208,10 @@ class Check:
 
 
 def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
-    """Lower the checks of all calls with indices; calls with equal index and bound share one.
+    """Lower the checks of all calls with indices; calls with equal index and bound share a check.
 
-    A pass computes the least index out of range, and its end event reports it. Kernels never access
-    memory outside a tensor: a read at an index out of range gives NaN (0 for integers), and a write
-    there does nothing.
+    The end event of a pass reports an index out of range. Kernels never access memory outside a
+    tensor: a read at such an index gives NaN (0 for integers), and a write there does nothing.
     """
     distinct: dict[tuple[Any, ...], Check] = {}
     for bound in chain.from_iterable(map(index_bounds, calls)):
@@ -221,7 +220,7 @@ def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
         # Indices that read no tensor are constants of the graph: torch has already checked them.
         if key not in distinct and index.numel and loads(index):
             distinct[key] = Check(bound, _least_outside(builder, index, bound))
-    # An index tensor of one element and a view of it share one result: check it once.
+    # An index tensor of one element and a view of it have one result, which needs one check.
     return tuple({check.value.id: check for check in reversed(distinct.values())}.values())[::-1]
 
 

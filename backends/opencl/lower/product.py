@@ -1,4 +1,4 @@
-"""Products and convolutions that lowerings request, independent of the kernels for them."""
+"""Products and convolutions that lowerings request, whichever kernels compute them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Geometry:
         }
 
     def channels(self, flipped: bool = False) -> tuple[int, int]:
-        """Return (output channels, input channels) of a group; exchanged if `flipped`."""
+        """Return (output channels, input channels) of a group, in reverse order if `flipped`."""
         lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
         return (depth, lanes) if flipped else (lanes, depth)
 
@@ -77,7 +77,7 @@ class Operand:
 class Product:
     """The product C = alpha * left @ right + beta * bias; left: rows x depth, right: depth x cols.
 
-    The `batch` matrices of an operand form groups of `inner` matrices; 0 means one group.
+    An operand has `batch` matrices in groups of `inner`; with `inner` 0 they form one group.
     """
 
     batch: int
@@ -104,7 +104,7 @@ class Product:
     def scaling(self) -> dict[str, Argument]:
         """Kernel arguments alpha, beta, and the bias with its offset and strides.
 
-        `left` stands for a missing bias, and beta is then 0.
+        Without a bias, beta is 0 and `left` takes the place of the bias.
         """
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
         beta = float(self.beta) if self.bias else 0.0
@@ -117,10 +117,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Patches:
-    """A convolution, or a gradient of it, as a product that reads its operands from the images.
+    """A convolution or one of its gradients, as a product that reads patches from the images.
 
-    `kind` is "forward", "input_gradient" or "weight_gradient". `operands` names the two tensors as
-    the kernels do. The product has a batch for each group.
+    `kind` is "forward", "input_gradient" or "weight_gradient". `operands` maps the kernels'
+    parameters to the two tensors. Each group of channels is one matrix of the batch.
     """
 
     kind: str
@@ -152,8 +152,7 @@ class Patches:
 
     @property
     def shift(self) -> dict[str, Argument]:
-        """Kernel arguments of the bias, none for a weight gradient; an operand stands for a missing
-        bias."""
+        """Kernel arguments of the bias, or of a stand-in for it; a weight gradient has none."""
         if self.kind == "weight_gradient":
             return {}
         stand_in = next(iter(self.operands.values()))

@@ -1,9 +1,9 @@
-"""Text of reduction kernels, which compute their operands inside their loops.
+"""Generates reduction kernels, which compute their operands inside their loops.
 
 Sums are deterministic: every work-item adds its elements in order. Long sums are cut into segments,
-and a second kernel adds the segments in order; shorter chains of additions also round less. The
-numbers of results and of reduced rows are kernel arguments, so micro-batches of all sizes share one
-text if they have the same number of segments.
+which run at once and round less. A second kernel adds the segments in order. The numbers of results
+and of reduced rows are kernel arguments, so micro-batches of all sizes with the same number of
+segments share one text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .signature import C_TYPES
 CHAIN = 2048
 """Longest chain of additions; longer sums are cut into segments."""
 COLUMNS = 8
-"""Most vectors of columns per work-item. They are neighbours in each row."""
+"""Most neighbouring vectors of columns per work-item."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = ""
 
 
 def _fold(how: Reduction, dtype: str) -> list[str]:
-    """Return statements that reduce the 16 lanes in a tree, then join the scalar sum."""
+    """Return statements that reduce the 16 lanes in a tree, and then join them with `sum1`."""
     lines, ctype, width = [], C_TYPES[dtype], LANES
     while width > 1:
         half = width // 2
@@ -233,7 +233,7 @@ def _launch(
     builder: Builder, body: Body, lines: list[str], whole: tuple[int, ...], segments: int | None,
     numbers: dict[str, int], how: Reduction, dtype: str,
 ) -> Value:  # fmt: skip
-    """Launch the kernel for a result of shape `whole`; also reduce dimension `segments` of it.
+    """Launch the kernel for a result of shape `whole`; reduce its dimension `segments`, if given.
 
     `numbers` are the kernel's int arguments: all items, rows per result and rows per segment.
     """

@@ -26,12 +26,12 @@ Supports = Callable[[fx.Node], str | None]
 
 @dataclass(frozen=True)
 class Lowering:
-    """The lowering of an operator, and a function with the reason to refuse a node."""
+    """The lowering of an operator; `supports` returns why a node cannot be lowered, or None."""
 
     lower: Lower
     supports: Supports | None = None
     kept: bool = False
-    """Whether graphs keep the operator, since it has a dedicated kernel."""
+    """Whether the operator has a dedicated kernel and is not decomposed."""
 
 
 LOWERINGS: dict[str, Lowering] = {}
@@ -43,9 +43,8 @@ def lowers(
 ) -> Callable[[Lower], Lower]:
     """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
 
-    `supports` returns the reason why a node cannot be lowered, or None if it can. `kept` operators
-    have dedicated kernels, and are not decomposed. Raises `ValueError` if an operator already has
-    a lowering.
+    See `Lowering` for `supports` and `kept`. Raises `ValueError` if an operator already has a
+    lowering.
     """
 
     def register(lower: Lower) -> Lower:
@@ -83,8 +82,7 @@ def refusal(info: DeviceInfo, lowerings: Mapping[str, Lowering], node: fx.Node) 
 
 
 def _enters(node: fx.Node, arg: fx.Node) -> bool:
-    """Return whether the node casts from an input of the graph, or (if `arg` is the node) to an
-    output.
+    """Return whether the node casts a graph's input `arg`, or is `arg` and casts to an output.
 
     Elsewhere a kernel would keep the value at a higher precision than its dtype.
     """

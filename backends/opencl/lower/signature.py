@@ -1,7 +1,6 @@
 """Arguments of kernels by name, checked against the parameters that the source declares.
 
-This module parses the source, not the built program: `clGetKernelArgInfo` is optional, and gives no
-result before a kernel is built.
+Parameters are parsed from the source: `clGetKernelArgInfo` is optional and needs a built kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ QUALIFIERS = re.compile(
     r"\b(__global|global|__local|local|__constant|constant|const|restrict|volatile)\b"
 )
 VECTOR = re.compile(r"([a-z]+)(2|4|8|16)")
-"""A vector type with contiguous elements in memory; a vector of three has a gap."""
+"""A vector type without a gap in memory: a vector of three elements takes the room of four."""
 DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
 
 
@@ -42,12 +41,12 @@ class Parameter:
         return f"{self.ctype} {'*' if self.points else ''}{self.name}"
 
     def element_of(self, count: int) -> str:
-        """Return the scalar type, if `count` elements fill whole vectors; else the type itself."""
+        """Return the scalar type if `count` elements are whole vectors of `ctype`, else `ctype`."""
         found = VECTOR.fullmatch(self.ctype)
         return found[1] if found and count % int(found[2]) == 0 else self.ctype
 
     def takes(self, argument: Argument) -> bool:
-        """Return whether an argument has this type; tensors of whole vectors may be vectors."""
+        """Return whether an argument fits; a tensor that fills whole vectors fits a vector type."""
         if isinstance(argument, Value):
             count = math.prod(argument.shape)
             return self.points and pointed(argument.dtype) == self.element_of(count)
@@ -58,8 +57,7 @@ class Parameter:
 def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, ...]:
     """Return the arguments in the order of the declaration.
 
-    Raises `BackendError` if an argument is missing, not declared or of another type. The message
-    names the kernel, the argument and both types.
+    Raises `BackendError` if an argument is missing, not declared or of a wrong type.
     """
     declared = {parameter.name: parameter for parameter in parameters(kernel)}
     for name in [*declared, *arguments]:
@@ -96,7 +94,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
-    """Yield the lines that the preprocessor keeps, and collect macros; `#if` counts as true."""
+    """Yield the lines that the preprocessor keeps, and add macros; every `#if` counts as true."""
     kept = [True]
     for line in source.split("\n"):
         word, _, rest = line.strip().partition(" ")
@@ -116,7 +114,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
 
 
 def inside(text: str, begin: int) -> str:
-    """Return the text from `begin` to the parenthesis that closes the one before `begin`."""
+    """Return the text between the parenthesis that ends at `begin` and its partner."""
     depth = 1
     for end in range(begin, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -158,8 +156,8 @@ C_TYPES = {
     "float64": "double", "float32": "float", "int64": "long", "int32": "int", "int16": "short",
     "int8": "char", "uint8": "uchar", "bool": "uchar", "float16": "float",
 }  # fmt: skip
-"""C types in which kernels compute each dtype; a bool is a byte, 0 or 1. float16 exists in memory
-only: every OpenCL has `vload_half` and `vstore_half` to read and write it."""
+"""The C type in which kernels compute a dtype; a bool is a byte, 0 or 1. float16 exists in memory
+only: kernels convert it with `vload_half` and `vstore_half`, which every OpenCL has."""
 
 MASKS = {"double": "long", "float": "int", "uchar": "char"}
 """The signed integer type of the same width, for each type that is not a signed integer."""

@@ -13,7 +13,7 @@ from .expr import Value
 MOST_EACH = 16
 """Most rows per work-item of a kernel over rows."""
 BALANCE = 4
-"""At least this many work-items per compute unit remain if a work-item takes several rows."""
+"""Least work-items per compute unit if a work-item has several rows."""
 LINE = 16
 """Floats per cache line."""
 PAST_CACHES = "PAST_CACHES"
@@ -58,18 +58,18 @@ class Target:
     def rows_each(self, rows: int) -> int:
         """Return the rows per work-item of a kernel over rows.
 
-        The kernel reads the next row while it computes one. On a GPU, a work-item has one row: many
-        work-items hide memory latency.
+        A work-item with several rows reads the next row while it computes one. On a GPU, many
+        work-items with one row each hide memory latency.
         """
         if self.kind == "gpu":
             return 1
         return max(1, min(MOST_EACH, rows // (BALANCE * self.compute_units)))
 
     def past_caches(self, result: Value, length: int) -> tuple[str, ...]:
-        """Return the macro to write rows of `length` past the caches, or none.
+        """Return (PAST_CACHES,) if a kernel should write rows of `length` past the caches, else ().
 
-        The macro suits a result that, with an operand of the same size, fills the last cache: the
-        cache need not read a line that is overwritten, and keeps the rows that are read next.
+        This pays if the result and an operand of its size fill the last cache: no line is read only
+        to be overwritten, and the rows that are read next stay in the cache.
         """
         large = 4 * math.prod(result.shape) >= self.last_cache_nbytes // 2
         processor = self.kind == self.family == "cpu" and not self.checks_memory
