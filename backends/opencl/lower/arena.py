@@ -28,7 +28,6 @@ class Life:
 
 
 def nbytes(value: Value) -> int:
-    """Return the size of a tensor in bytes."""
     return math.prod(value.shape) * DTYPE_NBYTES[value.dtype]
 
 

@@ -59,10 +59,7 @@ class Body:
         return lines + self._row
 
     def stores(self, group: Sequence[Store], width: int, returned: Expr | None = None) -> list[str]:
-        """Return statements that compute and store `width` elements from element `i` of the row on.
-
-        With `returned`, the last statement returns the value of that expression.
-        """
+        """Return statements that store `width` elements from `i` on, and return `returned`."""
         lines: list[str] = []
         memo: dict[Expr, str] = {}
         ends = [store.expr for store in group]

@@ -39,7 +39,6 @@ NEAR = 6
 WAITING = 2
 """Products that may wait for an epilogue at once: the gradients of an input and of a weight."""
 
-
 Lowered = Expr | tuple["Expr | None", ...]
 
 

@@ -100,10 +100,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
 
 
 def _loops(body: Body, group: Sequence[Store], tail: bool) -> list[str]:
-    """Return loops over `i` from `begin` to `end`: by vectors, then by single elements.
-
-    Without `tail` there is no loop by elements: the last vector may pass the end.
-    """
+    """Return loops over `i` from `begin` to `end`: by vectors and, with `tail`, by elements."""
     by_element = indent(body.stores(group, 1), "for (; i < end; ++i) {", "}")
     if not body.vectorises:
         return indent(["int i = begin;", *by_element], "{", "}")

@@ -51,7 +51,6 @@ class Layout:
 
     @staticmethod
     def row_major(shape: Shape) -> Layout:
-        """Return the layout of a contiguous tensor."""
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
@@ -64,10 +63,7 @@ class Layout:
         return Layout(shape, tuple(self.strides[d] for d in order), self.offset)
 
     def order(self) -> list[int]:
-        """Return the dimensions by decreasing stride.
-
-        Permuting by this order makes a permuted row-major tensor row-major again.
-        """
+        """Return the dimensions by decreasing stride: `permute` by them undoes a permutation."""
         strides = list(self.strides)
         for d in reversed(range(len(strides) - 1)):
             if self.shape[d] == 1:  # it has no stride, so it keeps its place

@@ -48,8 +48,6 @@ class Output:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph, lowered into launches."""
-
     inputs: tuple[Value, ...]
     outputs: tuple[Output, ...]
     results: tuple[int, ...]

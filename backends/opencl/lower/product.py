@@ -12,7 +12,7 @@ from .signature import Argument
 
 @dataclass(frozen=True)
 class Geometry:
-    """A plain convolution: x [N][in_channels][size] -> y [N][out_channels][out_size]."""
+    """A convolution, not transposed: x [N][in_channels][size] -> y [N][out_channels][out_size]."""
 
     images: int
     groups: int

@@ -43,8 +43,7 @@ def lowers(
 ) -> Callable[[Lower], Lower]:
     """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
 
-    See `Lowering` for `supports` and `kept`. Raises `ValueError` if an operator already has a
-    lowering.
+    See `Lowering` for the options. Raises `ValueError` if an operator already has a lowering.
     """
 
     def register(lower: Lower) -> Lower:

@@ -55,10 +55,7 @@ class Parameter:
 
 
 def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, ...]:
-    """Return the arguments in the order of the declaration.
-
-    Raises `BackendError` if an argument is missing, not declared or of a wrong type.
-    """
+    """Return the arguments in declared order. Raises `BackendError` if they are not as declared."""
     declared = {parameter.name: parameter for parameter in parameters(kernel)}
     for name in [*declared, *arguments]:
         parameter, argument = declared.get(name), arguments.get(name)
@@ -164,10 +161,7 @@ MASKS = {"double": "long", "float": "int", "uchar": "char"}
 
 
 def literal(number: float | int | bool, dtype: str) -> str:
-    """Return `number` as an exact literal of the C type of `dtype`.
-
-    For an integer dtype a float is rounded towards zero, as in torch.
-    """
+    """Return `number` as a C literal of `dtype`; integers are rounded towards zero, as in torch."""
     if dtype not in ("float16", "float32", "float64"):
         whole = int(bool(number)) if dtype == "bool" else int(number)
         if whole == -(2**63):

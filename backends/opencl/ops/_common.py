@@ -16,7 +16,7 @@ UNSIGNED = ("bool", "uint8")
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument, given by position or by name."""
+    """Return an argument that is given by position or by name, else `default`."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
@@ -54,7 +54,7 @@ def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def why_not_float32(node: fx.Node) -> str | None:
-    """Return why a kernel for float32 cannot run a node, or None; class numbers may be int64."""
+    """Return why a float32 kernel cannot run a node, or None. Class numbers may be int64."""
     return _other_dtype(node, torch.int64) or _empty(node.all_input_nodes[:1])
 
 

@@ -44,18 +44,17 @@ class Axis:
 
 
 def forward_axis(g: Geometry, dim: int) -> Axis:
-    """Return the sum of the forward along one dimension."""
+    """Return the forward's sum along one dimension."""
     return Axis(g.out_size[dim], g.kernel[dim], 0, 1, -g.padding[dim], g.stride[dim],
                 g.dilation[dim])  # fmt: skip
 
 
 def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
-    """Return the input gradient along one dimension: for each residue r of the input's position
-    modulo the stride, a convolution with stride 1.
+    """Return the input gradient along one dimension: a convolution of stride 1 for each residue.
 
-    Input i = stride * u + r receives dy[o] * kernel[k] where o * stride + k * dilation - padding
-    = i. So k runs through one residue class modulo stride / gcd(stride, dilation), and o decreases
-    as k grows. If no k fits, there are no taps.
+    Residue r has the inputs i = stride * u + r. Input i receives dy[o] * kernel[k] where
+    o * stride + k * dilation - padding = i. So k runs through one residue class modulo
+    stride / gcd(stride, dilation), and o decreases as k grows. If no k fits, there are no taps.
     """
     size, stride, padding, dilation = g.size[dim], g.stride[dim], g.padding[dim], g.dilation[dim]
     common = math.gcd(stride, dilation)
@@ -94,15 +93,12 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
 
 
 def filled(size: int, tile: int) -> float:
-    """Return the share of the space of whole tiles, of `tile` elements each, that `size` fills."""
+    """Return the share of whole tiles, of `tile` elements each, that `size` elements fill."""
     return size / (math.ceil(size / tile) * tile)
 
 
 def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
-    """Return a node's plain convolution, and whether the node is a transposed convolution.
-
-    The node is a `convolution` or a `convolution_backward`.
-    """
+    """Return the geometry of a convolution or its backward, and whether the node is transposed."""
     backward = "backward" in str(node.target)
     x, weight = map(node_shape, arguments(node)[backward : 2 + backward])
     y = node_shape(arguments(node)[0] if backward else node)
@@ -133,9 +129,6 @@ def why_not(node: fx.Node) -> str | None:
 
 
 def _pair(values: Any, missing: int, dims: int) -> tuple[int, int]:
-    """Return (rows, cols) from a list of `dims` numbers, or of one number for all dimensions.
-
-    The image of a one-dimensional convolution is one row: `missing` stands for its rows.
-    """
+    """Return (rows, cols) from `dims` numbers, or from one for all; in 1-d, rows are `missing`."""
     pair = tuple(map(int, values)) * (dims if len(values) == 1 else 1)
     return (missing, pair[0]) if len(pair) == 1 else (pair[0], pair[1])

@@ -3,8 +3,7 @@
 Torch's batched product has one dimension for its matrices. Attention has two, samples and heads,
 and its matrices are interleaved in memory: no single stride leads from each matrix to the next. So
 a graph has a copy before the product and another after it. The kernels of the family `cpu` accept
-two strides and read the source of the first copy. The second copy becomes an epilogue of the
-product, which writes in another order.
+two strides and read the source of the first copy. The second copy becomes the product's epilogue.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..lower.product import Operand, Product
 from .view import views_after
 
 Run = tuple[int, int]
-"""A number of elements or matrices, and the stride between neighbours."""
+"""A number of elements or matrices, and the stride from each to the next."""
 
 
 def at_sources(builder: Builder, p: Product) -> Product:
@@ -61,9 +60,9 @@ def _at_source(
 
 
 def _runs(source: Load, size: int, stride: int) -> list[Run]:
-    """Return the runs in `source` of the `size` elements with distance `stride` in a copy of it.
+    """Return the fewest runs, in `source`, of `size` elements that are `stride` apart in its copy.
 
-    There are as few runs as possible; none if the elements do not form whole dimensions.
+    There are none if the elements do not form whole dimensions.
     """
     if size == 1:
         return [(1, 0)]
@@ -92,7 +91,7 @@ def is_turned_later(node: fx.Node) -> bool:
 
 
 def copy_at_once(builder: Builder, expr: Expr, node: fx.Node) -> None:
-    """Store a product as its later copy, so that the copy can be the product's epilogue."""
+    """Store the later copy of a product now, so that the copy can be the product's epilogue."""
     for view in views_after(node):
         seen = builder.pool.view(expr, view)
         if seen is None:

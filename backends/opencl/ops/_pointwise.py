@@ -1,6 +1,6 @@
 """Convolutions on CPUs as products of weights and pixels: 1x1 kernels and input gradients.
 
-The product of an input gradient has a row for each tap; then the taps are added (folded).
+The product of an input gradient has a row for each tap. A second kernel adds (folds) the taps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..lower.product import Geometry, Operand
 from .matmul import COLS, pack
 
 ROOM_PANELS = 4
-"""Panels per work-item in a second-level cache, if the depth is the largest block of a product."""
+"""Panels of the depth `tuning.depth_block` that a second-level cache holds for a work-item."""
 MOST_PANELS = 16
-"""Most panels per block: MOST_COLS of the kernel, in panels."""
+"""Most panels per block: MOST_COLS of `kernels/cpu/pointwise.cl`, divided by COLS."""
 FEW_CHANNELS = 8
 """Number of channels up to which other kernels would leave most lanes of their tiles empty."""
 MOST_GROWTH = 3
-"""Largest ratio of the size of the product to be folded to the size of dy."""
+"""Largest size of a product to fold, divided by the size of dy."""
 
 
 def is_pointwise(g: Geometry) -> bool:

@@ -11,9 +11,9 @@ from ..lower.product import Geometry
 from ..lower.signature import Argument
 
 COLS, FEW, LANES = 32, 4, 16
-"""Sizes as in the kernels: columns and least rows of a product's tile, floats of a vector."""
+"""Columns and least rows of a product's tile, and floats of a vector, as in the kernels."""
 LEAST_LANES = 2
-"""Least ratio of output channels to pixels at which patches are copied."""
+"""Least output channels per pixel at which copies of patches pay."""
 CHUNK = 48
 """Rows per work-item."""
 
@@ -85,7 +85,7 @@ def _stored(builder: Builder, y: Expr, bias: Value | None) -> Value:
 def _multiply(
     builder: Builder, a: Value, b: Value, out: Value, depth: int, b_row: int, b_col: int
 ) -> None:
-    """Compute out [rows][cols] = a [rows][depth] times b; see the kernel."""
+    """Compute out [rows][cols] = a [rows][depth] times b, with the strides `b_row` and `b_col`."""
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows
     _launch(

@@ -15,7 +15,7 @@ from ._convolution import filled
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
 MOST_SUMS, MOST_NARROW = 14, 6
-"""Most sums per lane in a register tile: each takes 2 of 32 registers, or of 16 narrow ones."""
+"""Most sums per lane in a register tile. Each takes 2 of 32 registers, or 2 of 16 if narrow."""
 PIXELS = 256
 """Approximate number of output pixels in a block."""
 
@@ -103,7 +103,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
 
 
 def _flat(g: Geometry) -> Geometry:
-    """Return the geometry; for a 1x1 kernel without stride, with rows of up to PIXELS pixels."""
+    """Return `g`, with rows of up to PIXELS pixels if it is 1x1 with stride 1 and no padding."""
     if (g.kernel, g.stride, g.padding) != ((1, 1), (1, 1), (0, 0)):
         return g
     pixels = math.prod(g.size)
@@ -115,7 +115,7 @@ def _flat(g: Geometry) -> Geometry:
 
 
 def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
-    """Divide the work among `units` compute units; an operand's panels take `most` floats."""
+    """Divide the work among `units` compute units; an operand's panels take up to `most` floats."""
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1

@@ -21,8 +21,7 @@ POINTS = (SIDE + 2) ** 2
 LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 """Bounds of memory for transformed inputs and products, which should stay in the last cache."""
 MOST_FEW, CHUNK = 16, 32
-"""Number of tiles up to which the products' kernel transforms the weights, CHUNK channels at
-once."""
+"""Most tiles for which the kernel of products transforms weights itself, CHUNK channels at once."""
 KEPT_NBYTES = 10 << 20
 """Most bytes of transformed weights (four times the weights) that are kept between runs."""
 PART_NBYTES = 5 << 18
@@ -35,9 +34,9 @@ TILE_WORK, WEIGHT_WORK = 600, 540
 def suits(g: Geometry, flipped: bool) -> bool:
     """Return whether minimal filtering can compute the convolution, faster than the direct kernel.
 
-    With `flipped`, judge the input gradient. Costs are counted in multiply-adds of vectors. Per
-    input channel, the direct kernel needs 9 for a pixel, and minimal filtering 36 for a tile, and
-    three transforms. Minimal filtering pays unless tiles are mostly border or channels are few.
+    With `flipped`, judge the input gradient. Costs count multiply-adds of vectors. Per input
+    channel, the direct kernel needs 9 for a pixel; minimal filtering needs 36 for a tile of 16
+    pixels, and transforms. Minimal filtering loses if tiles are mostly border or channels are few.
     """
     lanes, depth = g.channels(flipped)
     if (g.groups, g.kernel, g.stride, g.dilation) != (1, (3, 3), (1, 1), (1, 1)) or depth < LANES:
@@ -88,10 +87,10 @@ class Sizes:
         return min(self.blocks, max(1, PART_NBYTES * self.blocks // self.weights_nbytes))
 
     def turn(self) -> int:
-        """Return the tile rows per turn: intermediates fit, and turns repeat the least work.
+        """Return the tile rows per turn with which intermediates fit a cache.
 
-        All turns have this many tile rows, so some overlap. Each turn reads all weights, so turns
-        are longer for more weights.
+        Turns have equally many rows, so some overlap; as little as possible is computed twice. Each
+        turn reads all weights, so turns are longer for more weights.
         """
         room = max(LEAST_NBYTES, min(self.weights_nbytes // 2, MOST_NBYTES))
         row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
@@ -156,7 +155,6 @@ class _Multiply:
     """Transformed weights, by their first block."""
 
     def turn(self) -> None:
-        """Multiply the inputs of a turn."""
         tiles, blocks = self.inputs.shape[1], self.sizes.blocks
         is_only = tiles == self.sizes.all_rows * self.sizes.tile_cols
         if is_only and tiles % FEW == 0 and tiles <= MOST_FEW:
@@ -185,7 +183,7 @@ class _Multiply:
         _launch(self.builder, name, size, {**weights, **sums})
 
     def _transformed(self, first: int, blocks: int) -> Value:
-        """Transform the weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
+        """Return the transformed weights of some blocks: [POINTS][blocks][depth][COLS]."""
         sizes = self.sizes
         out = self.builder.new((POINTS, blocks, sizes.depth, COLS), "float32")
         _launch(

@@ -32,7 +32,6 @@ class Heads:
 
     @property
     def count(self) -> int:
-        """Number of matrices."""
         return self.outer * self.inner
 
     def rows_first(self, cols: int) -> tuple[int, ...]:

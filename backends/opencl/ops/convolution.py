@@ -1,7 +1,7 @@
 """Two-dimensional convolution and its gradients; one-dimensional images have one row.
 
-One kernel computes forward and input gradient: both sum taps of a channels-last copy. They differ
-in the taps, their start and the place of the results; `Axis` describes these for one dimension.
+The direct kernel computes the forward and the input gradient: both sum taps of a channels-last
+copy. `Axis` has their differences in one dimension: the taps, their start and the results' places.
 """
 
 from __future__ import annotations
@@ -61,17 +61,14 @@ class ChannelsLast:
         return self.rows * self.row
 
     def offset(self, h: int, w: int) -> int:
-        """Return the floats before pixel (h, w) of the first image, perhaps in the border."""
+        """Return the number of floats before pixel (h, w) of the first image or its border."""
         return (h + self.top) * self.row + (w + self.left) * self.channels
 
 
 def channels_last(
     builder: Builder, value: Value, axes: list[tuple[Axis, Axis]], first: int, images: int
 ) -> ChannelsLast:
-    """Copy `images` images of [N][C][H][W], from `first` on, to channels last.
-
-    The copy has a border as wide as `axes` read.
-    """
+    """Copy `images` images, from `first` on, as channels last with the border that `axes` read."""
     channels, *size = value.shape[1:]
     top, left, rows, cols = _bordered(size, axes)
     band = min(rows, max(1, BAND_PIXELS // cols))
@@ -117,7 +114,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
 def input_gradient(
     builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
-    """Return dx [N][Ci][H][W]: a convolution of dy per residue of the pixel modulo the stride."""
+    """Return dx [N][Ci][H][W] for dy [N][Co][OH][OW], plus a bias per channel."""
     if (family := BY_PATCHES.get(builder.device.family)) is not None:
         return family(builder, Patches("input_gradient", g, {"dy": dy, "w": weight}, bias))
     if folds(g):
@@ -148,7 +145,7 @@ def _direct(
     """Return y, the sum over taps of x [N][C][.][.]; each pair of axes computes a part of y.
 
     The larger of images and weights is read once. The smaller is read again for each block of the
-    larger, and so stays in a cache. Large images are copied in turns, which also stay in a cache.
+    larger, and so stays in a cache. Large images are copied in turns, and a turn stays in a cache.
     """
     y = builder.new((g.images, g.in_channels, *g.size) if flipped else
                     (g.images, g.out_channels, *g.out_size), "float32")  # fmt: skip

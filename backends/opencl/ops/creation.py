@@ -16,9 +16,7 @@ from ..lower.signature import Argument
 from ._common import FLOATS, arguments, cast
 
 CHUNK = 1024
-"""Blocks of four numbers per work-item, except on a GPU, where it is one block."""
-
-
+"""Blocks of four numbers per work-item; on a GPU a work-item has one block."""
 NUMBERS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 """Operators that create one number, with the position of the number in their arguments."""
 

@@ -12,7 +12,7 @@ from ..lower.registry import lowers
 from ._common import FLOATS, UNSIGNED, operands
 
 OTHER_SIGN = "({0} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
-"""C code: whether remainder {0} and divisor {1} have different signs."""
+"""C code: whether remainder {0} is not 0, and its sign differs from the sign of divisor {1}."""
 
 
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
@@ -60,7 +60,7 @@ def _floored_quotient(builder: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def _whole_quotient(builder: Builder, a: Expr, b: Expr, floored: bool) -> Expr:
-    """Return the quotient of integers; C rounds it towards zero."""
+    """Return the quotient of integers, rounded down if `floored`, else towards zero as in C."""
     divisor = _harmless(builder, b)
     quotient = builder.apply("{0} / {1}", a.dtype, a, divisor, weight=4)
     if a.dtype in UNSIGNED:
@@ -74,10 +74,7 @@ def _whole_quotient(builder: Builder, a: Expr, b: Expr, floored: bool) -> Expr:
 
 
 def _harmless(builder: Builder, divisor: Expr) -> Expr:
-    """Return the divisor, with 1 instead of 0 and -1, for which processors may trap.
-
-    Quotients by 0 are undefined, and the smallest integer has no quotient by -1.
-    """
+    """Return the divisor, but 1 for 0 and -1: processors may trap at x / 0 and INT_MIN / -1."""
     traps = "({0} == ({T})(0))"
     if divisor.dtype not in UNSIGNED:
         traps += " | ({0} == ({T})(-1))"

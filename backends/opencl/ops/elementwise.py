@@ -2,7 +2,7 @@
 
 `{0}` is the first operand, `{T}` the C type of the result (a vector of 16, or one element),
 `{M}` the signed integer type of the same width. A true comparison gives 1 for one element and -1
-in a vector: `abs` makes 1 of both.
+in a vector, and `abs` turns -1 into 1.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ POWERS = {
     0.0: "({T})(1)", 1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrt({0})",
     -0.5: "rsqrt({0})", -1.0: "({T})(1) / {0}", -2.0: "({T})(1) / ({0} * {0})",
 }  # fmt: skip
-
-
 FLOATING = {name: (f"{name}({{0}}, {{1}})", DEAR) for name in ("hypot", "nextafter", "copysign",
                                                                "fmax", "fmin")}  # fmt: skip
 """C functions of two floats."""
@@ -270,7 +268,7 @@ def add_product(builder: Builder, node: fx.Node) -> None:
 @lowers(*_names(("_to_copy", "clone", "alias", "detach", "lift_fresh_copy"), "default"))
 @lowers("aten.copy.default", "aten.fill.Scalar")
 def copy(builder: Builder, node: fx.Node) -> None:
-    """Result: the operand in the node's dtype, or the values that overwrite it."""
+    """Result: the operand in the node's dtype; for copy and fill, the values that overwrite it."""
     at = int(_stem(node) in ("copy", "fill"))
     (expr,) = operands(builder, node, node.args[at : at + 1])
     builder.define(node, expr)

@@ -89,8 +89,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _together(node: fx.Node) -> str | None:
-    """Return why an `index` cannot be lowered, or None. The index tensors must be for adjacent
-    dimensions, and none may be bool."""
+    """Return why an `index` cannot be lowered, or None if it can."""
     indices: Any = node.args[1]
     indexed = [d for d, index in enumerate(indices) if index is not None]
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
@@ -129,7 +128,7 @@ def _unscaled(node: fx.Node) -> str | None:
 
 @lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
-    """Sum the gradients of each row in the order of the samples: the same in every run."""
+    """Sum each row's gradients in the order of the samples, so that all runs give the same sum."""
     arguments: Any = node.args
     gradient, indices, rows, padding = arguments[:4]
     index = builder.store(cast(builder, builder.expr(indices), "int64"))
@@ -151,7 +150,7 @@ def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> N
 
 
 def _columns(width: int, device: Target) -> int:
-    """Return the columns per work-item: the most with a work-item for each compute unit."""
+    """Return the columns per work-item: the most for which every compute unit has a work-item."""
     fitting = (columns for columns in COLUMNS if -(-width // columns) >= device.compute_units)
     return next(fitting, COLUMNS[-1])
 
@@ -178,8 +177,8 @@ def index_put(builder: Builder, node: fx.Node) -> None:
     indexed = [d for d, index in enumerate(indices) if index is not None]
     whole = [d for d in range(len(shape)) if d not in indexed]
     spread = tuple(np.broadcast_shapes(*(node_shape(indices[d]) for d in indexed)))
-    # In the values, the dimensions of the indices replace a run of indexed dimensions; without
-    # such a run, they come first.
+    # If the indexed dimensions are adjacent, the index tensors' dimensions replace them in the
+    # values; otherwise the index tensors' dimensions come first.
     run = indexed == list(range(indexed[0], indexed[-1] + 1))
     before = [d for d in whole if run and d < indexed[0]]
     after = [d for d in whole if d not in before]
@@ -243,7 +242,7 @@ def _known(node: fx.Node) -> str | None:
         "aten.scatter.value_reduce", "aten.scatter_add.default", "aten.scatter_reduce.two",
         supports=_known)  # fmt: skip
 def scatter(builder: Builder, node: fx.Node) -> None:
-    """Reduce sources of the same place in order; without a reduction, keep the last one."""
+    """Reduce the values of one place in their order; without a reduction, keep the last value."""
     arguments: Any = node.args
     source, dim, places, values = arguments[:4]
     dtype, reduction = node_dtype(node), _reduction(node)
@@ -300,7 +299,7 @@ def _as_lines(
 
 
 def _start(how: str, dtype: str) -> float | int:
-    """Return the neutral element of a macro that joins."""
+    """Return the neutral element of a macro of JOINS."""
     if how in ("ADD", "MULTIPLY"):
         return int(how == "MULTIPLY")
     sign = -1 if how == "LARGER" else 1

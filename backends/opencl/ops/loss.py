@@ -20,8 +20,6 @@ MOST_CLASSES = 4096
 """Most classes of a row that is written past the caches, see `kernels/cpu/loss.cl`."""
 NONE, SUM = 0, 2
 """torch's numbers for reductions."""
-
-
 FILES = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
 
 

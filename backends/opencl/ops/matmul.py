@@ -31,7 +31,7 @@ DEPTH_CHUNK = 128
 BALANCE, LARGE_PANELS = 4, 16
 """Target parts per compute unit; stop splitting below LARGE_PANELS panels of rows or columns."""
 FEW_PANELS = 8
-"""Tiles per panel below which packing counts: packing a panel takes half as long as a tile."""
+"""Tiles per panel below which the time of packing matters: packing takes as long as half a tile."""
 MOST_PASSES = 16
 """Panels of columns up to which packing rows of A does not pay. Without packing, 12 to 16 panels
 take 1 to 6 % less time, 32 panels the same time, and 48 panels 3 to 5 % more."""
@@ -72,7 +72,7 @@ class Parts:
 
 
 def parts_of(device: Target, p: Product) -> Parts:
-    """Return a part per compute unit: more if parts are large, short ones on a streaming device.
+    """Return a part per compute unit, more if parts are large; a streaming device has short parts.
 
     Each part packs its rows of A and its columns of B, so few large parts do less work.
     """
@@ -136,8 +136,8 @@ def _operands(
 ) -> tuple[list[Launch], Panels, Operand, Operand]:
     """Return launches that pack ahead, the forms of both operands' panels, and the operands.
 
-    A work-item packs its panels itself, or reads A in place if that suits. If it would use a
-    weight only a few times, another launch packs the weight; the panels stay until it changes.
+    A work-item packs its panels itself, or reads A in place if that suits. A weight that each
+    work-item uses only a few times is packed by another launch, once for every update.
     """
     packs, left, right = [], p.left, p.right
     forms = [_form(left.row, left.col), _form(right.col, right.row)]
@@ -155,7 +155,7 @@ def _operands(
 
 
 def suits_in_place(p: Product, parts: Parts) -> bool:
-    """Return whether to read rows of A in place, since few panels of B use them.
+    """Return whether to read rows of A in place, because few panels of B use each row.
 
     The lines of a tile's rows must stay in a first-level cache from one k to the next. If rows are
     a large power of two apart, too many lines share a set of the cache.
@@ -177,7 +177,7 @@ def _form(along_panel: int, along_depth: int) -> str:
 
 
 def _of_panels(packed: Value) -> Operand:
-    """Return panels as an operand: `row` is the stride between panels, `col` between k."""
+    """Return panels as an operand: `row` is the depth, and `col` the width of a panel."""
     _, panels, depth, width = packed.shape
     return Operand(packed, 0, panels * depth * width, depth, width)
 
@@ -290,7 +290,6 @@ def _lower(
 
 @lowers("aten.mm.default", "aten.bmm.default", supports=why_not_float32_product, kept=True)
 def matmul(builder: Builder, node: fx.Node) -> None:
-    """Lower `mm(A, B)` and `bmm(A, B)`."""
     _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 

@@ -19,7 +19,7 @@ WINDOW = (
     "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",
 )  # fmt: skip
 ADAPTIVE = dict.fromkeys(WINDOW, 0)
-"""Window arguments that select bins that cover the image; see `window` in the kernels."""
+"""Window arguments for bins that cover the image; see `window` in `kernels/cpu/pooling.cl`."""
 
 
 def _pair(value: Any, default: tuple[int, int]) -> tuple[int, int]:

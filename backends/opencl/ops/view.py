@@ -1,4 +1,4 @@
-"""Views, which cost nothing; also concatenation, padding and scatter of slices."""
+"""Views, concatenation, padding and scatter of slices. Views that strides express cost nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def views_after(node: fx.Node) -> Iterator[View]:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """Return for each dimension of a permutation the dimension of its argument."""
+    """Return, for each dimension of a permutation's result, the dimension of its argument."""
     rank = len(node_shape(node))
     order: list[int] = list(range(rank))
     name = operator_name(node)
@@ -111,7 +111,7 @@ def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
 
 @lowers("aten.as_strided.default", supports=why_not_strided)
 def as_strided(builder: Builder, node: fx.Node) -> None:
-    """Apply the strides to the operand, which is row-major: tracing refuses any other."""
+    """Apply the strides to the operand, which is row-major: tracing refuses other layouts."""
     source = builder.value(node.all_input_nodes[0])
     strides: Any = node.args[2]
     layout = Layout(node_shape(node), tuple(strides), strided_offset(node))
