@@ -44,11 +44,9 @@ class NativeDevice(Device):
         self.handle = Handle(self.given("open", out), library.function("close"), library)
         self._reasons: dict[bytes, str | None] = {}
 
-    # Graphs.
-
     def supports(self, node: fx.Node) -> str | None:
         if node.target is operator.getitem:
-            return None  # the library need not compute it: it picks one of several results
+            return None  # no work for the library: getitem picks one of several results
         if node.meta["val"] is None:
             return "it has no result"
         used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
@@ -100,8 +98,6 @@ class NativeDevice(Device):
         give_back = self.library.function("release_program")
         return Handle(self.given("compile", out), give_back, self.handle)
 
-    # Memory.
-
     def upload(self, src: Array) -> tuple[Buffer, Event]:
         dtype = src.dtype.name
         if dtype not in (*self.info.dtypes, *self.info.cast_dtypes):
@@ -130,7 +126,7 @@ class NativeDevice(Device):
         return Handle(pointer, self.library.function("free"), self.handle)
 
     def memory_of(self, buffer: Buffer) -> Handle:
-        """Return a buffer's memory. Raises `BackendError` if donated, or on another device."""
+        """Return a buffer's memory. Raises `BackendError` if donated or on another device."""
         if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         if buffer.memory is None:
@@ -138,7 +134,7 @@ class NativeDevice(Device):
         return buffer.memory
 
     def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
-        """Return the event of work that uses the objects `keeps`, and holds them until it ends.
+        """Return the event of some work; until the work ends, the event holds the objects `keeps`.
 
         If `pointer` is NULL, the work has ended already.
         """

@@ -44,8 +44,8 @@ enum { HETPIPE_ABI_VERSION = 1 };
 enum {
     HETPIPE_OK = 0,
     HETPIPE_FAILED = 1,      /* any failure: out of memory, device lost, a damaged graph */
-    HETPIPE_UNSUPPORTED = 2, /* of `supports` and `compile`: the device cannot run an operator */
-    HETPIPE_NOT_YET = 3      /* of `wait`: the work has not ended */
+    HETPIPE_UNSUPPORTED = 2, /* from `supports` and `compile`: the device cannot run an operator */
+    HETPIPE_NOT_YET = 3      /* from `wait`: the work has not ended */
 };
 
 /* Element types; the same codes as in serialised graphs. A bool is one byte, 0 or 1. */
@@ -110,9 +110,9 @@ typedef struct hetpipe_backend {
     int (*count)(uint32_t *count, hetpipe_error *error);
     int (*describe)(uint32_t index, hetpipe_device_info *info, hetpipe_error *error);
 
-    /* Open device `index`. The process may not have called `count`. It may open one device several
-     * times, and gets a separate hetpipe_device each time. When the host calls `close`, all work
-     * has ended. */
+    /* Open device `index`, perhaps before any call of `count` in this process. The host may open
+     * one device several times, and gets a separate hetpipe_device each time. When the host calls
+     * `close`, all work has ended. */
     int (*open)(uint32_t index, hetpipe_device **device, hetpipe_error *error);
     void (*close)(hetpipe_device *device);
 
@@ -171,13 +171,13 @@ typedef struct hetpipe_backend {
 
     /* Return HETPIPE_OK if the device can run the single call in a serialised graph of inputs, the
      * call, items of its result and an output; otherwise HETPIPE_UNSUPPORTED, with the reason. The
-     * host calls it thousands of times while it makes a plan. Without it, the host compiles such
-     * graphs. */
+     * host calls this function thousands of times while it makes a plan. If the function is NULL,
+     * the host compiles such graphs. */
     int (*supports)(hetpipe_device *device, const void *graph, uint64_t nbytes,
                     hetpipe_error *error);
 
-    /* Return the bytes that this process holds on the device. Without it, reports do not show
-     * them. */
+    /* Return the bytes that this process holds on the device. If the function is NULL, reports do
+     * not show these bytes. */
     int (*memory_used)(hetpipe_device *device, uint64_t *nbytes, hetpipe_error *error);
 } hetpipe_backend;
 

@@ -1,6 +1,6 @@
-"""A vendor's shared library: cffi calls the functions in its table (see `hetpipe_backend.h`).
+"""A vendor's shared library: cffi calls the functions in its table.
 
-cffi reads the declarations from the header itself.
+cffi reads the declarations from the header `hetpipe_backend.h` itself.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ def loaded(path: Path) -> Library:
 
 
 def text_of(characters: Any) -> str:
-    """Return the text in an array of characters."""
     return bytes(interface().buffer(characters)).partition(b"\0")[0].decode(errors="replace")
 
 

@@ -18,18 +18,17 @@ _README = """# {name}, a library of devices for hetpipe
     hetpipe conform native --device native:{name}.cpu:0
     hetpipe coverage mlp native:{name}.cpu:0          # the missing operators of a model
 
-`device.c` is the interface of `include/hetpipe_backend.h`, function by function; `elements.c` and
-`layers.c` have the operators. The library runs on the processor at once. Replace its functions with
-calls of your driver, and run `hetpipe conform` after each step. `make sanitized` builds library and
-driver under AddressSanitizer and UndefinedBehaviorSanitizer.
+`device.c` implements the functions of `include/hetpipe_backend.h`. `elements.c` and `layers.c` have
+the operators. The library runs on the processor without any change. Replace its functions with
+calls of your driver, and run `hetpipe conform` after each step. `make sanitized` builds the library
+and `replay.c` with AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a library `name` in C into `folder`, and return its files.
 
-    Raises `HetpipeError` if device ids cannot contain the name, or if one of the files exists. It
-    overwrites no file.
+    Raises `HetpipeError` if device ids cannot contain the name, or if one of the files exists.
     """
     check_name(name, "a new library")
     ours = include_folder()

@@ -22,10 +22,7 @@ def windows(x: Array, kernel: Sequence[int], how: Sequence[Any], value: float = 
 
 
 def convolution(x: Array, w: Array, bias: Array | None, *geometry: Any) -> Any:
-    """Compute aten.convolution.
-
-    x [n, g * c, height, width], w [g * o, c, h, w] -> y [n, g * o, i, j].
-    """
+    """Compute aten.convolution: x [n, g c, height, width], w [g o, c, h, w] -> y [n, g o, i, j]."""
     *how, _, _, groups = geometry
     _, view = windows(x.reshape(len(x), groups, -1, *x.shape[2:]), w.shape[2:], how)
     w_ = w.reshape(groups, -1, *w.shape[1:])
@@ -35,7 +32,7 @@ def convolution(x: Array, w: Array, bias: Array | None, *geometry: Any) -> Any:
 
 
 def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: Any) -> Any:
-    """Compute aten.convolution_backward: gradients of x, w and bias, or None where masked."""
+    """Compute aten.convolution_backward: gradients of x, w and bias; None if not in the mask."""
     *how, _, _, groups, mask = geometry
     (top, left), (height, width) = how[1], x.shape[2:]
     dy_, x_ = (a.reshape(len(a), groups, -1, *a.shape[2:]) for a in (dy, x))

@@ -43,7 +43,7 @@ class OpenCLBackend(Backend):
 
     name = "opencl"
     kernels: ClassVar[tuple[OwnKernel, ...]] = ()
-    """Kernels that a subclass registers to replace hetpipe's kernels. See `register_kernel`."""
+    """Kernels that a subclass has registered; see `register_kernel`."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
@@ -106,7 +106,7 @@ class OpenCLBackend(Backend):
         return OpenCLRunner(self.place)
 
     def place(self, device_id: str) -> tuple[Any, Runtime | None]:
-        """Return pyopencl's device with this id, and its `Runtime`, or None if hetpipe knows none.
+        """Return pyopencl's device with this id, and its runtime if hetpipe knows the runtime.
 
         Raises `BackendError` if this machine has no such device.
         """
@@ -124,7 +124,7 @@ class OpenCLBackend(Backend):
         return decompositions(kept_operators(self.lowerings()))
 
     def lowerings(self) -> Mapping[str, Lowering]:
-        """Return the lowering of each operator: hetpipe's kernels and the user's kernels."""
+        """Return the lowering of each operator; user kernels replace hetpipe's kernels."""
         from .user.user_kernels import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
@@ -145,10 +145,10 @@ class OpenCLBackend(Backend):
     ) -> None:
         """Register a kernel for an operator such as `aten.mm.default`.
 
-        `source` is OpenCL source or the path of a file, `function` the kernel's name in it;
-        `settings` are the other fields of `OwnKernel`. Call `register_kernel` beside the class, in
-        the file from which workers load the class. Raises `BackendError` for `OpenCLBackend`
-        itself: a backend with other kernels needs another name.
+        `source` is OpenCL text or the path of a file. `function` is the kernel's name in the
+        source. `settings` are further fields of `OwnKernel`. Call this method in the file that
+        defines the class, because workers load that file. Raises `BackendError` for
+        `OpenCLBackend` itself: a backend with other kernels needs another name.
         """
         from .user.user_kernels import OwnKernel, text_of
 
@@ -177,7 +177,7 @@ class OpenCLBackend(Backend):
             )
 
     def _with_kernels(self, info: DeviceInfo) -> DeviceInfo:
-        """Name the configured kernels in `driver`, since stored costs depend on the kernels."""
+        """Add the configured kernels to `info.driver`, because stored costs depend on them."""
         if not self._configured:
             return info
         from .user.specification import digest_of
@@ -197,7 +197,6 @@ class OpenCLBackend(Backend):
         return {}
 
     def describe(self) -> list[Finding]:
-        """Return findings about runtimes and devices, each a (level, text, cure)."""
         findings = list(prepare())
         try:
             infos = self.discover()
@@ -214,10 +213,10 @@ class OpenCLBackend(Backend):
 
 
 def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
-    """Name the chosen kernel family in `driver`, since costs depend on the family.
+    """Add the chosen kernel family to `info.driver`, because costs depend on the family.
 
-    Only products of the family `cpu` complete their results in parts. A device has only one of
-    each channel, so passes that use channels run one after another.
+    Only products of the family `cpu` report chunks of their results. A device has each channel only
+    once, so passes that use channels run one after another.
     """
     if not family:
         return info

@@ -40,7 +40,7 @@ def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
 
 
 def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Decompose a call with float64 or without elements; leave any other call to the kernel."""
+    """Decompose a call with float64 tensors or an empty input; leave other calls to the kernel."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if args[0].numel() and all(tensor.dtype != torch.float64 for tensor in tensors):
         return NotImplemented
@@ -51,7 +51,7 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none
     """Return dy times the derivative of gelu, written with the terms of gelu's kernel.
 
     So a forward that saves the derivative computes the error function or the exponential only once.
-    The approximation is x p with p = (1 + tanh(u)) / 2, which is the logistic function of 2 u.
+    The approximated gelu is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
     """
     if approximate != "none":
         scale, cubic = math.sqrt(2 / math.pi), 0.044715
@@ -65,7 +65,6 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return x times the logistic function."""
     return x * (1 / (1 + torch.exp(-x)))
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class OpenCLDevice(OpenedDevice):
     """A device with in-order queues for passes and a separate queue for transfers.
 
-    Another queue may use a piece of memory only when the previous queue has finished with it.
+    A queue gets no memory that another queue still uses.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OpenCLDevice(OpenedDevice):
         family: str = "cpu",
         channels: bool = False,
     ) -> None:
-        """If `bundles` is a folder, the device loads the bundles' binaries and compiles nothing."""
+        """With a folder `bundles`, the device loads the bundles' binaries and compiles nothing."""
         cl = driver()
         self.info = info
         self._cl_device = cl_device
@@ -87,7 +87,7 @@ class OpenCLDevice(OpenedDevice):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # An interpreter that checks memory must see the host's accesses too: nothing is shared.
+            # Share no memory with an interpreter that checks it: it must see all accesses.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -100,7 +100,7 @@ class OpenCLDevice(OpenedDevice):
         self._late = runtime is not None and runtime.late
         self.programs = self._programs(bundles, runtime is not None and runtime.forgets)
         self._ahead: dict[str, Lowered] = {}
-        """The launches of the graphs of the last `compile_ahead`, by the text of the graph."""
+        """The launches from the last `compile_ahead`, by the text of the graph."""
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self.lock = threading.RLock()
         self.enqueueing = threading.Lock()
@@ -121,8 +121,7 @@ class OpenCLDevice(OpenedDevice):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """Compile several graphs. Their new kernels share programs, since each build of a program
-        has a fixed cost."""
+        """Compile graphs; their new kernels share programs, as each build has a fixed cost."""
         return [OpenCLExecutable(self, each) for each in self._lowered(graphs)]
 
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:
@@ -134,8 +133,8 @@ class OpenCLDevice(OpenedDevice):
         return exported({name: self._lower(graph) for name, graph in programs.items()})
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
-        """Compile a source of a bundle, and return the binary. If the runtime compiles a kernel
-        at its first launch, the binary also has the code for the first launches of `programs`."""
+        """Compile a source of a bundle, and return the binary. If the runtime compiles kernels
+        at their first launch, the binary has the code for the first launches of `programs`."""
         cl = driver()
         job = job_of(text, source.options, programs if self._late else ())
         with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):
@@ -201,7 +200,6 @@ class OpenCLDevice(OpenedDevice):
         self.retired.clear()
 
     def _lowered(self, graphs: Sequence[fx.GraphModule]) -> list[Lowered]:
-        """Lower graphs into launches, and build the programs of the launches."""
         lowered = list(map(self._lower, graphs))
         launches = [launch for each in lowered for launch in each.launches]
         self.programs.prepare((launch.kernel for launch in launches), launches)

@@ -21,7 +21,7 @@ from .streams import StreamDevice
 class PyTorchBackend(Backend):
     """The installed torch's devices: `pytorch:cpu:0`, and accelerators such as `pytorch:cuda:0`.
 
-    It keeps fused operators whole: torch has kernels for them.
+    The backend keeps fused operators whole, because torch has kernels for them.
 
     A subclass with another name may replace operators with Python functions:
 

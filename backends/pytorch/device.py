@@ -1,4 +1,4 @@
-"""torch's devices: their common part, and the devices whose calls wait for their work."""
+"""torch's devices: the common part, and the devices whose calls return when their work is done."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = (
 class TorchBuffer(Buffer):
     """A row-major torch tensor, with the shape that its graph declares.
 
-    A workspace of oneDNN differs from the declared shape; no other backend reads it.
+    Only the workspaces of oneDNN have another shape; no other backend reads them.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class TorchDevice(Device):
         return f"torch has no kernel of this operator for {self.torch_device.type}"
 
     def prepare(self, graph: fx.GraphModule) -> CompiledGraph:
-        """Check and compile a graph."""
         require_support(self, graph)
         return CompiledGraph(with_operators(graph, self._operators), self)
 
@@ -133,7 +132,7 @@ Function = Callable[..., Any]
 
 
 def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> fx.GraphModule:
-    """Return the graph; functions replace the operators that `operators` names."""
+    """Return the graph, with functions for the operators that `operators` names."""
     if not any(operator_name(node) in operators for node in graph.graph.nodes):
         return graph
     own = canonical(graph)
@@ -185,7 +184,7 @@ class CpuDevice(TorchDevice, BlockingDevice):
 
 
 class SynchronizedDevice(CpuDevice):
-    """An accelerator without streams in torch (MPS): every call waits until it is done."""
+    """An accelerator without streams in torch (MPS): every call waits for its work."""
 
     def _run(
         self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]

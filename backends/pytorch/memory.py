@@ -23,10 +23,10 @@ ELEMENTWISE = frozenset((
     "sigmoid", "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "square",
     "sub", "tanh", "tanh_backward", "threshold_backward", "trunc", "where",
 ))  # fmt: skip
-"""Operators that compute element i from only the elements i of operands of the same shape."""
+"""Operators that read only element i of operands of the result's shape to compute element i."""
 
 ACCUMULATING = frozenset(("addmm", "baddbmm"))
-"""Operators that compute element i from only element i of their first operand."""
+"""Operators that read only element i of their first operand to compute element i."""
 
 SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 """Operators that read the shape of their operand, not its values."""
@@ -79,7 +79,7 @@ class Storages:
         return root.op == "call_function" or root in self._donated
 
     def promised(self, node: fx.Node) -> bool:
-        """Return whether a shape-only node reads this storage, and so may take it."""
+        """Return whether a shape-only node has an operand in this storage, and so may take it."""
         members = self.members[self.root[node]]
         return any(base_name(user) in SHAPE_ONLY for member in members for user in member.users)
 
@@ -126,7 +126,7 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         return None
     free = [n for n in candidates if _can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
-        # Leave storage that a shape-only node can reuse, such as for an accumulator of zeros.
+        # Leave storage that a shape-only node can take, for example for an accumulator's zeros.
         free.sort(key=storages.promised)
     return free[0] if free else None
 
@@ -175,7 +175,7 @@ def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
 def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str] | None:
     """Return an overload of `packet` and the name of its last argument, or None.
 
-    The overload has `node`'s arguments and `extra` more, and writes exactly one of its arguments.
+    It has the arguments of `node` and `extra` more, and writes exactly one argument.
     """
     overloads = getattr(torch.ops.aten, packet, None)
     assert isinstance(node.target, OpOverload)
@@ -199,9 +199,8 @@ STRIDED = frozenset((
 ))  # fmt: skip
 """Operators that read strided operands correctly, so that a copy would only cost time.
 
-Pointwise operators and reductions also read strides. They are not listed: torch tags them.
+Pointwise operators and reductions also read strides, but torch tags them, so none is listed.
 """
-
 
 DENSE_VIEWS = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype))
 """Views that torch makes only of tensors whose last dimension has no gaps."""
@@ -223,7 +222,6 @@ def needs_row_major(node: fx.Node) -> bool:
 
 
 def reads_strides(target: OpOverload) -> bool:
-    """Return whether an operator reads strided operands correctly."""
     if target.namespace == "hetpipe":
         return True
     tags = {torch.Tag.pointwise, torch.Tag.reduction}

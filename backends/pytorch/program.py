@@ -1,6 +1,7 @@
-"""Turns a canonical graph into a Python function with a line per node. Lines drop dead values.
+"""Turns a canonical graph into a Python function with a line per node.
 
-Generated code costs about 2 us per node, several times less than an interpreter of the graph.
+Each line also drops the values that no later line reads. Generated code costs about 2 us per node,
+several times less than an interpreter of the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _serial = itertools.count()
 
 
 class Program:
-    """A graph compiled to overwrite the inputs of one `donate` set.
+    """A graph, compiled for one set of donated inputs, which the program may overwrite.
 
     `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
     that the graph declares for the new tensors. For each output, `outputs` has its index among the
@@ -75,7 +76,7 @@ class Program:
                 node, tensors = self._calls[line], trace.tb_frame.f_locals
                 try:
                     for bound in index_bounds(node):
-                        if (index := tensors[bound.index.name]).is_cpu:  # others are unreadable now
+                        if (index := tensors[bound.index.name]).is_cpu:  # else unreadable now
                             bound.check(self._name, index.numpy())
                 except BackendError as outside:
                     return outside

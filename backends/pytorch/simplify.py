@@ -11,7 +11,6 @@ aten = torch.ops.aten
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Apply all rewrites to a functional graph."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             # Strides may differ from the traced strides; if they allow no view, reshape copies.

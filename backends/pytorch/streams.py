@@ -26,7 +26,7 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 class Lane:
     """A stream, and a thread that calls back when work on the stream has ended.
 
-    The thread is needed because torch has no callbacks on streams. It starts with the first one.
+    torch has no callbacks on streams, so a thread makes them. It starts at the first callback.
     """
 
     def __init__(self, module: Any, device: torch.device, name: str) -> None:
@@ -45,7 +45,7 @@ class Lane:
         return native
 
     def order(self, after: Sequence[Event]) -> None:
-        """Hold later work until `after` end: on the device if possible, else on the host."""
+        """Let later work wait for the events `after`: on the device if possible, else here."""
         for event in after:
             if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
                 self.stream.wait_event(event.native)
@@ -68,7 +68,7 @@ class Lane:
     def _watch(self) -> None:
         while (asked := self._asked.get()) is not None:
             native, fn = asked
-            # Waiters get the error too, because the event raises it for each of them.
+            # The error is not lost: the event raises it for everyone who waits.
             with contextlib.suppress(RuntimeError):
                 native.synchronize()
             fn()
@@ -136,7 +136,7 @@ class StreamDevice(TorchDevice):
         with self.module.stream(lane.stream):
             tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
             tensor.copy_(staged, non_blocking=True)
-        # Memory belongs to the stream that allocates it: report its use by another stream.
+        # Memory belongs to the stream that allocates it, so report its use by another stream.
         tensor.record_stream(self.compute.stream)
         return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 

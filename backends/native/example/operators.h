@@ -1,7 +1,8 @@
 /* Shared by the operators of the example: tensors, the arguments of a call, and a walk over
  * elements. An operator is a function of a call. It checks all arguments, returns if the call is
- * `dry` (when a graph is compiled), and otherwise computes. So no graph is compiled that would read
- * or write outside a tensor, and each check is written once, next to the code that relies on it. */
+ * `dry` (when a graph is compiled), and otherwise computes. So a graph that would read or write
+ * outside a tensor is refused when it is compiled, and each check stands beside the code that
+ * relies on it. */
 #ifndef OPERATORS_H
 #define OPERATORS_H
 
@@ -42,7 +43,7 @@ struct operation {
 
 /* Return the operator with a name, or NULL if the example lacks it. */
 const operation *find_operation(const char *target);
-extern const operation ELEMENT_OPERATIONS[], LAYER_OPERATIONS[]; /* the last has no name */
+extern const operation ELEMENT_OPERATIONS[], LAYER_OPERATIONS[]; /* the last row has no name */
 
 /* Write the reason for a failure, with operator and layer, and return `code`. */
 int refuse(const call *c, int code, const char *format, ...);
@@ -55,7 +56,7 @@ const tensor *tensor_at(const call *c, uint32_t place, const char *name);
 double number_at(const call *c, uint32_t place, const char *name, double standard);
 int64_t integer_at(const call *c, uint32_t place, const char *name, int64_t standard);
 int integers_at(const call *c, uint32_t place, const char *name, int64_t *out, int most);
-int dimension(int64_t dim, int rank); /* 0 to rank-1; negative ones count from the end; or -1 */
+int dimension(int64_t dim, int rank); /* 0 to rank-1; -1 if wrong; negative ones count back */
 
 int64_t elements(const tensor *t);
 int same_form(const tensor *a, const tensor *b);

@@ -1,1 +1,1 @@
-"""Kernels as sources for a vendor's compiler, and the binaries that it made."""
+"""Kernels as sources for a vendor's compiler, and the binaries that the compiler made."""

@@ -28,11 +28,11 @@ from ..run.specialise import FirstLaunch, Job
 from .merged_source import Joined, joined
 
 Directions = dict[Kernel, list[set[str]]]
-"""For each kernel and each of its parameters, the directions in which launches use it."""
+"""By kernel, the ways in which launches use each parameter: "in", "out", "inout" or "value"."""
 
 
 def kernel_hash(kernel: Kernel) -> str:
-    """Return the hash that finds a kernel in a bundle, of its text and options."""
+    """Return the hash of a kernel's text and options. A bundle finds a kernel by this hash."""
     return key_of(kernel.source, kernel.options)
 
 
@@ -59,7 +59,7 @@ def exported(programs: Mapping[str, Lowered]) -> Exported:
 
 
 def job_of(text: str, options: Sequence[str], programs: Sequence[ProgramEntry]) -> Job:
-    """Return a source to build, with one launch of each kernel for each local size."""
+    """Return the job to build a source, and to launch each kernel once with each local size."""
     first: dict[tuple[object, ...], FirstLaunch] = {}
     for launch in (launch for program in programs for launch in program.launches):
         key = (launch.kernel, launch.local_size or launch.global_size)
@@ -104,7 +104,7 @@ def _argument(arg: Value | int | float) -> Argument:
 def _direct(lowered: Lowered, directions: Directions) -> None:
     """Add to `directions` how the launches of a graph use their arguments.
 
-    No launch writes an input of the graph. The first launch that touches another tensor writes it.
+    Launches never write an input of the graph. Every other tensor is written by its first launch.
     """
     inputs = {value.id for value in lowered.inputs}
     touched = set(inputs)

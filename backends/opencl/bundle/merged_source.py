@@ -1,13 +1,13 @@
-"""Joins many kernels into one source: a board has one binary at a time.
+"""Joins many kernels into one source, because a board holds one binary at a time.
 
-A part of the source is the text of a kernel file with one set of `-D` options, or all generated
-kernels. Parts may define functions and macros of the same name:
+A part of the source is a kernel file with one set of `-D` options, or all generated kernels. Two
+parts may define the same names, so macros around each part rename functions:
 
     #define ROWS 8                      -DROWS=8
     #define load_upto load_upto_2       an earlier part has a function load_upto
     ...                                 the text of the file
     #undef load_upto
-    #undef ROWS                         and the macros of the text
+    #undef ROWS                         ... and each macro that the text defines
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Joined:
-    """A source with several kernels, its compiler options, and the name of each kernel in it."""
+    """A source with several kernels, its compiler options, and the kernels' names in the text."""
 
     text: str
     options: tuple[str, ...]
@@ -36,7 +36,7 @@ class Joined:
 
 
 def joined(kernels: Iterable[Kernel]) -> list[Joined]:
-    """Join kernels into one source, or into one for each set of options that are not macros."""
+    """Join kernels with the same compiler options into one source; `-D` options may differ."""
     parts: dict[tuple[str, ...], dict[tuple[str, ...], list[Kernel]]] = {}
     for kernel in dict.fromkeys(kernels):
         others = tuple(option for option in kernel.options if not option.startswith("-D"))
@@ -75,7 +75,7 @@ def _join(parts: Sequence[Sequence[Kernel]], options: tuple[str, ...]) -> Joined
 
 
 def _once(sources: Iterable[str]) -> Iterator[str]:
-    """Yield the sources; definitions in an `#ifndef` at the head of several sources come once."""
+    """Yield the sources, without guarded definitions (`#ifndef`) that an earlier source has."""
     heads: set[str] = set()
     for source in dict.fromkeys(sources):
         head, guard, rest = source.rpartition(GUARD_END)
@@ -84,7 +84,7 @@ def _once(sources: Iterable[str]) -> Iterator[str]:
 
 
 def _types(text: str, macros: Sequence[tuple[str, str]]) -> dict[object, str]:
-    """Return the names of a text's one-line typedefs, by the line and the macros in it."""
+    """Return the name of each one-line typedef, by its line and the macros that the line uses."""
     found: dict[object, str] = {}
     for line in TYPE.finditer(text):
         words = set(WORD.findall(line[0]))
@@ -95,7 +95,7 @@ def _types(text: str, macros: Sequence[tuple[str, str]]) -> dict[object, str]:
 def _without_types(
     text: str, macros: Sequence[tuple[str, str]], types: Mapping[object, str]
 ) -> tuple[str, dict[str, str]]:
-    """Remove the typedefs that an earlier part has; return the text, and their earlier names.
+    """Return the text without the typedefs of earlier parts, and {name here: earlier name}.
 
     Intel's channels treat two names of one type as two types, which makes calls ambiguous.
     """
@@ -122,7 +122,7 @@ def _fresh(name: str, number: int, taken: set[str]) -> str:
 def defined(source: str) -> set[str]:
     """Return the names of functions, types and variables that a text declares outside functions.
 
-    Declarations by a macro count, and so do all branches of an `#if`.
+    Declarations by macros and in all branches of an `#if` count.
     """
     text = COMMENT.sub(" ", source).replace("\\\n", " ")
     macros = {m[1]: (split(m[2]), m[3]) for m in MACRO.finditer(text) if m[2] is not None}

@@ -1,4 +1,4 @@
-"""Loads the programs of one device from bundles: nothing is compiled."""
+"""Loads the programs of one device from bundles, and compiles nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .export import kernel_hash
 
 
 class BundledPrograms:
-    """The programs of a device with bundles; it has the methods of `Programs`.
+    """The programs of a device that has bundles, with the methods of `Programs`.
 
     All kernels that are prepared together come from one bundle: a board holds one binary at a time.
     """
@@ -33,7 +33,6 @@ class BundledPrograms:
     def __init__(
         self, context: Any, cl_device: Any, device_id: str, facts: Mapping[str, str], folder: Path
     ) -> None:
-        """Read nothing yet: the first `prepare` reads the bundles."""
         self._context = context
         self._cl_device = cl_device
         self._device_id = device_id
@@ -44,10 +43,10 @@ class BundledPrograms:
         self._lock = threading.Lock()
 
     def prepare(self, kernels: Iterable[Kernel], launches: Sequence[Launch] = ()) -> None:
-        """Load the binaries with these kernels.
+        """Load the binaries that have these kernels.
 
-        Raises `BundleError` if the device has no bundle, if the bundle is for another driver, or if
-        it lacks the current text of a kernel.
+        Raises `BundleError` if the device has no bundle, if no bundle has the current text of all
+        these kernels, or if a binary was compiled for another driver or processor.
         """
         needed = list(dict.fromkeys(kernels))
         if not needed:
@@ -72,7 +71,6 @@ class BundledPrograms:
             return driver().Kernel(program, name)
 
     def _read(self) -> list[_Bundle]:
-        """Return the bundles for this device."""
         every = read_bundles(self._folder)
         own = [_Bundle(place, m) for place, m in every.items() if m.device == self._device_id]
         if not own:
@@ -93,7 +91,7 @@ class BundledPrograms:
             return cl.Program(self._context, [self._cl_device], [content]).build()
 
     def _check(self, place: Path, binary: Binary) -> None:
-        """Raise `BundleError` for a binary of another driver, version or processor."""
+        """Raise `BundleError` for a binary that was compiled for another driver or processor."""
         here, there = self._facts, binary.facts
         if other := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
             raise BundleError(
@@ -124,7 +122,7 @@ class _Bundle:
         return [kernel for kernel in kernels if _key(kernel) not in self.entries]
 
     def stale(self, missing: Sequence[Kernel], device_id: str) -> BundleError:
-        """Return the error for kernels that the bundle lacks; it names the first."""
+        """Return the error for kernels that the bundle lacks; the text names the first kernel."""
         first = missing[0]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         others = [sha256 for sha256, function in self.entries if function == first.name]
@@ -133,8 +131,8 @@ class _Bundle:
             f"{self.place} is stale for {device_id}: the graphs need kernel "
             f"{first.name} with the hash {kernel_hash(first)}{more}, but the bundle "
             f"has {has} (the hash of all its kernels is {self.manifest.sha256}); write"
-            f" it again: {self.manifest.command}; or remove the bundles from the "
-            "cluster file for another model, plan or size, or for a profile"
+            f" it again: {self.manifest.command}; or, for another model, plan or size, "
+            "or for a profile, remove the bundles from the cluster file"
         )
 
 

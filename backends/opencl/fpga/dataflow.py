@@ -1,6 +1,6 @@
 """A product as a dataflow of kernels that run at once, joined by channels; or as one kernel.
 
-The kernel that stores a product can send the rows to a kernel over whole rows.
+The kernel that stores a product can send its rows to a kernel over rows: softmax, or a norm.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..lower.signature import Argument, bind
 from ..lower.target import Target
 
 ONE = (1,)
-"""A single work-item."""
+"""The size of a launch with a single work-item."""
 
 
 @dataclass(frozen=True)
 class Dataflow:
     """The kernels of one product; the stores are added later.
 
-    `files` has the operation's sources. `loads` has the arguments of the first kernel, `finishes`
-    the arguments of the storing kernel, and `problem` the arguments of all kernels.
+    `files` has the operation's sources. `problem` has the arguments that all kernels take, `loads`
+    further arguments of the first kernel, and `finishes` further arguments of the storing kernel.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Dataflow:
     channels: bool
 
     def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
-        """Return the launches that write `kept`, stores of a group that begins with the product.
+        """Return the launches that write the stores `kept` of a group that begins with the product.
 
-        The last stores may be results of a kernel over whole rows.
+        The last stores of the group may be the results of a kernel over rows.
         """
         rows = next((store.expr for store in group if isinstance(store.expr, Rows)), None)
         group = [store for store in group if store.expr is not rows]
@@ -73,7 +73,7 @@ class Dataflow:
     def _kernels(
         self, results: Mapping[str, Argument], further: Mapping[str, Argument]
     ) -> dict[str, Mapping[str, Argument]]:
-        """Return the arguments of each kernel, by name; `further` is for a kernel over rows."""
+        """Return each kernel's arguments; a kernel over rows takes `further`."""
         last = {**self.problem, **self.finishes, **results}
         if not self.channels:
             return {self.name: {**self.loads, **last, **further}}
@@ -117,7 +117,7 @@ def launch(
 ) -> Value:  # fmt: skip
     """Launch a product of `kernels/fpga/`, and return its result, of `shape`.
 
-    The result can take an epilogue. `by_channel`: its rows are channels, and its columns are the
+    An epilogue can be added. `by_channel`: the result's rows are channels, and its columns are the
     pixels of all images.
     """
     flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
@@ -131,7 +131,7 @@ def launch(
 
 
 def _row_cols(target: Target) -> int:
-    """Return the longest row that fits into on-chip memory in addition to the blocks.
+    """Return ROW_COLS if local memory can hold the blocks and a strip of such rows, else 0.
 
     With channels the driver's limit does not matter, because an FPGA makes local memory from
     block RAM as kernels need it.
@@ -156,7 +156,7 @@ class Array:
     """A processing element keeps interleave_rows * interleave_cols vectors of sums, and adds to
     them in turn."""
     block: int = 32
-    """Steps of k in block RAM."""
+    """Steps of k whose inputs are in block RAM at the same time."""
     capacity: int = 2048
     """Vectors that a channel holds."""
     load_width: int = 16
@@ -174,7 +174,6 @@ class Array:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Compiler options of the kernels' source."""
         return (
             f"-DARRAY_ROWS={self.rows}", f"-DARRAY_COLS={self.cols}",
             f"-DINTERLEAVE_ROWS={self.interleave_rows}",
@@ -186,15 +185,15 @@ class Array:
 ARRAY = Array()
 """The array of all kernels in the family `fpga`."""
 ROW_COLS = 256
-"""The most columns of rows that a kernel over rows keeps on the chip."""
-
+"""The most columns of a row that a kernel over rows keeps on the chip."""
 
 AFFINE = ("row_weight", "row_bias")
 RUNNING = ("row_running_mean", "row_running_var", "row_new_mean", "row_new_var")
 
 
 def softmax(builder: Builder, x: Expr, logarithm: bool) -> Value | None:
-    """Return softmax over x's last dimension, or its logarithm; None if x is no waiting product."""
+    """Return softmax over x's last dimension, or its logarithm. None if x is no product that still
+    waits for an epilogue."""
     results = _follow(builder, x, "softmax", (x.shape,), ("y",), {"row_logarithm": int(logarithm)})
     return None if results is None else results[0]
 
@@ -204,7 +203,7 @@ def layer_norm(
 ) -> tuple[Value, ...] | None:
     """Return (y, mean, rstd) of layer norm over x's last dimension.
 
-    Return None if x is no waiting product. `affine` has the weight and the bias.
+    Return None if x is no product that waits for an epilogue. `affine` has weight and bias.
     """
     few = (*x.shape[:-1], 1)
     arguments = {**_affine(affine), "row_eps": float(eps)}
@@ -217,7 +216,8 @@ def batch_norm(
 ) -> tuple[Value, Value, Value, Value | None, Value | None] | None:  # fmt: skip
     """Return (y, mean, rstd, new mean, new variance) of batch norm over x [N][C][...].
 
-    Return None if x is no waiting convolution. The last two are None without `running` statistics.
+    Return None if x is no convolution that waits for an epilogue. Without `running` statistics the
+    last two results are None.
     """
     tensors = {name: v for name, v in zip(RUNNING, running, strict=False) if v is not None}
     names = ("y", "mean", "rstd", *(("new_mean", "new_var") if tensors else ()))
@@ -236,7 +236,7 @@ def batch_norm(
 
 
 def _affine(values: Sequence[Value | None]) -> dict[str, Argument]:
-    """Return the weight and the bias if they are there, and whether they are."""
+    """Return the weight and the bias if present, and a flag for each."""
     tensors = {name: v for name, v in zip(AFFINE, values, strict=True) if v is not None}
     return {**tensors, **{f"row_has_{name[4:]}": int(name in tensors) for name in AFFINE}}
 
@@ -251,7 +251,7 @@ def _follow(
     values = [each for each in arguments.values() if isinstance(each, Value)]
     for name in {"layer_norm": AFFINE, "batch_norm": (*AFFINE, *RUNNING)}.get(file, ()):
         if name not in arguments and name not in given:
-            given[name] = results[0]  # any tensor: the kernel does not use it
+            given[name] = results[0]  # any tensor will do: the kernel does not use it
     reads = tuple(builder.pool.load(value) for value in values)
     rows = Rows(
         x.shape, "float32", source, f"fpga/{file}.cl", {**arguments, **given}, reads, by_channel

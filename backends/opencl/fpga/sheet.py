@@ -1,7 +1,6 @@
-"""Estimates the FPGA resources of a stage's kernels from their parameters.
+"""Estimates the FPGA resources of a stage's kernels without running a board's compiler.
 
-No compiler for a board has to run first. `design` returns the numbers of a product that
-`hetpipe.cost.fpga` needs to predict the costs of boards.
+`design` returns the numbers of a product from which `hetpipe.cost.fpga` predicts costs on boards.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class KernelSheet:
     block_ram_nbytes: int
     """Bytes of on-chip buffers, and of the channels from which the kernel receives."""
     interval: int
-    """Cycles between two iterations of its innermost loop that is not unrolled."""
+    """Cycles between two iterations of the kernel's innermost loop that is not unrolled."""
     read_nbytes: int
-    """Bytes that it can read from the board's memory in each cycle."""
+    """The most bytes that the kernel reads from the board's memory in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,10 @@ class StageSheet:
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of all kernels, per interval."""
         return sum(kernel.macs for kernel in self.kernels)
 
     @property
     def block_ram_nbytes(self) -> int:
-        """Bytes of block RAM of all kernels."""
         return sum(kernel.block_ram_nbytes for kernel in self.kernels)
 
 
@@ -114,7 +111,7 @@ def normalising(array: Array, row_cols: int = ROW_COLS) -> KernelSheet:
 
 
 def normalising_channels(array: Array) -> KernelSheet:
-    """Return the resources of the kernel over convolution channels, which reads rows back."""
+    """Return the resources of the kernel over channels; it reads stored rows from memory again."""
     sums = (array.tile[0] * array.interleave_cols * array.cols + array.turns + array.cols) * FLOAT
     channel = array.capacity * array.cols * FLOAT
     return KernelSheet("normalise", 1, sums + channel, _interval(array), FLOAT)
@@ -137,7 +134,8 @@ def whole(array: Array, operation: str) -> KernelSheet:
 def design(array: Array = ARRAY) -> dict[str, str | int | float]:
     """Return the fields of `hetpipe.cost.fpga.ProductDesign` for a product with channels.
 
-    The slower of load and array sets the time per step; load reads a block, then sends it.
+    A step takes as long as the slower kernel of two: load, which first reads the step's floats and
+    then sends them, and array.
     """
     rows, cols = array.tile
     parts = (loading(array, "load"), multiplying(array), storing(array, "matmul"))
@@ -155,6 +153,5 @@ def design(array: Array = ARRAY) -> dict[str, str | int | float]:
 
 
 def _interval(array: Array) -> int:
-    """Return the least interval. The next addition to the same sum is `turns` iterations later, and
-    must not begin before the first one ends."""
+    """Return the least interval: the next addition to a sum comes `turns` iterations later."""
     return math.ceil(ADD_CYCLES / array.turns)

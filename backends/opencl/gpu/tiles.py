@@ -18,7 +18,7 @@ from ..lower.target import Target
 DEPTH = 16
 """Steps of k in local memory at once."""
 GROUPS_PER_UNIT = 4
-"""Work-groups that keep a compute unit busy while others wait for memory."""
+"""Work-groups for each compute unit, so that some compute while others wait for memory."""
 SHORTEST_PART = 256
 """Least steps of k in a part of a sum: storing and adding a shorter part would cost too much."""
 
@@ -45,7 +45,6 @@ class Tiles:
 
     @property
     def macros(self) -> tuple[str, ...]:
-        """Macros of the kernels' source."""
         return (f"GROUP={self.group}", f"ITEM={self.item}", f"DEPTH={DEPTH}")
 
     @property
@@ -59,7 +58,7 @@ class Tiles:
 def tiles_of(
     target: Target, size: tuple[int, int, int], batches: int, divides: bool = True
 ) -> Tiles:
-    """Choose a tile size: large tiles read less; small ones are more numerous and waste less.
+    """Choose a tile size: large tiles read less memory; small tiles waste less at the edges.
 
     `size` is (rows, columns, depth). With `divides`, long sums are divided into parts if there are
     too few tiles to fill the device.
@@ -102,7 +101,7 @@ def launch(
 ) -> Value:  # fmt: skip
     """Launch a kernel of `kernels/gpu/`, and return its result, of `shape`.
 
-    The result can take an epilogue if its sums are in one part.
+    An epilogue can be added if the sums are in one part.
     """
     kernel = Kernel.of_files(function, ("gpu/tile.cl", *files), *tiles.macros)
     own = OwnLaunch(kernel, args, tiles.global_size, (tiles.group, tiles.group, 1))

@@ -1,4 +1,4 @@
-"""Imports pyopencl on first use, and turns its errors into hetpipe's."""
+"""Imports pyopencl on first use, and turns its errors into `BackendError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .runtimes import EMULATORS, POCL, prepare
 
 NOISE = b"Unknown host CPU"
 _warnings_lock = threading.Lock()
-"""Held while warnings are off, since warning filters belong to the whole process."""
+"""Held while warnings are off, because warning filters belong to the whole process."""
 
 
 @cache
@@ -41,7 +41,7 @@ def _write_callers_once() -> None:
     """Make pyopencl generate a caller once per kernel, not once per kernel object.
 
     pyopencl generates and compiles Python code for every kernel object, and a large graph has a
-    thousand objects of some fifty kernels. Versions of pyopencl without that function stay as is.
+    thousand objects of some fifty kernels. pyopencl stays unchanged if it lacks the function.
     """
     with suppress(ImportError, AttributeError):
         from pyopencl import invoker
@@ -52,7 +52,7 @@ def _write_callers_once() -> None:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Hide the lines that Intel's runtime prints on other makers' processors; print all others."""
+    """Hide the lines that Intel's runtime prints on processors of other makers, and only these."""
     saved = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
@@ -94,10 +94,9 @@ def quiet() -> Iterator[None]:
 
 
 class errors:
-    """Turns pyopencl's errors into a `BackendError` with the device and its activity.
+    """Turns pyopencl's errors into a `BackendError` that names the device and the activity.
 
-    A class, since every run of a graph enters it several times: a generator takes three times as
-    long.
+    A run of a graph enters several; a context manager from a generator takes three times as long.
     """
 
     __slots__ = ("_device", "_doing")

@@ -23,16 +23,14 @@ FAMILIES = ("cpu", "gpu", "fpga")
 CHANNELS = "cl_intel_channels"
 """The OpenCL extension for kernels that send data to each other."""
 MOST_KERNELS = 8
-"""An upper bound for the number of kernels that run at the same time, a dataflow's included."""
+"""More kernels than ever run at the same time; a dataflow has up to four."""
 VARIABLE = "HETPIPE_OPENCL_FAMILIES"
 """Environment variable: a family for all devices, or `PATTERN=FAMILY,PATTERN=FAMILY`."""
 
 
 def default_family(info: DeviceInfo) -> str:
-    """Return the family of a device's kind, or "cpu" for an FPGA emulator.
-
-    An emulator computes on the host's cores, where the kernels of `cpu` are many times as fast.
-    """
+    """Return the family of a device's kind, or "cpu" for an FPGA emulator: it computes on the
+    host's cores, where the kernels of `cpu` are many times faster than the kernels of `fpga`."""
     if info.kind == "fpga" and not info.on_cores:
         return "fpga"
     return "gpu" if info.kind == "gpu" else "cpu"
@@ -73,7 +71,7 @@ def choice(by_pattern: Mapping[str, str]) -> Choice:
         if family.strip() not in FAMILIES:
             there = ", ".join(FAMILIES)
             raise BackendError(f"{VARIABLE}: there is no family {short(family)}; there are {there}")
-    # The last matching pattern wins, so a pattern that both name moves to the end.
+    # The last matching pattern wins, so all patterns of the variable come last.
     return Choice({p: f for p, f in by_pattern.items() if p not in named} | named)
 
 
@@ -84,10 +82,10 @@ class Options:
     kernels: tuple[str, ...] = ()
     """Specifications of user kernels, which take precedence over shipped kernels."""
     bundles: Name | None = None
-    """A folder of bundles, which are loaded instead of compiling kernels."""
+    """A folder of bundles. Kernels are loaded from the bundles, and none is compiled."""
     families: dict[str, Annotated[str, OneOf(FAMILIES)]] = field(default_factory=dict)
     """Families of shipped kernels, by device id or by a pattern such as `opencl:pocl:*`."""
     channels: bool = True
     """Whether channels join kernels of the family fpga, on devices that support channels."""
     dataflow_limit_s: Annotated[float, Number(above=True)] = 600.0
-    """Seconds in which no kernel of a dataflow ends, after which it counts as stuck."""
+    """A dataflow counts as stuck if none of its kernels ends for this many seconds."""

@@ -1,8 +1,8 @@
 """Well-known OpenCL runtimes, and repairs that make the runtimes of this machine visible.
 
-The loader does not find runtimes that pip installs: their registrations point to missing paths, and
-their libraries' dependencies are on no search path. All repairs must happen before the process
-first calls `clGetPlatformIDs`. They never change environment variables that the user has set.
+OpenCL's loader does not find runtimes that pip installs: their registrations point to missing
+paths, and their libraries' dependencies are on no search path. The repairs must happen before the
+process first calls `clGetPlatformIDs`. They change no environment variable that the user has set.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ DEPENDENCIES = (
 EMULATORS = "pip install 'hetpipe[emulators]'"
 POCL = "apt install pocl-opencl-icd"
 OURS = "HETPIPE_SET_"
-"""Prefix of variables that tell a child process which variables this module, not the user, set."""
+"""Prefix of variables that tell a child which variables this module has set, not the user."""
 SLOTS = 256
 TARGET_ARCH = "CL_CONFIG_CPU_TARGET_ARCH"
-
-
 BUNDLES = "HETPIPE_OPENCL_BUNDLES"
 """Environment variable with the folder of bundles; used if no cluster file names one."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """An OpenCL runtime with peculiarities. Its platform's name contains `platform`."""
+    """A well-known OpenCL runtime; `platform` is a part of its platform's name."""
 
     slug: str
     platform: str
@@ -66,7 +64,7 @@ class Runtime:
     forgets: bool = False
     """Whether it loses all compiled programs when the process ends."""
     named_arch: bool = False
-    """Whether it compiles for the processor that `runtimes.target_arch` names."""
+    """Whether it compiles for the processor that `target_arch` returns."""
     late: bool = False
     """Whether it compiles each kernel at the kernel's first launch, one kernel at a time."""
 
@@ -92,7 +90,7 @@ RUNTIMES = (
 
 
 def runtime_of(platform: str, is_cpu: bool) -> Runtime | None:
-    """Return the entry for a platform, or None for an ordinary driver."""
+    """Return the well-known runtime of a platform, or None."""
     for entry in RUNTIMES:
         if entry.platform in platform and (is_cpu or entry.kind != "cpu" or entry.reference):
             return entry
@@ -131,7 +129,7 @@ def _preload(lib: Path, libraries: list[Path]) -> list[Finding]:
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
             except OSError as error:
                 return [("broken", f"{path.name} of Intel's runtimes: {error}", EMULATORS)]
-    return [("repaired", f"loaded what Intel's runtimes need from {lib}", "")]
+    return [("repaired", f"loaded from {lib} the libraries that Intel's runtimes need", "")]
 
 
 def _register(libraries: list[Path]) -> list[Finding]:
@@ -184,7 +182,7 @@ def unloadable() -> list[Finding]:
 
 
 def target_arch() -> str:
-    """Return the CPU named to Intel's runtimes, for which they compile; empty if none."""
+    """Return the CPU for which Intel's runtimes compile, or "" if they choose."""
     return os.environ.get(TARGET_ARCH, "")
 
 

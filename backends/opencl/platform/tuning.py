@@ -1,4 +1,4 @@
-"""Division of work in kernels for processors: by shipped rules, or by a device's tuning."""
+"""Sizes of tiles and blocks in the kernels for processors: from rules, or a device's tuning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .runtimes import Runtime, cpu_flags, target_arch
 
 ENTRIES = Entries("opencl/tuning", "json", most=100)
 VARIABLE = "HETPIPE_OPENCL_TUNING"
-"""Environment variable with a `Tuning` as JSON, which takes precedence over all others."""
+"""Environment variable with a `Tuning` as JSON; it overrides stored tunings and rules."""
 SHIPPED = "cpu/tuning.toml"
 USUAL_CACHE_NBYTES = {2: 1 << 19, 3: 1 << 25}
 """Sizes of caches, by level, for systems that do not report them."""
@@ -29,9 +29,10 @@ USUAL_CACHE_NBYTES = {2: 1 << 19, 3: 1 << 25}
 
 @dataclass(frozen=True)
 class Tuning:
-    """Free choices: they change results only by rounding.
+    """Choices that change results only by rounding.
 
-    `narrow`: compute tiles in parts that fit 16 vector registers. `depth_block`: K of a launch.
+    `narrow`: compute tiles in parts that fit 16 vector registers. `depth_block`: the most steps of
+    k in a launch.
     """
 
     narrow: bool = False
@@ -61,7 +62,7 @@ class _Rules:
 
 
 def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
-    """Return a device's tuning: from the variable, else the stored one, else from the rules.
+    """Return a device's tuning from the variable, else the stored tuning, else by the rules.
 
     Raises `BackendError` if the variable or the stored text is not a valid tuning.
     """
@@ -82,7 +83,7 @@ def by_rules(lanes: int, nbytes: int) -> Tuning:
 
 
 def candidates() -> list[Tuning]:
-    """Return all combinations of tiles and depths in the rules, and twice the largest depth."""
+    """Return all tunings with a tile and a depth of the rules, or twice the largest depth."""
     rules = _rules()
     depths = {block.depth for block in rules.block} | {2 * max(b.depth for b in rules.block)}
     return [Tuning(tile.narrow, depth) for tile in rules.tile for depth in sorted(depths)]
@@ -94,14 +95,13 @@ def keep(cl_device: Any, tuning: Tuning) -> None:
 
 
 def text_of(tuning: Tuning) -> str:
-    """Return a tuning as JSON."""
     return json.dumps(asdict(tuning))
 
 
 def lanes_of(cl_device: Any, runtime: Runtime | None) -> int:
     """Return the floats per vector register in the code that a runtime compiles.
 
-    Intel's runtimes compile for the processor named to them, whatever the device reports.
+    Intel's runtimes compile for the processor of `target_arch`, whatever the device reports.
     """
     arch = target_arch() if runtime is not None and runtime.named_arch else ""
     if arch:
@@ -110,7 +110,7 @@ def lanes_of(cl_device: Any, runtime: Runtime | None) -> int:
 
 
 def cache_nbytes(level: int) -> int:
-    """Return the bytes of a core's second-level or shared third-level cache, from the system."""
+    """Return the bytes of a core's L2 cache, or of the shared L3 cache, from the system."""
     root = Path("/sys/devices/system/cpu/cpu0/cache")
     try:
         for index in sorted(root.glob("index*")):

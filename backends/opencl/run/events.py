@@ -25,16 +25,14 @@ from .opened import OpenedDevice
 
 Flowing = tuple[str, Any]
 """(name of a kernel in a dataflow, its command)."""
-
-
 _Wait = tuple[Any, threading.Lock]
 """A command, and a lock that is held until the command has ended."""
 
 
 class Waiters:
-    """A pool of threads. They are kept, because starting a thread takes longer than a small pass.
+    """A pool of threads that wait for commands: starting a thread takes longer than a small pass.
 
-    A new thread starts if all others wait. A command that hangs keeps its thread until the process
+    A new thread starts if none is idle. The thread of a command that hangs waits until the process
     ends.
     """
 
@@ -42,7 +40,7 @@ class Waiters:
         self._idle: list[SimpleQueue[_Wait]] = []
 
     def ends(self, command: Any, timeout_s: float | None) -> bool:
-        """Wait for a command; return whether it ended, failed or not, within the limit."""
+        """Return whether a command ends within the limit; a command that fails also ends."""
         held = threading.Lock()
         held.acquire()
         try:
@@ -60,7 +58,7 @@ class Waiters:
             command, held = jobs.get()
             with suppress(driver().Error):  # the caller reads the error from the command's state
                 command.wait()
-            del command  # the driver's object must die on the thread that uses the queue
+            del command  # the thread that uses the queue must delete the driver's object
             self._idle.append(jobs)
             held.release()
 
@@ -111,7 +109,7 @@ class CommandEvent(Event):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check in one run; its 8 bytes are in `host` when the run has ended."""
+    """The result of an index check in one run: 8 bytes in `host`, once the run has ended."""
 
     bound: Bound
     memory: Memory
@@ -125,7 +123,7 @@ class Outcome:
 
 
 class PassEvent(CommandEvent):
-    """The end of a pass; it raises an error if the pass met an index out of range."""
+    """The end of a pass. `done` and `wait` raise an error if an index was out of range."""
 
     def __init__(
         self,
@@ -192,10 +190,7 @@ class PassEvent(CommandEvent):
 
 
 def commands_of(device: OpenedDevice, events: Sequence[Event]) -> list[Any] | None:
-    """Return the commands of the device's events that a new command must wait for.
-
-    Wait here for the events of other devices.
-    """
+    """Wait for the events of other devices; return the pending commands of this device's events."""
     waits = []
     for event in events:
         if isinstance(event, CommandEvent) and event.device is device:

@@ -46,7 +46,7 @@ class _Enqueued:
     last: Any = None
     """The last command in the pass's queue."""
     blocks: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    """The commands of launches in blocks, by the launch's number."""
+    """The commands of each launch that runs in several blocks, by the launch's number."""
     beside: dict[int, Any] = field(default_factory=dict)
     """The last command in each additional queue, by the queue's number."""
     flowing: list[Flowing] = field(default_factory=list)
@@ -56,13 +56,13 @@ class OpenCLExecutable(Executable):
     """Launches in order; only the arguments for inputs and outputs change between runs."""
 
     def __init__(self, device: OpenedDevice, lowered: Lowered) -> None:
-        """Take a graph whose programs are built already."""
+        """The programs of `lowered` must be built already."""
         self._device = device
         self._lowered = lowered
         self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
         self._kept: dict[int, Memory] = {}
-        """Results of steady launches, by id; filled by the second run with the same weights. If
-        a mini-batch is one micro-batch, there is no such run."""
+        """Memory of the results of steady launches, by id. The second run with the same weights
+        allocates it; if a mini-batch is one micro-batch, there is no second run."""
         self._arguments = Arguments()
         streams = device.info.capabilities.chunks
         values = [output.value for output in lowered.outputs]
@@ -99,7 +99,6 @@ class OpenCLExecutable(Executable):
 
     @property
     def launches(self) -> Sequence[Launch]:
-        """All launches of the graph, in order."""
         return self._lowered.launches
 
     def run(
@@ -124,7 +123,7 @@ class OpenCLExecutable(Executable):
             if same and self._steady and not self._kept:
                 self._keep()
                 same = False
-            self._weights = []  # until the launches that read them are enqueued
+            self._weights = []  # unknown until the launches that read the weights are enqueued
             steps = self._changing if same else self._steps
             done = self._enqueue(steps, waits)
             self._weights = [weakref.ref(buffer) for buffer in weights]
@@ -158,7 +157,7 @@ class OpenCLExecutable(Executable):
         kernel: Any = None
         local_size: tuple[int, ...] | None = None
         try:
-            # A graph has hundreds of small launches: this loop avoids calls and look-ups.
+            # A graph has hundreds of small launches, so this loop avoids calls and look-ups.
             for number, kernel, local_size, blocks, beside, joined in steps:
                 if beside:
                     ((offset, size),) = blocks
@@ -181,7 +180,7 @@ class OpenCLExecutable(Executable):
                 raise error
         done.last = last
         if done.beside:
-            # A pass ends when all its kernels end; a kernel whose reader ended hangs.
+            # The pass ends when all its kernels have ended: one hangs if its reader ended early.
             ends = [*done.beside.values(), done.last]
             done.last = driver().enqueue_marker(queue.cl, wait_for=ends)
         elif done.last is None and waits:
@@ -192,7 +191,7 @@ class OpenCLExecutable(Executable):
         return done
 
     def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
-        """Return the new last command, and the checks' outcomes, valid once that command ends."""
+        """Return the pass's last command, and the checks' outcomes, valid when it has ended."""
         outcomes = []
         for check, memory in zip(self._lowered.checks, memories, strict=True):
             host = memory.host
@@ -213,7 +212,7 @@ class OpenCLExecutable(Executable):
         self._queue = queue
 
     def _keep(self) -> None:
-        """Give the results of steady launches separate memory, which no other tensor shares."""
+        """Give the results of steady launches memory that no other tensor shares."""
         if self._last is not None:
             self._last.wait()
         launches, crossing = self._lowered.launches, self._lowered.crossing
@@ -256,7 +255,7 @@ class OpenCLExecutable(Executable):
     ) -> list[OpenCLBuffer]:
         """Place a run's results and intermediates in memory; return the buffers of the results."""
         if donate:
-            # A buffer given as two inputs is read under two names: nothing may take its memory.
+            # Nothing may take the memory of a buffer that is two inputs: launches read it as both.
             memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
@@ -291,7 +290,7 @@ class OpenCLExecutable(Executable):
         if not target.checks_memory:
             apart = frozenset(self._kept)
             return plan(self._lowered, donate, parts, apart, target.alignment_nbytes, moves)
-        # One allocation per tensor: the interpreter then sees every access outside a tensor.
+        # Allocate each tensor alone, so that the interpreter sees every access outside a tensor.
         life = lives(self._lowered.launches)
         for key in self._arguments.unset(life.keys() - self._lowered.crossing):
             piece = self._device.memory.create(room_nbytes(life[key].nbytes))

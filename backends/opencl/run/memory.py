@@ -22,7 +22,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 MADV_HUGEPAGE = 14
 
 GRANULE_NBYTES = 128
-"""The memory of each tensor is a multiple of this, so that a vector of 16 may pass its end."""
+"""The memory of each tensor is a multiple of this: a vector of 16 may pass the tensor's end."""
 
 
 def room_nbytes(nbytes: int) -> int:
@@ -60,12 +60,11 @@ class Memory:
 
     @property
     def cl(self) -> Any:
-        """The `cl.Buffer`."""
         return self.piece.cl
 
     @property
     def host(self) -> Bytes | None:
-        """The same memory as the host sees it, or None."""
+        """The same bytes in host memory, or None if the device does not compute there."""
         return self.piece.host
 
     def __del__(self) -> None:
@@ -73,7 +72,7 @@ class Memory:
 
 
 class Part(NamedTuple):
-    """Bytes of a piece of memory. The piece lives as long as any of its parts."""
+    """Bytes of a piece of memory, which lives as long as any of its parts."""
 
     whole: Memory
     begin: int
@@ -81,12 +80,10 @@ class Part(NamedTuple):
 
     @property
     def cl(self) -> Any:
-        """The `cl.Buffer`."""
         return self.whole.piece.part(self.begin, self.nbytes)
 
     @property
     def host(self) -> Bytes | None:
-        """The same memory as the host sees it, or None."""
         host = self.whole.host
         return None if host is None else host[self.begin : self.begin + self.nbytes]
 
@@ -104,7 +101,7 @@ class OpenCLBuffer(Buffer):
 
 
 class MemoryPool:
-    """Free pieces by size, each with the events, one per queue, after which nothing uses it."""
+    """Free pieces by size, each with the last command of every queue when the piece came back."""
 
     def __init__(
         self,
@@ -113,7 +110,7 @@ class MemoryPool:
         host_queue: Any | None,
         last_events: Callable[[], tuple[Any, ...]],
     ) -> None:
-        """With `host_queue`, pieces are in host memory, and each is mapped once by that queue."""
+        """With `host_queue`, pieces are in host memory, and that queue maps each piece once."""
         self._context = context
         self._device_id = device_id
         self._host_queue = host_queue
@@ -177,9 +174,9 @@ def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Ask Linux for pages of 2 MiB under untouched memory: a matrix spans too many of 4 KiB.
+    """Ask Linux for pages of 2 MiB, because a matrix spans too many pages of 4 KiB.
 
-    This is a hint; a system that ignores it is only slower.
+    The memory must be untouched. A system that ignores this hint is only slower.
     """
     begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
     end = (address + nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
@@ -191,7 +188,7 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 def computes_in_host(context: Any, queue: Any) -> bool:
     """Return whether kernels and the host see each other's writes without mapping a buffer again.
 
-    OpenCL does not promise it, but drivers for processors do it: a probe decides.
+    Drivers for processors do this, but OpenCL does not promise it, so a probe decides.
     """
     cl = driver()
     piece = allocate(context, PROBE_NBYTES, queue)
@@ -230,7 +227,7 @@ class PassQueue:
     def beside(self, number: int) -> Any:
         """Return the queue for kernel `number` (from 1) of each dataflow.
 
-        Dataflows of a pass run one after another, so their kernels of the same number share one.
+        Dataflows of a pass run one after another, so kernels of the same number share a queue.
         """
         while len(self._beside) < number:
             profiling = driver().command_queue_properties.PROFILING_ENABLE
@@ -238,14 +235,13 @@ class PassQueue:
         return self._beside[number - 1]
 
     def flush(self) -> None:
-        """Start all enqueued commands."""
         for queue in (*self._beside, self.cl):
             queue.flush()
 
     def arena(self, nbytes: int, pool: MemoryPool) -> Piece:
-        """Return memory for intermediates; all graphs share it, since launches run in order.
+        """Return memory for intermediates; all graphs share it, because launches run in order.
 
-        An arena that is too small is replaced: graphs that used it ask for it again in each run.
+        An arena that is too small is replaced. Each run of a graph asks for the arena again.
         """
         if self._arena is None or self.arena_nbytes < nbytes:
             if self.last is not None:

@@ -46,7 +46,7 @@ class OpenedDevice(Device):
     retired: deque[Any]
     """Commands whose events are gone; the thread that enqueues passes drops these commands."""
     enqueueing: threading.Lock
-    """Held while a pass is enqueued: launches of passes that share an arena must not mix."""
+    """Held while a pass is enqueued: passes that share an arena must not mix their launches."""
     pass_queues: tuple[PassQueue, ...]
     lock: threading.RLock
     """Held while an arena is replaced or transfers are enqueued."""
@@ -64,7 +64,7 @@ class OpenedDevice(Device):
         return any(command.command_queue == queue.cl for queue in behind)
 
     def pass_queue(self, number: int) -> PassQueue:
-        """Return queue `number` of the passes. Raises `BackendError` if there are fewer."""
+        """Return queue `number` of the passes. Raises `BackendError` if there is none."""
         if number >= len(self.pass_queues):
             raise BackendError(
                 f"{self.info.id} runs {len(self.pass_queues)} passes at once, so it has no queue "

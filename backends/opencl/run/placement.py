@@ -105,7 +105,7 @@ def plan(
         given = NOTHING
     taken = _taken(lowered, life, given, alignment)
     plans = []
-    # Try kept results first in the donated piece, and all tensors at once: neither is always best.
+    # Put kept results into the donated piece first, or all tensors at once: neither is always best.
     fitting = {} if moves else inside
     for first in ({**fitting, **kept}, kept):
         packing = _Packing(lowered.launches, alignment)

@@ -1,7 +1,7 @@
 """Built programs of a device, by source and options.
 
-Binaries are stored for runtimes that would compile them in every process. Intel's runtimes compile
-a matrix product in seconds, and load its binary in milliseconds.
+Binaries are stored for runtimes that forget compiled programs. Intel's runtimes compile a matrix
+product in seconds, and load its binary in milliseconds.
 
 Generated kernels are grouped into programs. The groups are stored too: runtimes store compiled
 programs under their text, so every process should build the same programs. Without stored groups, a
@@ -116,7 +116,7 @@ class _Program:
     name: str
 
     def job(self, launches: Sequence[Launch]) -> Job:
-        """Return the job to compile it: for each kernel and local size, its first launch."""
+        """Return the job that compiles the program: its first launch of each kernel and size."""
         first: dict[tuple[object, ...], FirstLaunch] = {}
         for launch in launches:
             kernel = launch.kernel
@@ -133,10 +133,8 @@ def _first(launch: Launch) -> FirstLaunch:
 
 
 def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
-    """Return the facts that decide whether a device can use a binary, by name.
-
-    `on_cores` adds the facts of the host's processor.
-    """
+    """Return the facts by name that decide whether a device can use a binary; with `on_cores`,
+    also the facts of the host's processor."""
     platform = cl_device.platform
     facts = {
         "platform": platform.name, "platform version": platform.version, "device": cl_device.name,
@@ -156,9 +154,9 @@ class Binaries:
         self._facts = tuple(facts_of(cl_device, on_cores=True).items())
 
     def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
-        """Return the built program, or None if no binary is stored.
+        """Return the built program; None if no binary is stored, or if the runtime refuses it.
 
-        Warns with `CacheWarning` if the runtime refuses the stored binary.
+        A refusal warns with `CacheWarning`.
         """
         key = self._key(source, options)
         binary = BINARIES.load(key)
@@ -183,10 +181,9 @@ class Binaries:
 
 
 def groups_of(kernels: Sequence[Kernel]) -> Iterator[Sources]:
-    """Yield the kernel sources of each program; together they have all of `kernels`.
+    """Yield the kernel sources of each program to build; together they have all `kernels`.
 
-    The kernels are new to this process. Kernels that no earlier process had form new groups, which
-    are stored.
+    Kernels without a stored group form new groups, which are stored.
     """
     new, grouped = [], set[str]()
     for kernel in kernels:

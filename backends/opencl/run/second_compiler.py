@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class SecondCompiler:
-    """Starts, if there is much to compile, another process that compiles for this device."""
+    """Compiles for one device; with much to compile, a second process helps."""
 
     def __init__(self, context: Any, cl_device: Any, device_id: str) -> None:
         self._context = context
@@ -53,9 +53,9 @@ class SecondCompiler:
     def compile(self, jobs: Sequence[Job]) -> dict[tuple[str, tuple[str, ...]], Any]:
         """Compile all new jobs; return the programs built in this process, by source and options.
 
-        The caller builds the other programs from the runtime's cache. With little to compile, no
-        second core or no room in the cache, this process builds all. Raises `BackendError` with
-        the compiler's log.
+        The caller builds the other programs from the runtime's cache. There are none if there is
+        little to compile, no second core or no room in the cache. Raises `BackendError` with the
+        compiler's log.
         """
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)

@@ -88,9 +88,9 @@ def _argument(cl: Any, context: Any, arg: int | float | Sequence[int]) -> Any:
 
 
 def main(platform: str, device: str) -> None:
-    """Do the parent's jobs; after each job, send an error, which is usually empty.
+    """Do the parent's jobs, and send the error after each job, or "".
 
-    The parent chose the folder of PoCL's cache. Nobody needs the folder after the parent's end.
+    If the parent ends early, nobody needs the folder of PoCL's cache, so it is deleted here.
     """
     parent = Parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # sent when the parent ends

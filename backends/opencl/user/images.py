@@ -68,7 +68,6 @@ class ImageRoom:
         )
 
     def array(self) -> Array:
-        """Return the current content of the image."""
         array = np.empty_like(self._array, order="C")
         self._copy(array, self.part)
         return array

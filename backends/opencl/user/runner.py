@@ -62,7 +62,7 @@ class OpenCLRunner(KernelRunner):
     suffix = ".cl"
 
     def __init__(self, find: Callable[[str], tuple[Any, Runtime | None]]) -> None:
-        """`find` returns pyopencl's device of an id, and its runtime if that is a known one."""
+        """`find` returns pyopencl's device of an id, and its runtime if hetpipe knows it."""
         self._find = find
         self._opened: dict[str, _Opened] = {}
 
@@ -224,7 +224,7 @@ class _Opened:
     def buffer(self, nbytes: int, content: Array, is_input: bool) -> tuple[Any, Any, int]:
         """Return (the whole buffer, its part for an array of `nbytes`, bytes of each guard).
 
-        Under a checker only inputs are copied, so that it reports reads of uninitialised memory.
+        A checker reports reads of uninitialised memory, so under a checker only inputs are copied.
         """
         cl = driver()
         flags = cl.mem_flags.READ_WRITE
@@ -240,7 +240,6 @@ class _Opened:
         return whole, whole.get_sub_region(guard, max(nbytes, 1)), guard
 
     def read(self, buffer: Any, nbytes: int) -> Array:
-        """Return the bytes of a buffer."""
         content = np.empty(nbytes, np.uint8)
         if nbytes:
             driver().enqueue_copy(self._queue, content, buffer)
@@ -261,7 +260,6 @@ class _Room:
         return self._opened.read(self._whole, self._nbytes + 2 * self._guard)
 
     def array(self) -> Array:
-        """Return the array's content after the run."""
         inside = self._content[self._guard : self._guard + self._nbytes]
         return inside.view(self._array.dtype).reshape(self._array.shape).copy()
 

@@ -73,7 +73,7 @@ def _check(spec: KernelSpec, path: Path) -> None:
             continue
         if each.is_input and each.output:
             raise BackendError(
-                f"{path}: {name} is read and written; a kernel for an operator writes results alone"
+                f"{path}: {name} is read and written; a kernel for an operator writes only results"
             )
         wanted, have = ("result", each.result) if each.output else ("input", each.input)
         if have is None:
@@ -110,8 +110,8 @@ def _is_setting(argument: object) -> bool:
 def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
     """Return the named sizes, from the shapes of a call.
 
-    An argument with one dimension in the specification has all elements of the call's tensor.
-    Raises `BackendError` if shapes or dtypes differ.
+    If the specification gives an argument one dimension, the tensor may have any rank: it is read
+    as one row. Raises `BackendError` if shapes or dtypes differ.
     """
     sizes = {name: values[0] for name, values in spec.define.items()}
     later: list[tuple[str, Size, int]] = []

@@ -33,9 +33,9 @@ from ..lower.signature import Argument
 class Call:
     """A call of an operator: its row-major tensors, and all its arguments from the graph.
 
-    Tensors of `inputs`, `outputs` and `packed` may be arguments of a kernel; they have a `shape`
-    and a `dtype`. `packed` has the results of the kernel's `packs`, by name. `args` and `kwargs`
-    have numbers, lists and nodes.
+    A kernel can take the tensors in `inputs`, `outputs` and `packed`; each has a `shape` and a
+    `dtype`. `packed` has the results of the kernel's `packs`, by name. `args` and `kwargs` have
+    numbers, lists and nodes.
     """
 
     inputs: tuple[Value, ...]
@@ -90,15 +90,12 @@ class OwnKernel:
 
 
 def text_of(source: str | Path) -> str:
-    """Return a source, or the text of the file at a path.
-
-    Raises `BackendError` if the file cannot be read.
-    """
+    """Return a source, or the text of a file. Raises `BackendError` if it cannot be read."""
     return read_text(source, BackendError) if isinstance(source, Path) else source
 
 
 def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
-    """Return the stock lowerings, with these kernels replacing or extending them."""
+    """Return the stock lowerings, replaced or extended by the lowerings of these kernels."""
     table = dict(LOWERINGS)
     for kernel in kernels:
         table[kernel.operator] = _lowering(kernel, table.get(kernel.operator))
@@ -111,7 +108,7 @@ def runs(kernel: OwnKernel, node: fx.Node) -> bool:
 
 
 def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
-    """Return the lowering that uses the kernel where it applies, and else the stock lowering."""
+    """Return a lowering that uses the kernel where it applies, and elsewhere the stock lowering."""
 
     def supports(node: fx.Node) -> str | None:
         reason = kernel.applies(_call(node))
@@ -168,7 +165,6 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
 
 
 def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the global and local size."""
     local_size = None if kernel.local_size is None else tuple(kernel.local_size(call))
     return tuple(kernel.global_size(call)), local_size
 
