@@ -31,10 +31,7 @@ class LibraryWarning(UserWarning):
 
 
 def include_folder() -> Path:
-    """Return the folder with `hetpipe_backend.h` and the graph reader, `hetpipe_graph.h` and `.c`.
-
-    The subfolder `example` has a complete library.
-    """
+    """Return the folder of `hetpipe_backend.h`, the graph reader and `example`, a whole library."""
     return Path(__file__).resolve().parent
 
 

@@ -126,7 +126,7 @@ class NativeDevice(Device):
         return Handle(pointer, self.library.function("free"), self.handle)
 
     def memory_of(self, buffer: Buffer) -> Handle:
-        """Return a buffer's memory. Raises `BackendError` if donated or on another device."""
+        """Return a buffer's memory. Raises `BackendError` for a donated or foreign buffer."""
         if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
             raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
         if buffer.memory is None:
@@ -151,7 +151,7 @@ class NativeDevice(Device):
         return NativeEvent(self, self.library, handle, keeps)
 
     def given(self, name: str, out: Any) -> Any:
-        """Return the result of a successful call. Raises `BackendError` if it is NULL."""
+        """Return the result of a successful call. Raises `BackendError` for NULL."""
         if out[0] == interface().NULL:
             raise BackendError(f"{self.library.path}: {name} succeeds, and gives NULL")
         return out[0]

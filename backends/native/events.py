@@ -1,8 +1,8 @@
 """Events of a library's work, which hold all objects that the work uses.
 
 Each event holds the buffers, host arrays and earlier events of its work until a call sees that the
-work has ended, and this module holds all pending events. So whenever hetpipe frees memory, no work
-uses it, and a device that the user drops in the middle of its work lives until the work has ended.
+work has ended. This module holds all pending events. So hetpipe frees no memory that work uses, and
+a device that the user drops in the middle of its work lives until the work has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A vendor's shared library: cffi calls the functions in its table.
-
-cffi reads the declarations from the header `hetpipe_backend.h` itself.
-"""
+"""A vendor's shared library: cffi calls its functions as `hetpipe_backend.h` declares them."""
 
 from __future__ import annotations
 
@@ -56,11 +53,8 @@ class Library:
     """A loaded library, with its name and its table of functions."""
 
     def __init__(self, path: Path) -> None:
-        """Load a library.
-
-        Raises `BackendError`, which begins with the path, if the file is no library, lacks the
-        entry or a member of the table, or has another version of the interface.
-        """
+        """Raises `BackendError`, which begins with the path, if the file is no library, lacks the
+        entry or a member of the table, or has another version of the interface."""
         ffi, self.path = interface(), path
         version = constant("ABI_VERSION")
         try:
@@ -133,7 +127,7 @@ class Handle:
 
     `owner`, such as the device's handle, must outlive the pointer. Garbage collection deletes
     objects in any order, so the finalizer holds the owner. At the end of the process no pointer is
-    given back, since work may still use it.
+    given back, because work may still use it.
     """
 
     def __init__(self, pointer: Any, give_back: Callable[[Any], None], owner: object) -> None:

@@ -74,7 +74,7 @@ def _scatter(
 def _as_strided(
     x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Array:
-    flat = np.ascontiguousarray(x).reshape(-1)[storage_offset or 0 :]  # a view may repeat elements
+    flat = np.ascontiguousarray(x).reshape(-1)[storage_offset or 0 :]  # copies an expanded view
     steps = [step * flat.itemsize for step in stride]
     return np.lib.stride_tricks.as_strided(flat, size, steps, writeable=False)
 

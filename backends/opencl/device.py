@@ -87,7 +87,7 @@ class OpenCLDevice(OpenedDevice):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # Share no memory with an interpreter that checks it: it must see all accesses.
+            # Share nothing with an interpreter that checks memory: it must see all accesses.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -121,7 +121,7 @@ class OpenCLDevice(OpenedDevice):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """Compile graphs; their new kernels share programs, as each build has a fixed cost."""
+        """Compile graphs; new kernels share programs, because each build has a fixed cost."""
         return [OpenCLExecutable(self, each) for each in self._lowered(graphs)]
 
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:

@@ -175,7 +175,7 @@ def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
 def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str] | None:
     """Return an overload of `packet` and the name of its last argument, or None.
 
-    It has the arguments of `node` and `extra` more, and writes exactly one argument.
+    The overload has the arguments of `node` and `extra` more. It writes exactly one argument.
     """
     overloads = getattr(torch.ops.aten, packet, None)
     assert isinstance(node.target, OpOverload)
@@ -210,8 +210,8 @@ def needs_row_major(node: fx.Node) -> bool:
     """Return whether a call needs row-major operands; calls of Python functions always do.
 
     Many of torch's kernels ignore strides. Eager autograd makes a gradient contiguous before it
-    calls such a kernel. A captured graph has no strides, so its copies are dropped, and the backend
-    makes the operands contiguous itself.
+    calls such a kernel. A captured graph has no strides, so these copies are dropped, and the
+    backend makes the operands contiguous itself.
     """
     target = node.target
     if not isinstance(target, OpOverload):

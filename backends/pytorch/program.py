@@ -76,7 +76,8 @@ class Program:
                 node, tensors = self._calls[line], trace.tb_frame.f_locals
                 try:
                     for bound in index_bounds(node):
-                        if (index := tensors[bound.index.name]).is_cpu:  # else unreadable now
+                        # After an error, an accelerator's tensors cannot be read.
+                        if (index := tensors[bound.index.name]).is_cpu:
                             bound.check(self._name, index.numpy())
                 except BackendError as outside:
                     return outside

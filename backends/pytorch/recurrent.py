@@ -1,7 +1,4 @@
-"""LSTM layers by oneDNN, which torch includes for float32 on CPUs.
-
-oneDNN is up to twice as fast as a loop over time steps with small products.
-"""
+"""LSTM layers in float32 on CPUs by oneDNN, up to twice as fast as a loop of small products."""
 
 from __future__ import annotations
 

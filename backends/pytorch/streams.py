@@ -26,7 +26,7 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 class Lane:
     """A stream, and a thread that calls back when work on the stream has ended.
 
-    torch has no callbacks on streams, so a thread makes them. It starts at the first callback.
+    torch has no callbacks on streams, so the thread waits. It starts for the first callback.
     """
 
     def __init__(self, module: Any, device: torch.device, name: str) -> None:
@@ -45,7 +45,7 @@ class Lane:
         return native
 
     def order(self, after: Sequence[Event]) -> None:
-        """Let later work wait for the events `after`: on the device if possible, else here."""
+        """Let later work wait for `after`: on the device if possible, else on the host."""
         for event in after:
             if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
                 self.stream.wait_event(event.native)

@@ -56,7 +56,9 @@ const tensor *tensor_at(const call *c, uint32_t place, const char *name);
 double number_at(const call *c, uint32_t place, const char *name, double standard);
 int64_t integer_at(const call *c, uint32_t place, const char *name, int64_t standard);
 int integers_at(const call *c, uint32_t place, const char *name, int64_t *out, int most);
-int dimension(int64_t dim, int rank); /* 0 to rank-1; -1 if wrong; negative ones count back */
+/* Return a dimension from 0 to rank-1, or -1 if `dim` is out of range. A negative `dim` counts from
+ * the end. */
+int dimension(int64_t dim, int rank);
 
 int64_t elements(const tensor *t);
 int same_form(const tensor *a, const tensor *b);

@@ -37,10 +37,7 @@ def kernel_hash(kernel: Kernel) -> str:
 
 
 def exported(programs: Mapping[str, Lowered]) -> Exported:
-    """Return the kernels of these programs in as few sources as possible.
-
-    Raises `BackendError` if the programs run no kernel.
-    """
+    """Return the programs' kernels in few sources. Raises `BackendError` if there are none."""
     launches = [launch for lowered in programs.values() for launch in lowered.launches]
     if not launches:
         raise BackendError(f"nothing to export: {', '.join(programs)} run no kernel")

@@ -142,7 +142,7 @@ def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[s
                 others = {other: macros[other] for other in macros if other != name}
                 yield from _declared(filled.replace("##", ""), others)
     flat = _without(outside, "(", ")")
-    yield from re.findall(r"__kernel\s+void\s+(\w+)", flat)  # even if its body is a macro
+    yield from re.findall(r"__kernel\s+void\s+(\w+)", flat)  # also if the body is a macro
     yield from re.findall(r"(\w+)\s*\(\)\s*\{\}", flat)
     for declaration in re.split(r"\(\)\s*\{\}|;", flat):
         head = re.sub(r"__attribute__\s*\(\)", "", declaration.partition("=")[0])

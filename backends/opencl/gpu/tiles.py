@@ -99,10 +99,7 @@ def launch(
     builder: Builder, files: Sequence[str], function: str, tiles: Tiles, shape: tuple[int, ...],
     args: Mapping[str, Argument],
 ) -> Value:  # fmt: skip
-    """Launch a kernel of `kernels/gpu/`, and return its result, of `shape`.
-
-    An epilogue can be added if the sums are in one part.
-    """
+    """Launch a kernel of `kernels/gpu/`; an epilogue can be added if the sums are in one part."""
     kernel = Kernel.of_files(function, ("gpu/tile.cl", *files), *tiles.macros)
     own = OwnLaunch(kernel, args, tiles.global_size, (tiles.group, tiles.group, 1))
     if tiles.parts == 1:

@@ -1,1 +1,1 @@
-"""The OpenCL runtimes of this machine, their devices, and what drivers and tables say of them."""
+"""The OpenCL runtimes of this machine, and the kernel family and tuning of each device."""

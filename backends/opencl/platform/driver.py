@@ -22,10 +22,7 @@ _warnings_lock = threading.Lock()
 
 @cache
 def driver() -> Any:
-    """Make every runtime visible, then import pyopencl and return it.
-
-    Raises `BackendError` with a cure if the import fails.
-    """
+    """Make every runtime visible, and return pyopencl. Raises `BackendError` if it is missing."""
     prepare()
     try:
         import pyopencl
@@ -96,7 +93,7 @@ def quiet() -> Iterator[None]:
 class errors:
     """Turns pyopencl's errors into a `BackendError` that names the device and the activity.
 
-    A run of a graph enters several; a context manager from a generator takes three times as long.
+    Each run of a graph enters this context several times; a generator would be much slower.
     """
 
     __slots__ = ("_device", "_doing")

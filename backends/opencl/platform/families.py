@@ -59,10 +59,8 @@ class Choice:
 
 
 def choice(by_pattern: Mapping[str, str]) -> Choice:
-    """Return the choice of the cluster file, overridden by the environment.
-
-    Raises `BackendError` if the environment names an unknown family.
-    """
+    """Return the choice of the cluster file, overridden by the variable. Raises `BackendError` if
+    the variable names an unknown family."""
     text = os.environ.get(VARIABLE, "").strip()
     pairs = [part if "=" in part else f"*={part}" for part in text.split(",") if part.strip()]
     named = {}

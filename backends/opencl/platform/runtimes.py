@@ -39,7 +39,7 @@ OURS = "HETPIPE_SET_"
 SLOTS = 256
 TARGET_ARCH = "CL_CONFIG_CPU_TARGET_ARCH"
 BUNDLES = "HETPIPE_OPENCL_BUNDLES"
-"""Environment variable with the folder of bundles; used if no cluster file names one."""
+"""Environment variable with the folder of bundles; used if the cluster file names no folder."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Runtime:
     streams: bool = False
     """Whether results leave the device while a pass runs, as on the emulated hardware."""
     drains: bool = False
-    """Whether a wait for an event returns only when its whole queue is empty."""
+    """Whether a wait for an event returns only when the event's whole queue is empty."""
     forgets: bool = False
     """Whether it loses all compiled programs when the process ends."""
     named_arch: bool = False
@@ -182,7 +182,7 @@ def unloadable() -> list[Finding]:
 
 
 def target_arch() -> str:
-    """Return the CPU for which Intel's runtimes compile, or "" if they choose."""
+    """Return the CPU for which Intel's runtimes compile, or "" if the runtimes choose."""
     return os.environ.get(TARGET_ARCH, "")
 
 

@@ -29,14 +29,12 @@ USUAL_CACHE_NBYTES = {2: 1 << 19, 3: 1 << 25}
 
 @dataclass(frozen=True)
 class Tuning:
-    """Choices that change results only by rounding.
-
-    `narrow`: compute tiles in parts that fit 16 vector registers. `depth_block`: the most steps of
-    k in a launch.
-    """
+    """Choices that change results only by rounding."""
 
     narrow: bool = False
+    """Whether tiles are computed in parts that fit 16 vector registers."""
     depth_block: Positive = 1024
+    """The most steps of k in a launch."""
 
     def __str__(self) -> str:
         tile = "4 parts of 6 x 16" if self.narrow else "12 x 32"
@@ -62,7 +60,7 @@ class _Rules:
 
 
 def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
-    """Return a device's tuning from the variable, else the stored tuning, else by the rules.
+    """Return a device's tuning: from the variable, else from the store, else from the rules.
 
     Raises `BackendError` if the variable or the stored text is not a valid tuning.
     """

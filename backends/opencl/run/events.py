@@ -32,8 +32,7 @@ _Wait = tuple[Any, threading.Lock]
 class Waiters:
     """A pool of threads that wait for commands: starting a thread takes longer than a small pass.
 
-    A new thread starts if none is idle. The thread of a command that hangs waits until the process
-    ends.
+    A thread starts if none is idle. A command that hangs keeps its thread until the process ends.
     """
 
     def __init__(self) -> None:

@@ -180,7 +180,7 @@ class OpenCLExecutable(Executable):
                 raise error
         done.last = last
         if done.beside:
-            # The pass ends when all its kernels have ended: one hangs if its reader ended early.
+            # The pass ends when all its kernels end. A kernel hangs if its reader ended early.
             ends = [*done.beside.values(), done.last]
             done.last = driver().enqueue_marker(queue.cl, wait_for=ends)
         elif done.last is None and waits:
@@ -255,7 +255,7 @@ class OpenCLExecutable(Executable):
     ) -> list[OpenCLBuffer]:
         """Place a run's results and intermediates in memory; return the buffers of the results."""
         if donate:
-            # Nothing may take the memory of a buffer that is two inputs: launches read it as both.
+            # Launches read a buffer that is two inputs under two ids: nothing may overwrite it.
             memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)

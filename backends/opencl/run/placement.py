@@ -23,8 +23,8 @@ from ..lower.lowering import Lowered
 from .memory import Memory, OpenCLBuffer, Part, Piece
 
 LEAST_NBYTES = 1 << 18
-"""A run whose tensors have fewer bytes than this uses no donated memory, because changing a
-run's memory means setting kernel arguments again."""
+"""A run whose tensors have fewer bytes than this packs none into a donated piece, because changing
+a run's memory means setting kernel arguments again."""
 
 
 class Where(IntEnum):

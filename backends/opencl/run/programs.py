@@ -133,7 +133,7 @@ def _first(launch: Launch) -> FirstLaunch:
 
 
 def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
-    """Return the facts by name that decide whether a device can use a binary; with `on_cores`,
+    """Return the facts, by name, that decide whether a device can use a binary; with `on_cores`,
     also the facts of the host's processor."""
     platform = cl_device.platform
     facts = {
@@ -154,10 +154,7 @@ class Binaries:
         self._facts = tuple(facts_of(cl_device, on_cores=True).items())
 
     def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
-        """Return the built program; None if no binary is stored, or if the runtime refuses it.
-
-        A refusal warns with `CacheWarning`.
-        """
+        """Return the stored program, or None. Warns (`CacheWarning`) if the runtime refuses it."""
         key = self._key(source, options)
         binary = BINARIES.load(key)
         if binary is None:

@@ -1,1 +1,1 @@
-"""Kernels of a user's own: specifications, and a runner that tests one kernel."""
+"""Kernels that users write: their specifications, and a runner that tests a single kernel."""

@@ -1,4 +1,4 @@
-"""Flaws of kernels from Oclgrind's log: each kind of flaw once per source line."""
+"""Reads flaws of kernels from Oclgrind's log, each kind of flaw once per source line."""
 
 from __future__ import annotations
 

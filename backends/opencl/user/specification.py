@@ -108,7 +108,7 @@ def _is_setting(argument: object) -> bool:
 
 
 def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
-    """Return the named sizes, from the shapes of a call.
+    """Return the sizes that the specification names, from the shapes of a call.
 
     If the specification gives an argument one dimension, the tensor may have any rank: it is read
     as one row. Raises `BackendError` if shapes or dtypes differ.

@@ -49,7 +49,7 @@ class Call:
 class Pack:
     """Another layout of input number `input`, made by the kernel `function` of the same source.
 
-    `shape` and `dtype` describe the result, which `arguments` finds as `call.packed[NAME]`. Weights
+    `OwnKernel.arguments` finds the result, of `shape` and `dtype`, as `call.packed[NAME]`. Weights
     are packed once per update, not once per micro-batch.
     """
 
