@@ -1,4 +1,4 @@
-"""Lazy module attributes (PEP 562): `import hetpipe` imports a module only when its name is used.
+"""Lazy attributes of packages (PEP 562): the first use of a public name imports its module.
 
 A package lists its public names once, as imports that type checkers read:
 
@@ -23,7 +23,7 @@ from typing import Any
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package.
 
-    `__getattr__` imports the public names on first use, and returns their list for `__all__`. A
+    `__getattr__` imports a public name on first use; `__all__` is the list of these names. A
     submodule wins over a function of the same name, because Python binds a submodule to its package
     whenever the submodule is imported.
     """
@@ -50,10 +50,7 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 
 def index_of(tree: ast.Module, package: str) -> dict[str, str]:
-    """Return the module of each name that a package exports by `from module import name as name`.
-
-    `tree` is the source of the package's `__init__.py`.
-    """
+    """Return the module of each name that `tree`, an `__init__.py`, imports as `name as name`."""
     return {
         alias.name: resolve_name("." * node.level + (node.module or ""), package)
         for block in tree.body

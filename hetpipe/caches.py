@@ -1,8 +1,8 @@
 """Folders for caches: the user's cache folder, or a private temporary one if that is unusable.
 
-The content of a cache can be computed again. So, unlike other files, a cache may move to another
-folder than requested, with a warning. The content becomes code: captured programs, compiled
-kernels, the list of OpenCL's runtimes. So only this user and root may have write access.
+The content of a cache can be computed again, so a warning is enough when a cache moves to another
+folder. The content becomes code: captured programs, compiled kernels, the list of OpenCL's
+runtimes. So only this user and root may write to the folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from hetpipe.errors import HetpipeError
 LEAST_NBYTES = 16 << 20
 """Free bytes that a cache's folder must have: a worker's kernels take a few MiB."""
 WARNED = "HETPIPE_WARNED_CACHE"
-"""Environment variable with the folder of the last warning: workers do not repeat the warning."""
+"""Environment variable with the folder of the last warning, which workers need not repeat."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _usable: set[Path] = set()
-"""Folders that this process found usable, and does not check again.
-
-If their disk fills up later, the next write fails.
-"""
+"""Folders that this process found usable, and does not check again."""
 
 
 class CacheWarning(UserWarning):
@@ -40,8 +37,8 @@ class CacheWarning(UserWarning):
 def cache_folder(kind: str, variable: str = "") -> Path:
     """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
-    The parent is the user's cache folder, unless the environment `variable` names another. If the
-    folder is unusable (see `problem_of`), return a private temporary folder, with a `CacheWarning`.
+    Its parent is the path in the environment variable `variable`, or else the user's cache folder.
+    For an unusable folder (see `problem_of`), return a temporary one, with a `CacheWarning`.
     Raises `HetpipeError` if the temporary folder is unusable as well.
     """
     named = environment.path(variable)
@@ -79,9 +76,9 @@ def optional_folder(kind: str, variable: str = "") -> Path | None:
 
 
 def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
-    """Return `problem_of(base / kind)`. The folders below `base` are hetpipe's: they get mode 0700.
+    """Give the folders below `base` mode 0700, then return `problem_of(base / kind)`.
 
-    With `tighten_base`, `base` gets it as well.
+    With `tighten_base`, `base` itself gets this mode as well.
     """
     folder = base / kind
     if folder in _usable:
@@ -103,7 +100,7 @@ def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
 
 
 def _tighten(folder: Path) -> None:
-    """Deny others access to a folder of this user; older versions of hetpipe allowed it."""
+    """Deny other users access to a folder of this user: older versions of hetpipe allowed it."""
     if os.name != "posix":
         return
     status = folder.lstat()
@@ -161,7 +158,7 @@ def _open_to_others(folder: Path) -> str:
 
 
 def why_not_own(status: os.stat_result) -> str:
-    """Return why another user may have written a file or folder, or "" if none can have."""
+    """Return why a user other than this one may have written a file or folder, or ""."""
     if os.name != "posix":
         return ""
     if status.st_uid != os.getuid():
@@ -174,7 +171,7 @@ def why_not_own(status: os.stat_result) -> str:
 def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
     """Warn that a cache is in the folder `instead`, unless this process or its parent has warned.
 
-    `variable` is the environment variable that names another folder.
+    The user can name another folder in the environment variable `variable`.
     """
     if os.environ.get(WARNED) == str(folder):
         return
@@ -190,7 +187,7 @@ def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
 
 @cache
 def temporary() -> Path:
-    """Return the folder for temporary files of this user's processes; others have no access."""
+    """Return the folder for temporary files of this user, to which other users have no access."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
     try:
         folder = Path(tempfile.gettempdir()) / f"hetpipe-{user}"
@@ -199,7 +196,7 @@ def temporary() -> Path:
         if os.name == "posix" and (
             not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077
         ):
-            return Path(tempfile.mkdtemp(prefix="hetpipe-"))  # someone else made that folder
+            return Path(tempfile.mkdtemp(prefix="hetpipe-"))  # other users have access to it
     except OSError as error:
         raise HetpipeError(
             f"no folder for temporary files can be written ({error}); set TMPDIR to a folder that "

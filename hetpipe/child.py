@@ -9,8 +9,8 @@ A child leads a new process group: Ctrl-C reaches only this process, and `close`
 The system ends a child together with the thread that started it, so that no child outlives its
 parent.
 
-A child that takes seconds to load can run many tasks, each in a fork of the child: `Child.fork`
-here and `Parent.run_forks` in the child. Before a fork, the child may start no thread and open no
+A child that takes seconds to load can run many tasks, each in a fork of the child: see `Child.fork`
+and, in the child, `Parent.run_forks`. Before a fork, the child may start no thread and open no
 driver.
 """
 
@@ -67,7 +67,7 @@ class ChildEnded(ChildError):
 class Child:
     """A process that runs `python -m MODULE ARGUMENTS...` until `close`; a context manager.
 
-    `environment` is added to this process's variables. With `cores`, the child runs only on them.
+    `environment` is added to this process's variables. With `cores`, the child runs only there.
     Raises `ChildError` if the system cannot start a process.
     """
 
@@ -98,7 +98,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
-        self._end = os.pidfd_open(self._process.pid)  # readable once the process has ended
+        self._end = os.pidfd_open(self._process.pid)  # readable once the child has ended
         self._unread = b""
         self._forks = 0
         self._log_start = 0  # where the current fork's log begins
@@ -116,12 +116,10 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
         return self._process.returncode is None and not _readable([self._end], 0.0)
 
     def send(self, request: Mapping[str, Any]) -> None:
@@ -155,7 +153,7 @@ class Child:
             ready = _readable([self.fileno(), self._end], end_s - time.monotonic())
             if not ready:
                 raise ChildLate(f"{self.module} gave no answer within {limit_s:g} s")
-            # The child's own children may keep the output open.
+            # The output may stay open after the child's end: the child's own children have it, too.
             part = os.read(self.fileno(), 1 << 16) if self.fileno() in ready else b""
             if not part:
                 raise self._ended()
@@ -221,8 +219,7 @@ def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str,
 class Parent:
     """The process that started this one as a `Child`.
 
-    Once this object exists, this process has no standard input, and its prints go to standard
-    error.
+    Once this object exists, this process has no standard input, and prints to standard error.
     """
 
     def __init__(self) -> None:
@@ -237,11 +234,10 @@ class Parent:
             yield json.loads(line)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message."""
         print(json.dumps(message), file=self._output, flush=True)
 
     def run_forks(self, function: Callable[..., None]) -> None:
-        """For each `Child.fork`, run `function` in a fork; its arguments are strings.
+        """For each `Child.fork`, run `function` in a fork; the arguments are strings.
 
         One fork runs at a time. This process serves all threads of the parent. So it ends when its
         standard input ends, not with the thread that started it.
@@ -281,7 +277,7 @@ def _run_fork(function: Callable[..., None], request: Mapping[str, Any], server:
 
 @contextmanager
 def _pinned(cores: Collection[int]) -> Iterator[None]:
-    """Pin this thread to `cores` in the `with` block; a process started there inherits them."""
+    """Pin this thread, and the processes that it starts, to `cores` in the `with` block."""
     if not cores:
         yield
         return
@@ -294,7 +290,7 @@ def _pinned(cores: Collection[int]) -> Iterator[None]:
 
 
 def _readable(descriptors: Sequence[int], limit_s: float) -> list[int]:
-    """Wait up to `limit_s` until descriptors can be read, and return these descriptors."""
+    """Wait up to `limit_s` until a descriptor can be read; return all that can be read."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -1,10 +1,9 @@
 """Reads and writes pickles of plain data, whose reader cannot run code.
 
 A pickle can name functions and classes, and Python's own reader imports and calls them. The reader
-here makes lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name. So it also
-refuses numpy arrays; numpy trusts the sizes and pointers in a pickle when it restores an array. For
-other objects, the writer stores their `parts`, from which the reader's `make` makes the objects
-again.
+here makes lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name but
+`complex`. Numpy arrays are refused, too: numpy trusts the sizes and pointers in a pickle. The
+writer can store another object as its `parts`, from which the reader's `make` makes the object.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ Parts = tuple[str, Any]
 
 
 def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
-    """Return a pickle of plain data, and of objects for which `parts` does not return None.
+    """Return a pickle of plain data, and of the `parts` of other objects.
 
-    Raises `pickle.PicklingError` for other objects.
+    Raises `pickle.PicklingError` for an object for which `parts` returns None.
     """
     file = io.BytesIO()
     _Writer(file, parts).dump(content)
@@ -31,7 +30,7 @@ def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
 def loads(data: bytes, make: Callable[[Parts], Any] | None = None) -> Any:
     """Return the content of a pickle; `make` makes an object from its parts.
 
-    Raises `pickle.UnpicklingError` for a name, and what `pickle.loads` raises for damaged bytes.
+    Raises `pickle.UnpicklingError` for a name, and the errors of `pickle.loads`.
     """
     return _Reader(data, make).load()
 

@@ -35,7 +35,7 @@ class Entries:
     """The entries of one kind, in a folder of the user's caches.
 
     With more than `most` entries, `store` deletes the oldest ones and keeps nine tenths of `most`.
-    The environment `variable` may name another folder for the caches. `suffix` ends the file names.
+    `variable` is as for `cache_folder`. `suffix` ends the file names.
     """
 
     kind: str
@@ -88,7 +88,6 @@ class Entries:
         return f"{key}.{self.suffix}"
 
     def _prune(self, folder: Path) -> None:
-        """Delete the oldest entries if there are too many."""
         suffix = f".{self.suffix}"
         names = [name for name in os.listdir(folder) if name.endswith(suffix)]
         if len(names) > self.most:

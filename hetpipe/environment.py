@@ -59,9 +59,9 @@ def _path(name: str, text: str, error: type[HetpipeError]) -> Path:
 
 
 def clock() -> Callable[[], float]:
-    """Return the clock of benchmarks: wall time, or this process's CPU time on a busy machine.
+    """Return the clock of benchmarks: wall time, or, with HETPIPE_CLOCK=process, CPU time.
 
-    CPU time needs HETPIPE_CLOCK=process. Raises `HetpipeError` for another value of HETPIPE_CLOCK.
+    CPU time of this process suits a busy machine. Raises `HetpipeError` for another value.
     """
     word = os.environ.get("HETPIPE_CLOCK", "").strip()
     if word not in ("", "process"):
@@ -73,10 +73,7 @@ def clock() -> Callable[[], float]:
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `HetpipeError` if a launcher such as torchrun started several processes like this one.
-
-    Each process would train the whole model.
-    """
+    """Raise `HetpipeError` if a launcher such as torchrun started this process several times."""
     ranks = environment.get("WORLD_SIZE", "")
     rank = environment.get("RANK", environment.get("LOCAL_RANK"))
     if rank is None or not ranks.isdigit() or int(ranks) < 2:

@@ -22,7 +22,7 @@ class CostError(HetpipeError):
 
 
 class PlanError(HetpipeError):
-    """No plan exists for the given options and limits; the message gives both numbers."""
+    """No plan exists for the given options and limits."""
 
 
 class ScheduleError(HetpipeError):
@@ -42,7 +42,7 @@ class WorkerError(HetpipeError):
 
 
 class NotFiniteError(HetpipeError):
-    """A loss is infinite or not a number; `Pipeline.diagnose` names the place where it begins.
+    """A loss is infinite or not a number; `Pipeline.diagnose` finds where this begins.
 
     `fact` is the message without `advice`, and `index` the number of the mini-batch.
     """
@@ -55,7 +55,7 @@ class NotFiniteError(HetpipeError):
 class NoMeanError(NotFiniteError):
     """A loss of the form (sum, count) has a count of zero, so it has no mean.
 
-    The gradients of its sum, if there are any, were multiplied by zero.
+    If the sum has gradients, they were multiplied by zero.
     """
 
 

@@ -43,10 +43,9 @@ def user_path(
 
 
 def path_in(folder: Path, text: str, kind_of_error: type[HetpipeError] = HetpipeError) -> Path:
-    """Return a path that is written in a file of `folder`: relative to `folder`.
+    """Return the path that a file in `folder` gives; a relative path begins at `folder`.
 
-    Absolute paths, and paths that begin with `~`, do not depend on `folder`. Raises `kind_of_error`
-    like `user_path`.
+    Raises `kind_of_error` like `user_path`.
     """
     return folder / user_path(text, kind_of_error)
 
@@ -83,12 +82,11 @@ def read_bytes(path: Path, most_nbytes: int | None = MOST_NBYTES) -> bytes:
 def write_beside(
     path: Path, write: bytes | str | Callable[[BinaryIO], object], mode: int = 0o666
 ) -> None:
-    """Fill a new file in the same folder, then rename it to `path`. Make a missing folder.
+    """Write a new file beside `path`, then rename it to `path`. Make a missing folder.
 
     `write` is the content, or a function that writes the content to an open file. The umask applies
-    to `mode`. The new file's name is unique, so threads and processes may write to one path at the
-    same time. A failure leaves no new file behind. Raises `HetpipeError` if the file cannot be
-    written.
+    to `mode`. The new file's name is unique, so several threads and processes may write to `path`.
+    A failure leaves no new file behind. Raises `HetpipeError` if the file cannot be written.
     """
     path = user_path(path)
     beside = path.with_name(f".{secrets.token_hex(8)}.partial")
@@ -118,7 +116,7 @@ def dump_json(data: Any) -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` as JSON to `path`. Raises `HetpipeError`."""
+    """Write `data` as JSON to `path`. Raises `HetpipeError` like `write_beside`."""
     write_beside(path, dump_json(data))
 
 

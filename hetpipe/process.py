@@ -22,8 +22,8 @@ _PR_SET_PDEATHSIG = 1
 def command(module: str, *arguments: object) -> list[str]:
     """Return a command like `python -m MODULE ARGUMENTS...`.
 
-    Files of the current folder cannot replace Python's modules. Start the command with the
-    variables that `environment` returns.
+    With this command, files of the current folder cannot replace Python's modules. Start it with
+    the variables that `environment` returns.
     """
     return [sys.executable, str(START), module, *map(str, arguments)]
 
@@ -31,8 +31,7 @@ def command(module: str, *arguments: object) -> list[str]:
 def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
     """Return this process's variables, `settings`, and the import path for `command`.
 
-    PYTHONPATH would put its folders first, so it has another name until `start.py` has set the
-    path.
+    PYTHONPATH would put its folders first, so it has another name until `start.py` has run.
     """
     variables = {**os.environ, **settings, "HETPIPE_PATH": "\n".join(ordered(sys.path))}
     if "PYTHONPATH" in variables:
@@ -41,10 +40,7 @@ def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
 
 
 def end_with(parent: int | None) -> None:
-    """Let the system end this process together with the thread of `parent` that started it.
-
-    None cancels an earlier call.
-    """
+    """Let the system end this process with the thread of `parent` that started it (None: never)."""
     import ctypes  # here, because the import takes 10 ms and most processes do not need it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGTERM)
@@ -80,22 +76,19 @@ def start_refusal(error: BaseException) -> str:
 
 
 def shadow(module: str) -> str | None:
-    """Return the file that `command` would import as `module`, if this process imported another.
-
-    Otherwise return None.
-    """
+    """Return the file that `command` would import as `module`; None if this process has it, too."""
     top = module.partition(".")[0]
     if top == "hetpipe":
         return None  # `start.py` loads its own `hetpipe`
     spec = PathFinder.find_spec(top, ordered(sys.path))
-    loaded = sys.modules.get(top) or sys.modules["__main__"]  # with python -m MODULE
+    loaded = sys.modules.get(top) or sys.modules["__main__"]  # after python -m MODULE
     if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):
         return None
     return spec.origin
 
 
 def _is_library(entry: str) -> bool:
-    """Whether an entry of the import path, a folder or zip file, belongs to Python or a package."""
+    """Return whether a folder or zip file of the import path belongs to Python or a package."""
     if not entry:
         return False  # the current folder
     folder = Path(entry).absolute()

@@ -2,7 +2,7 @@
 
 A record is a frozen dataclass. The types of its fields say which values are allowed, for instance
 `Annotated[int, Whole(1)]`. `Source.record` checks the data of JSON or TOML and makes a record from
-them; a record made in Python is not checked. pydantic is imported only for the first file.
+them; a record made in Python is not checked. The first file imports pydantic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Place = tuple[int | str, ...]
 """Keys and indices from the top of a file down to a value."""
 
-MOST_DIGITS = 40  # in a whole number of a JSON file
+MOST_DIGITS = 40  # of a whole number in a JSON file
 LEAST, MOST = 1e-15, 1e30
 """Bounds of measured and published numbers, in any unit."""
 
@@ -101,7 +101,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class NullIsInfinite:
-    """Takes null, which stands for infinity in JSON."""
+    """Allows null, which stands for infinity in JSON."""
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core.core_schema import no_info_wrap_validator_function
@@ -213,10 +213,9 @@ class Source:
 
 
 def read_text(path: Path, error: type[HetpipeError]) -> str:
-    """Return a file's text, without a byte order mark.
+    """Return a file's text, without a byte order mark; `~` in the path is the home folder.
 
-    Raises `error` if the file cannot be read, or, with the line, if it is not UTF-8. `~` is the
-    home folder.
+    Raises `error` if the file cannot be read, and, with the line, if it is not UTF-8.
     """
     raw = read_file(path, error)
     try:

@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 MOST_LENGTH = 8 << 20
-"""Most characters of a file. That is room for 100,000 tables, which take some seconds to read."""
+"""Most characters of a file: enough for 100,000 tables, which take some seconds to read."""
 _NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
 _HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
@@ -45,11 +45,11 @@ def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, An
 
 
 class Lines:
-    """The lines of a TOML text: every header opens a table, every `key =` sets a value in it."""
+    """The number of the line in a TOML text that opens each table or sets each value."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Place, int] = {}
-        self._counts: Counter[Place] = Counter()  # of `[[ ]]` headers
+        self._counts: Counter[Place] = Counter()  # by place: `[[ ]]` headers so far
         table: Place = ()
         for number, line in enumerate(text.split("\n"), 1):
             if header := _HEADER.match(line):
@@ -59,10 +59,7 @@ class Lines:
                 self._note((*table, *_names(setting[1])), number)
 
     def at(self, place: Place) -> int:
-        """Return the line that sets the value at a place, or opens the nearest table around it.
-
-        Return 1 if there is no such line.
-        """
+        """Return the line of the value at a place, or of the nearest table around it, or else 1."""
         for end in range(len(place), 0, -1):
             if place[:end] in self._lines:
                 return self._lines[place[:end]]
@@ -73,7 +70,7 @@ class Lines:
             self._lines.setdefault(place[:end], number)
 
     def _opened(self, names: list[str], repeated: bool) -> Place:
-        """Return the place of a header's table; `names` of `[[ ]]` tables mean the last of them."""
+        """Return the place of a header's table; a name of `[[ ]]` tables means the last one."""
         place: Place = ()
         for name in names[:-1]:
             place = (*place, name)

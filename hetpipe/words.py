@@ -1,4 +1,4 @@
-"""Short texts of values and names for messages, even if those are long."""
+"""Short texts for messages, from values and names of any length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def word(part: int | str) -> str:
 
 
 def words(parts: Iterable[int | str]) -> str:
-    """Join names with commas for a message; of more than `MOST_WORDS`, the first and the number."""
+    """Join names with commas; after the first `MOST_WORDS`, give only the number of all names."""
     names = [word(part) for part in parts]
     rest = [f"... {len(names)} in all"] if len(names) > MOST_WORDS else []
     return ", ".join(names[:MOST_WORDS] + rest)

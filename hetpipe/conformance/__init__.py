@@ -1,1 +1,1 @@
-"""Conformance suite: checks with which backend authors test their backends."""
+"""Conformance suite: checks by which authors test their backends."""

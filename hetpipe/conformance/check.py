@@ -14,7 +14,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 class BrokenRule(Exception):
-    """The device has broken the rule of a check; the message describes the observation."""
+    """The device has broken a check's rule; the message says what the check saw."""
 
 
 class NotAsked(Exception):

@@ -12,12 +12,12 @@ from hetpipe.conformance.rig import WAIT_S, Rig, compare, host_dtype
 
 SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))
 LARGE = ((1 << 21) + 5, (1 << 22) + 3, (10 << 20) + 1)
-"""Elements of float32 copies of 8, 16 and 40 MiB."""
+"""Numbers of float32 elements: copies of 8, 16 and 40 MiB."""
 MANY = 40  # buffers alive at the same time
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Return random values; integers use the whole range of the dtype, so every byte varies."""
+    """Return random values; integers have the whole range of the dtype, so every byte varies."""
     generator = np.random.default_rng(seed)
     kind = host_dtype(dtype)
     if kind == np.bool_:

@@ -37,8 +37,7 @@ def matrix(results: Sequence[Result]) -> list[Family]:
 def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
     """Return the refused operators, each with the number of checks that it prevented.
 
-    Operators of the models (checks `programs/...`) come first. Among them, and among the others,
-    the operators that prevented the most checks come first.
+    The order is by prevented checks of models (`programs/...`), then by all prevented checks.
     """
     counts = Counter[str]()
     models = Counter[str]()
@@ -52,7 +51,6 @@ def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
 
 
 def next_steps(results: Sequence[Result], level: str) -> list[str]:
-    """Return advice for the backend's author."""
     failed = [result for result in results if result.failed]
     if failed:
         first = failed[0]

@@ -18,7 +18,7 @@ from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.sdk.graph import graph_calls
 
 LOOKED_AT = 24
-"""How many of an entry's first samples are used; the largest of these comes first."""
+"""Number of an entry's first samples to choose from; the largest of these is tried first."""
 SEED = 0
 """Random seed, so that every run gets the same samples."""
 
@@ -54,8 +54,8 @@ class Question:
     def traced(self, table: Any) -> tuple[Question, fx.GraphModule]:
         """Return a question and its graph: this one, or `forward` if torch cannot trace gradients.
 
-        Raises `UnusableSample` if torch cannot trace either question or its results are random, and
-        `NotAsked` if only the trace with the backend's decompositions fails.
+        Raises `UnusableSample` if torch can trace neither, or if results are random, and `NotAsked`
+        if only the trace with the backend's decompositions fails.
         """
         try:
             graph = trace(self.fn, self.tensors, table)
@@ -115,10 +115,7 @@ def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
 
 
 def _with_gradients(alone: Question) -> Question | None:
-    """Return the question with the gradients of the sum of all results' squares.
-
-    Return None if torch cannot compute them.
-    """
+    """Return the question with gradients of the sum of squared results; None if torch has none."""
     fn, tensors = alone.fn, alone.tensors
     places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 
@@ -150,7 +147,7 @@ def _function(entry: Any, sample: Any) -> Callable[..., Any]:
 
         def filled(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return next(given).clone()  # some operators change it in place
+                return next(given).clone()  # some operators change their inputs
             if isinstance(value, (list, tuple)):
                 return type(value)([filled(each) for each in value])
             return value
@@ -163,10 +160,7 @@ def _function(entry: Any, sample: Any) -> Callable[..., Any]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Return whether an operator draws random numbers.
-
-    Its results cannot be compared, because each device has its own generator.
-    """
+    """Return whether an operator draws random numbers, which differ from device to device."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -175,15 +169,15 @@ def _first_line(error: Exception) -> str:
 
 
 SAMPLES = 3
-"""Samples that a device runs per entry: the first ones that torch can trace."""
+"""Samples that a device runs per entry: the first usable ones."""
 PATIENCE = 4
-"""Number of untraceable samples after which an entry without a traced sample is abandoned."""
+"""Number of unusable samples after which an entry without a usable sample is abandoned."""
 ILL_CONDITIONED = 8
 """A result may differ by this multiple of torch's float32 error, if the tolerance is smaller."""
 
 
 def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
-    """Run the first `samples` traceable samples of an entry, forward and with gradients.
+    """Run the first `samples` usable samples of an entry, forward and with gradients.
 
     Raises `BrokenRule` for a wrong result, and `NotAsked` if the device refuses a sample or no
     sample is usable. An entry counts as refused if the device refuses its first sample.
@@ -222,7 +216,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
     results = zip(actual, question.wide, question.near, strict=True)
     for index, (array, wide, near) in enumerate(results):
         limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
-        if near.dtype.kind == "f":  # torch's error is also large for ill-conditioned functions
+        if near.dtype.kind == "f":  # torch's own error is large for ill-conditioned functions
             if near.shape != wide.shape:
                 raise BrokenRule(f"torch's shape is {near.shape}, but {wide.shape} in float64")
             limit = max(limit, ILL_CONDITIONED * largest_of(errors_of(near, wide)))

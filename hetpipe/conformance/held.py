@@ -1,4 +1,4 @@
-"""Checks of held resources: leaks, memory counters, trims, and too large requests."""
+"""Checks of held memory and other resources: leaks, counters, trims, and too large requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetpipe.sdk.backend import Buffer, Event, Executable
 CYCLES = 60  # cycles of upload, compile, run and drop, in the search for leaks
 LEAK_NBYTES = 1 << 20  # size of the buffers in a cycle
 PATIENCE_S = 3.0
-"""Longest wait for resources that a device releases late."""
+"""Longest wait for memory that a device frees later than Python frees the object."""
 RUNS = 64  # small runs, in the search for leaked descriptors, threads and events
 HELD = 16  # buffers of LEAK_NBYTES that are alive while the counter is read
 SLACK_NBYTES = 64 << 20
@@ -35,10 +35,7 @@ def _resident_nbytes() -> int:
 
 
 def _settled(growth: Callable[[], int], limit: int) -> int:
-    """Return the growth once it is below the limit, or after `PATIENCE_S`.
-
-    A device may free memory later than Python frees the object.
-    """
+    """Return the growth once it is below the limit, or after `PATIENCE_S`."""
     end_s = time.monotonic() + PATIENCE_S
     while (grown := growth()) >= limit and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -46,7 +43,6 @@ def _settled(growth: Callable[[], int], limit: int) -> int:
 
 
 def _counted(rig: Rig) -> int:
-    """Return the bytes that the device counts; 0 if it counts none."""
     return rig.device.memory_used_nbytes() or 0
 
 
@@ -124,7 +120,6 @@ def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
 
 
 def _alive(kind: type) -> int:
-    """Return the number of living objects of a class."""
     # type(), because __class__ of some objects names another class.
     return sum(issubclass(type(each), kind) for each in gc.get_objects())
 

@@ -58,8 +58,8 @@ WIDE_CONVOLUTIONS = (
     ((2, 64, 12, 12), (256, 64, 3, 3), 1),
     ((2, 256, 144), (256, 256, 1), 0),
 )
-"""Input shapes, weight shapes and padding. As matrix products, the convolutions are as large as
-`WIDE`, but their sums are short, so that errors of rounded operands exceed the tolerance."""
+"""Input shapes, weight shapes and padding. As products, the convolutions are as large as `WIDE`,
+but with short sums, so that errors of rounded operands exceed the tolerance."""
 MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
 """Element counts beyond 16-bit indices and beyond the usual limits of a launch."""
 
@@ -73,7 +73,7 @@ def _products(shapes: Sequence[tuple[int, int, int]]) -> list[Question]:
 
 
 def _judge_all(rig: Rig, questions: Sequence[Question]) -> None:
-    """Judge each function that the device accepts. Raises `NotAsked` if it refuses all of them."""
+    """Judge each function that the device accepts. Raises `NotAsked` if the device accepts none."""
     refused: list[NotAsked] = []
     for fn, inputs, terms in questions:
         try:

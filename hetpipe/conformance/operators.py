@@ -39,7 +39,7 @@ def judge(
     terms: int = 1,
     units: float = UNITS,
 ) -> None:
-    """Run a function on the device and compare every result with float64."""
+    """Run a function on the device and compare every result with torch in float64."""
     graph = rig.graph(fn, *inputs)
     actual = rig.results(rig.device.compile(graph), *inputs)
     expected = float64_results(fn, inputs)
@@ -110,8 +110,6 @@ CHECKS += [
 ]
 
 
-# --- operands with strides -----------------------------------------------------------------------
-
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.t(),
     "permuted": lambda x: x.view(4, 3, 6).permute(2, 0, 1),
@@ -142,9 +140,6 @@ for _name, _view in VIEWS.items():
         "an operator reads the elements of a view, not the memory behind the view",
         "wrong stride handling: a kernel reads a view as a row-major tensor",
     )(partial(_strided, _view))
-
-
-# --- dtypes --------------------------------------------------------------------------------------
 
 
 def _dtype(dtype: torch.dtype, fn: Callable[..., Any], values: list[Any], rig: Rig) -> None:
@@ -184,9 +179,6 @@ def _(rig: Rig) -> None:
     x = torch.tensor([0.0, -0.0, 0.5, -1.5, 2.75, -3.25, 1e6])
     judge(rig, lambda x: (x.to(torch.int64), x.to(torch.bool)), [x])
     judge(rig, lambda x: x.to(torch.float32), [torch.tensor([0, 5, -3, 2**24 + 1])])
-
-
-# --- extreme values and shapes -------------------------------------------------------------------
 
 
 @check(

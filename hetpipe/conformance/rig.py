@@ -70,7 +70,7 @@ class Rig:
 
     def get(self, buffer: Buffer) -> Array:
         """Return a buffer's values in a host array."""
-        # The array is not zero before the copy, so that a missing copy shows.
+        # The array starts with 77, so that a missing copy shows.
         array = np.full(buffer.shape, 77, host_dtype(buffer.dtype))
         self.device.download(buffer, array).wait(WAIT_S)
         return array
@@ -82,13 +82,11 @@ class Rig:
         donate: Sequence[int] = (),
         queue: int = 0,
     ) -> list[Buffer]:
-        """Run to the end and return the outputs."""
         outputs, event, _ = executable.run(inputs, frozenset(donate), (), queue)
         event.wait(WAIT_S)
         return outputs
 
     def results(self, executable: Executable, *inputs: torch.Tensor) -> list[Array]:
-        """Run on host inputs and return the outputs as host arrays."""
         outputs = self.run(executable, [self.put(tensor) for tensor in inputs])
         return [self.get(buffer) for buffer in outputs]
 

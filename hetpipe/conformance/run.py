@@ -33,7 +33,7 @@ GROUPS = (
     "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
     "database",
 )  # fmt: skip
-"""The order of checks: a fault in an earlier group often shows in later groups, too."""
+"""Groups of checks in order: a fault that an earlier group finds often breaks later groups."""
 CHECKED = (
     "buffers", "contract", "copies", "events", "held", "lengths", "operators", "threads",
     "training",
@@ -44,7 +44,7 @@ LIMIT_S = 300.0
 GRACE_S = 60.0
 """Seconds for a process to start, and for a late process to report where it hangs."""
 HANG_S = 60.0
-"""A check that fails after this time counts as a hang."""
+"""A check that fails after at least this time counts as a hang."""
 MOST_HANGS = 5
 """Number of hangs after which the remaining checks are skipped, to save hours."""
 
@@ -120,7 +120,7 @@ def run_check(each: Check, rig: Rig) -> Result:
 def run_suite(
     info: DeviceInfo, level: Level, limit_s: float = LIMIT_S, groups: Collection[str] = ()
 ) -> Iterator[Result]:
-    """Yield the results of the checks of a level, or of some of its groups, as checks end.
+    """Yield the result of each check of a level, or of some `groups`, as soon as the check ends.
 
     Raises `BackendError` for an unknown group, or if another process cannot load the backend.
     """
@@ -148,7 +148,7 @@ def run_suite(
 def _results(
     arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
-    """Yield the results of one child: up to the last check, or to the check that ends the child."""
+    """Yield the results of one child, up to the last check or the check that ends the child."""
     with Child("hetpipe.conformance.run", limit_s, *arguments, first) as child:
         for check in checks[first:]:
             try:

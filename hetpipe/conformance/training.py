@@ -68,7 +68,6 @@ class Model:
     high: int = 0
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a random mini-batch of inputs and targets."""
         generator = torch.Generator().manual_seed(seed)
         shape = (ROWS, *self.sample)
         x = (
@@ -86,7 +85,7 @@ class Model:
         return getattr(hetpipe.optim, name)(**settings)
 
     def losses(self) -> list[float]:
-        """Return the losses of training with torch in float64, without partitions."""
+        """Return the losses of the same training with torch in float64."""
         torch.manual_seed(0)
         model = self.model().double()
         name, settings = self.optimizer
@@ -201,10 +200,7 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
 
 
 def _reference(rig: Rig) -> str:
-    """Return the id of another device of hetpipe's backends, preferably a reference device.
-
-    Raises `NotAsked` if there is none.
-    """
+    """Return another device of hetpipe's backends, if possible a reference, or raise `NotAsked`."""
     from hetpipe.sdk.host.registry import discover_devices, provider_of
 
     infos = [info for info in discover_devices()[0] if info.id != rig.info.id]

@@ -67,7 +67,6 @@ class Buffer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
 
@@ -118,7 +117,7 @@ class Device(ABC):
     def compile(self, graph: torch.fx.GraphModule) -> Executable:
         """Compile a graph in the canonical form of `hetpipe.sdk.graph`. This may take long.
 
-        Raises `UnsupportedOperatorError` for a node that `supports` refuses, and for no other.
+        Raises `UnsupportedOperatorError` for a node that `supports` refuses, and for no other node.
         """
 
     def compile_all(self, graphs: Sequence[torch.fx.GraphModule]) -> list[Executable]:
@@ -146,7 +145,7 @@ class Device(ABC):
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
         """Compile an exported source with the device's driver, and return the binary.
 
-        The driver compiles as a vendor's offline compiler would. Raises `BackendError`.
+        For devices whose driver can do the work of an offline compiler. Raises `BackendError`.
         """
         raise BackendError(f"{self.info.id} compiles no bundles: its backend lacks `build`")
 
@@ -179,25 +178,25 @@ class Device(ABC):
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, operations), or None.
+        """Return (run, operations), or None if the device cannot measure its ceiling.
 
         `run` does float32 multiply-adds that read only registers, and waits for their end;
-        `operations` is their number of operations. This rate is a ceiling for the device's matrix
-        product.
+        `operations` counts two for each. No matrix product on the device exceeds this rate.
         """
         return None
 
     def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, launches), or None. `run` launches an empty kernel `launches` times.
+        """Return (run, launches), or None if the device cannot measure its launches.
 
-        `run` waits for the end of the launches; its time is a floor for the launches of a graph.
+        `run` launches an empty kernel `launches` times and waits for the end. No launch of a graph
+        takes less time.
         """
         return None
 
     def memory_used_nbytes(self) -> int | None:
         """Return the bytes that this process holds on the device; None if it does not count them.
 
-        The report of a training shows the largest number after any mini-batch, to reveal leaks.
+        The report of a training shows the largest of these numbers, to reveal leaks.
         """
         return None
 
@@ -231,7 +230,7 @@ class Backend(ABC):
     """A family of devices: finds them and opens them."""
 
     name: str
-    """The first part of its devices' ids: lower-case letters, digits, - and _."""
+    """The first part of its devices' ids: a lower-case letter, then also digits, - and _."""
     api_version: int = 1
     """The version of this contract that the backend was written for: a literal number."""
     lends: str = ""
@@ -263,19 +262,16 @@ class Backend(ABC):
         raise BackendError(f"backend {self.name!r} takes no options; it got {', '.join(options)}")
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return the decompositions to apply to graphs for these devices; default: to core ATen.
+        """Return the decompositions for graphs on these devices; default: `core_decompositions()`.
 
-        Called once; see `hetpipe.sdk.core_decompositions`.
+        hetpipe keeps the result until the next call of `configure`.
         """
         from hetpipe.sdk.graph import core_decompositions
 
         return core_decompositions()
 
     def kernel_runner(self) -> KernelRunner | None:
-        """Return a runner of single kernels, for `hetpipe kernels`; default: none.
-
-        See `hetpipe.sdk.kernels`.
-        """
+        """Return a runner of single kernels, for `hetpipe kernels`; default: none."""
         return None
 
     def user_kernels(self) -> Sequence[UserKernel]:
@@ -286,7 +282,7 @@ class Backend(ABC):
         return ()
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
-        """Return environment variables to set before a worker process for this device starts."""
+        """Return environment variables for a worker process of this device, with `cores` cores."""
         return {}
 
     def describe(self) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 | the end of the work shows as ...            | use           |
 |---------------------------------------------|---------------|
-| a call on a thread of the author or driver  | `Signal`      |
+| a call from your thread or the driver's     | `Signal`      |
 | a readable file descriptor                  | `FdEvent`     |
 | a flag that must be polled                  | `PolledEvent` |
 | the return of an ordinary function          | `WorkQueue`   |
@@ -52,9 +52,9 @@ class Signal(Event):
 class FdEvent(Event):
     """An event that has happened once a file descriptor is readable: a fence, a pipe, an eventfd.
 
-    The event owns the descriptor: it reads nothing from it, and closes it when the event is
-    dropped. Pass `os.dup(fd)` to keep your descriptor. The event calls `check` once, at the end;
-    `check` raises if the work failed.
+    The event owns the descriptor: dropping the event closes it, and nobody reads from it. Pass
+    `os.dup(fd)` to keep your descriptor. The event calls `check` once, at the end; `check` raises
+    if the work failed.
     """
 
     def __init__(self, fd: int, doing: str, check: Callable[[], None] = lambda: None) -> None:

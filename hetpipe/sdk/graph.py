@@ -33,7 +33,7 @@ import hetpipe.sdk.operators.attention
 import hetpipe.sdk.operators.corrected
 import hetpipe.sdk.operators.random
 import hetpipe.sdk.operators.recurrent
-import hetpipe.sdk.operators.replicas  # these register operators of hetpipe for load_graph
+import hetpipe.sdk.operators.replicas  # all five modules register operators for load_graph
 from hetpipe import data_pickle
 from hetpipe.errors import BackendError
 
@@ -70,8 +70,8 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions down to core ATen, except for the operators named in `keep`.
 
-    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`. The operators
-    `hetpipe.attention` and `hetpipe.lstm_layer` are also decomposed.
+    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`. The table
+    includes `hetpipe.attention` and `hetpipe.lstm_layer`.
     """
     from torch._decomp import core_aten_decompositions
 
@@ -115,7 +115,7 @@ def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[
 
 
 def why_not_fill(node: fx.Node) -> str | None:
-    """Return why no device can run a fill with several elements; None for any other node."""
+    """Return why a node is invalid: it fills from a tensor of several elements; else None."""
     if node.target is not torch.ops.aten.fill.Tensor:
         return None
     count = node.args[1].meta["val"].numel()  # type: ignore[union-attr] # a tensor
@@ -123,7 +123,7 @@ def why_not_fill(node: fx.Node) -> str | None:
 
 
 def why_not_strided(node: fx.Node) -> str | None:
-    """Return why an `as_strided` that reads beyond its row-major tensor is invalid; else None."""
+    """Return why a node is invalid: an `as_strided` beyond its row-major tensor; else None."""
     if node.target is not torch.ops.aten.as_strided.default:
         return None
     size, offset = node.meta["val"].shape, strided_offset(node)
@@ -152,8 +152,7 @@ def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
 def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
     """Return the graph without names: two graphs with equal structures run in the same way.
 
-    The site of a random operator counts as a name: it decides which numbers are drawn, not how
-    many.
+    The site of a random operator counts as a name: it only decides which numbers are drawn.
     """
     structure = []
     for op, _, target, args, kwargs, val, _, steady, checked in graph_rows(graph):
@@ -173,8 +172,7 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
     """Return a row per node: op, name, target, args, kwargs, val, layer, steady, checked.
 
     Rows hold plain values. An argument is (kind, value), with a kind of node, dtype, none, list or
-    value; the value of a node is the number of its row. `val` is (shape, dtype), None, or a list of
-    these.
+    value; a node's value is the number of its row. `val` is (shape, dtype), None, or a list.
     """
     index: dict[fx.Node, int] = {}
 
@@ -204,7 +202,7 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def load_graph(data: bytes) -> fx.GraphModule:
-    """Restore a graph from `dump_graph`; metas are on the meta device, row-major."""
+    """Restore a graph from `dump_graph`, with row-major tensors on the meta device as metas."""
     return graph_of_rows(data_pickle.loads(data))
 
 
@@ -244,11 +242,11 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
         if checked is not None:
             node.meta["checked"] = checked
         nodes.append(node)
-    return _LazyGraphModule(torch.nn.Module(), graph)  # makes its Python code in the first call
+    return _LazyGraphModule(torch.nn.Module(), graph)  # its first call makes the code
 
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph for one replica with all rows, without sums over replicas."""
+    """Return the graph for a single replica, which has all rows: without sums over replicas."""
     if not any(map(hetpipe.sdk.operators.replicas.is_sum, graph.graph.nodes)):
         return graph
     alone = canonical(graph)

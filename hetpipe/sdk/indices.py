@@ -27,9 +27,9 @@ MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Bound:
-    """A rule for `node`: elements of `index` are in low..size-1, or equal `ignored`.
+    """A rule for `node`: elements of `index` are in low..size-1, or equal to `ignored`.
 
-    `noun` names what `size` counts.
+    `noun` names the things that `size` counts.
     """
 
     node: fx.Node
@@ -78,8 +78,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """Return the bounds that a call's index tensors must keep, except those that the caller has
-    already checked."""
+    """Return the bounds that a call's index tensors must keep and the caller has not checked."""
     return [bound for bound in all_bounds(node) if not bound.holds]
 
 
@@ -97,7 +96,7 @@ def _along(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
     """Yield the bound of `gather(x, dim, index)` and similar calls; a 0-d tensor has one row."""
     dim = arguments["dim"]
     size = (_shape(arguments["self"]) or (1,))[dim]
-    low = -size if name_of(node) == "aten.index_fill" else 0  # it takes negative indices, too
+    low = -size if name_of(node) == "aten.index_fill" else 0  # which takes negative indices
     yield Bound(node, arguments["index"], size, low, noun=f"entries in dimension {dim}")
 
 

@@ -15,7 +15,6 @@ OLDEST_API_VERSION = 1
 """The oldest version whose backends still run: every later addition has a default."""
 
 KINDS = ("cpu", "gpu", "fpga", "npu", "other")
-"""The kinds of device."""
 
 DTYPE_NBYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -41,10 +40,8 @@ class Capabilities:
     """Optional abilities of a device. Every default is safe for any device."""
 
     queues: int = 1
-    """Number of passes that may run at the same time, each on a separate thread.
-
-    The `queue` of a pass in `Executable.run` is below this number.
-    """
+    """Number of passes that may run at the same time, each on a separate thread. The `queue` of a
+    pass in `Executable.run` is below this number."""
     chunks: bool = False
     """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
@@ -56,10 +53,8 @@ class Capabilities:
     exports: bool = False
     """Whether `export` writes kernels as sources, and `build` compiles the sources."""
     untried: bool = False
-    """Whether the backend does not know the device's runtime.
-
-    By default, such a device joins a cluster only after a self-test.
-    """
+    """Whether the backend does not know the device's runtime. By default, such a device joins a
+    cluster only after a self-test."""
     flushes_denormals: bool = False
     """Whether results, or operands, below the smallest normal number may become zero."""
 
@@ -70,8 +65,8 @@ class DeviceInfo:
 
     `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
     that the device shares with other devices: capacity is counted once per domain. Graphs compute
-    in `dtypes`. A graph can only cast inputs of `cast_dtypes` to one of `dtypes`, and results from
-    one of `dtypes` to outputs of `cast_dtypes`.
+    in `dtypes`. Graphs can also have inputs and outputs of `cast_dtypes`, but only cast them to and
+    from `dtypes`.
     """
 
     id: str

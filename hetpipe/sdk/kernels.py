@@ -1,4 +1,4 @@
-"""Single kernels: the interface of a backend for people who write and test its kernels."""
+"""Single kernels: the interface of a backend for people who write and test kernels."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class KernelRunner(ABC):
     def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
         """Return the ways to divide the work of kernels, by name; default: none.
 
-        Each way consists of environment variables for a process that measures it. The first way is
-        in use.
+        Each way consists of the environment variables of a process that measures it. The first way
+        is in use.
         """
         return {}
 
@@ -129,7 +129,7 @@ class KernelRunner(ABC):
 
 
 class KernelFaultError(Exception):
-    """A kernel cannot be built, or not launched with its arguments; `flaw` gives the reason."""
+    """A kernel cannot be built or launched with its arguments; `flaw` gives the reason."""
 
     def __init__(self, flaw: Flaw) -> None:
         super().__init__(flaw.text)

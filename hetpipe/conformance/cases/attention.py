@@ -16,10 +16,7 @@ own = torch.ops.hetpipe
 
 
 def attention(is_causal: bool) -> Callable[..., Any]:
-    """Return a function that computes both results and the gradients of query, key and value.
-
-    The gradients are of the first result, the attention's output.
-    """
+    """Return a function: both results, and the gradients of the output by query, key and value."""
 
     def run(*args: torch.Tensor) -> Any:
         out, logsumexp = own.attention(*args[:3], is_causal, 0.3)

@@ -82,9 +82,9 @@ def feeds(shapes: str) -> Iterator[Feed]:
 
 
 def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
-    """Return a function of `fn`'s arguments and a tangent: `fn`'s value and its gradients.
+    """Return a function of `fn`'s arguments and a tangent.
 
-    The gradients are with respect to the first `count` arguments.
+    It returns `fn`'s value, and the gradients with respect to the first `count` arguments.
     """
 
     def gradients_too(*args: torch.Tensor) -> Any:
@@ -102,10 +102,7 @@ CASES: list[Case] = []
 
 
 def table(family: str) -> Callable[..., None]:
-    """Return a function that adds a case to a family.
-
-    The function takes the case's name, function and inputs, and further fields of `Case`.
-    """
+    """Return a function that adds cases, with the given fields of `Case`, to a family."""
 
     def case(name: str, fn: Callable[..., Any], *inputs: Feed | str, **settings: Any) -> None:
         each = [feeds(row) if isinstance(row, str) else (row,) for row in inputs]

@@ -20,10 +20,7 @@ def layer(
     w_hh: torch.Tensor,
     *bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y and the last c.
-
-    The weights are scaled to the size of torch's initial weights, to limit rounding errors.
-    """
+    """Return y and the last c, with weights as small as torch's initial ones, to limit errors."""
     scale = w_hh.shape[1] ** -0.5
     y, last_c, *_ = own.lstm_layer(x, h0, c0, w_ih * scale, w_hh * scale, *bias or (None,))
     return y, last_c

@@ -1,4 +1,4 @@
-"""Decompositions of operators that a backend has no kernel for, into other aten operators.
+"""Decompositions into other aten operators, for operators without a kernel in a backend.
 
 Core ATen keeps these operators whole or does not have them.
 """
@@ -28,7 +28,7 @@ FROM_TORCH = (
 
 
 def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Return decompositions of sorting, searching, resizing, special functions and others.
+    """Return decompositions of sorting, searching, resizing, special functions and more.
 
     Add them to `core_decompositions` or `primitive_decompositions`, which decompose the resulting
     operators further. `keep` names the operators that have a kernel, as for `core_decompositions`.

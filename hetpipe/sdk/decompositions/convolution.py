@@ -1,4 +1,4 @@
-"""Convolutions of volumes, as sums of convolutions of images."""
+"""Convolutions of volumes, as sums of convolutions of images: slabs of the volume, by depth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _slabs(volume: Tensor, first: int, count: int, stride: int) -> Tensor:
 
 
 def _spread(slabs: Tensor, first: int, depth: int, stride: int) -> Tensor:
-    """Return a volume of zeros that has the slabs at the places where `_slabs` reads them."""
+    """Return zeros with the slabs at the places of a volume from which `_slabs` reads."""
     room = slabs.new_zeros([*slabs.shape[:2], depth, *slabs.shape[3:]])
     end = first + (slabs.shape[2] - 1) * stride + 1
     spread: Tensor = aten.slice_scatter(room, slabs, 2, first, end, stride)
@@ -37,7 +37,7 @@ def _flat(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the settings for convolutions of images: without the first number, for the depth."""
+    """Return the settings for convolutions of images: drop the numbers for the depth."""
     stride, padding, dilation = (list(each)[1:] for each in (stride, padding, dilation))
     return (stride, padding, dilation, transposed, list(output_padding)[1:], groups)
 
@@ -84,7 +84,7 @@ def convolution_backward(
     if x.dim() != 5:
         return NotImplemented
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
-    # Each slab of the kernel joins all slabs of `few` with slabs of `many`, `stride` apart.
+    # Each slab of the kernel multiplies all slabs of `few` by slabs of `many`, `stride` apart.
     few, many = (x, gradient) if transposed else (gradient, x)
     count, kernel = few.shape[2], weight.shape[2]
     reach = (count - 1) * stride[0] + dilation[0] * (kernel - 1) + 1

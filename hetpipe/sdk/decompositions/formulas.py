@@ -83,7 +83,7 @@ def _pairs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first and the second row of each pair of rows, in order."""
     number = torch.arange(rows * (rows - 1) // 2, device=device)
     before = torch.arange(rows, device=device)
-    # Row i is the first row of rows - 1 - i pairs, which follow the pairs of the rows before it.
+    # Row i is the first row of rows - 1 - i pairs, which follow the pairs of all earlier rows.
     begins = torch.div(before * (2 * rows - 1 - before), 2, rounding_mode="floor")
     first = (begins.unsqueeze(0) <= number.unsqueeze(1)).to(torch.int64).sum(1) - 1
     first = first.clamp(max=max(rows - 2, 0))
@@ -171,4 +171,3 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.multi_margin_loss_backward.default: multi_margin_backward,
     aten.multilabel_margin_loss_backward.default: multilabel_margin_backward,
 }
-"""Decompositions by operator."""

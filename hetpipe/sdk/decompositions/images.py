@@ -161,7 +161,6 @@ def avg_pool_backward(
     count: int, gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any,
     ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `avg_pool`."""
     windows = _pooling(x, count, kernel, stride, padding, 1, ceil_mode, count_include_pad)
     return _mean_backward(gradient, windows, divisor_override)
 
@@ -237,7 +236,7 @@ def _cubic(like: Tensor, inputs: int, outputs: int, align: bool, scale: float | 
 def _nearest(
     like: Tensor, inputs: int, outputs: int, scale: float | None, middle: float = 0.0
 ) -> Tensor:
-    """Return the matrix that takes the nearest element."""
+    """Return the matrix that takes the nearest element; `middle` is 0.5 for torch's exact kind."""
     number = torch.arange(outputs, device=like.device).to(like.dtype)
     step = 1 / scale if scale else inputs / outputs
     return _taking(like, inputs, torch.floor((number + middle) * step).clamp(max=inputs - 1))
@@ -276,7 +275,6 @@ def nearest_backward(
     middle: float, gradient: Tensor, output_size: Sequence[int], input_size: Sequence[int],
     *scales: float | None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of taking the nearest element."""
     sizes = zip(input_size[2:], output_size, scales or [None] * len(output_size), strict=True)
     return _transposed(gradient, [_nearest(gradient, i, o, s, middle) for i, o, s in sizes])
 
@@ -325,4 +323,3 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.replication_pad2d_backward.default: border_backward,
     aten.replication_pad3d_backward.default: border_backward,
 }
-"""Decompositions by operator."""

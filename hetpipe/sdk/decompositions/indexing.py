@@ -121,4 +121,3 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.take.default: take,
     aten.unfold.default: unfold,
 }
-"""Decompositions by operator."""

@@ -1,8 +1,8 @@
 """Sorting, searching and running results, by comparisons of all pairs of elements.
 
 The place of an element is the number of elements that go before it. Sorting n elements takes n * n
-comparisons, which all run in parallel and need no memory. A running result computes each element
-from all elements before it: more operations than a loop, but in parallel.
+comparisons, which can all run in parallel. A running result computes each element from all elements
+before it: this takes more operations than a loop, but all run in parallel.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def searchsorted(
 
 
 def searchsorted_scalar(sorted_sequence: Tensor, value: float, **how: Any) -> Tensor:
-    """Count the elements of a sorted sequence that go before a number."""
     return searchsorted(sorted_sequence, sorted_sequence.new_full((), value), **how)
 
 
@@ -158,7 +157,6 @@ def running_extreme(largest: bool, x: Tensor, dim: int) -> tuple[Tensor, Tensor]
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials so far."""
     if x.dim() == 0:
         return x.clone()
     largest = running_extreme(True, x, dim)[0].movedim(dim, -1).unsqueeze(-1)
@@ -169,7 +167,6 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the product of the elements so far."""
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() else torch.int64
     x = x.to(dtype)
@@ -180,7 +177,6 @@ def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum of the elements so far."""
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() else torch.int64
     if x.dim() == 0:
@@ -210,4 +206,3 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.cumsum.default: cumsum,
     aten.logcumsumexp.default: logcumsumexp,
 }
-"""Decompositions by operator."""

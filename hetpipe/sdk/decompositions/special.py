@@ -126,10 +126,7 @@ def i1(x: Tensor) -> Tensor:
 
 
 def _zeta(x: float, q: Tensor) -> Tensor:
-    """Return Hurwitz' zeta function for positive q, the sum of (q + k)^-x.
-
-    The first terms are added one by one; Euler and Maclaurin's formula sums the remaining terms.
-    """
+    """Return Hurwitz' zeta function, the sum of (q + k)^-x for positive q (Euler, Maclaurin)."""
     total = torch.zeros_like(q)
     for k in range(ZETA_TERMS):
         total = total + torch.pow(q + k, -x)
@@ -184,7 +181,7 @@ def digamma(x: Tensor) -> Tensor:
     tail = 1 / 240 - square * (1 / 132 - square * (691 / 32760 - square / 12))
     tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * tail)))
     total = total + torch.log(far) - 0.5 / far - tail
-    part = x - torch.round(x)  # a tangent of large numbers is not exact
+    part = x - torch.round(x)  # the tangent of a large number is not exact
     reflected = total - math.pi / torch.tan(math.pi * part)
     pole = negative & (part == 0)
     result = torch.where(negative, reflected, total)
@@ -193,10 +190,7 @@ def digamma(x: Tensor) -> Tensor:
 
 
 def polygamma(n: int, x: Tensor) -> Tensor:
-    """Return the n-th derivative of digamma, by zeta, and by reflection for negative x.
-
-    Abramowitz and Stegun, 6.4.7 and 6.4.10.
-    """
+    """Return the n-th derivative of digamma (Abramowitz and Stegun, 6.4.7 and 6.4.10)."""
     x = _floating(x)
     if n == 0:
         return torch.digamma(x)
@@ -235,10 +229,7 @@ FRACTION_TERMS = 30
 
 
 def erfcx(x: Tensor) -> Tensor:
-    """Return exp(x^2) erfc(x).
-
-    For x of 2 or more, use a continued fraction (Abramowitz and Stegun, 7.1.14).
-    """
+    """Return exp(x^2) erfc(x), by a fraction from 2 on (Abramowitz and Stegun, 7.1.14)."""
     x = _floating(x)
     size = x.abs()
     near = size.clamp(max=2.0)
@@ -258,4 +249,3 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.polygamma.default: polygamma, aten.erfinv.default: erfinv,
     aten.special_erfcx.default: erfcx,
 }  # fmt: skip
-"""Decompositions by operator."""

@@ -49,16 +49,19 @@ LARGEST = 3.5e38
 
 
 def hash_of(text: str) -> str:
-    """Return a SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
+    """Return `text` if it is a SHA-256 in hexadecimal digits, else raise `BundleError`."""
     if re.fullmatch("[0-9a-f]{64}", text) is None:
-        raise BundleError(f"{short(text)} is no SHA-256; write 64 hexadecimal digits")
+        raise BundleError(f"{short(text)} is no SHA-256; write 64 digits of 0-9 and a-f")
     return text
 
 
 def file_of(text: str) -> str:
-    """Return the name of a file in a bundle's folder. Raises `BundleError` for anything else."""
+    """Return `text` if it can name a file in a bundle's folder, else raise `BundleError`."""
     if re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII) is None:
-        raise BundleError(f"{short(text)} is no name of a file in the bundle's own folder")
+        raise BundleError(
+            f"{short(text)} is no name of a file in the bundle's own folder; write up to 100 "
+            "letters, digits, _, . and -"
+        )
     return text
 
 
@@ -140,7 +143,6 @@ class SourceEntry:
 
     @property
     def stem(self) -> str:
-        """The file's name without its suffix."""
         return Path(self.file).stem
 
 
@@ -190,7 +192,7 @@ def sha256_of(content: bytes) -> str:
 
 
 def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> Manifest:
-    """Write sources, by file, and their manifest. Return the manifest with its binaries.
+    """Write `texts` (sources by file) and the manifest. Return the manifest with its binaries.
 
     A binary of an earlier bundle in this folder stays if its source is the same, because a vendor's
     compiler may have taken hours. Raises `HetpipeError`.
@@ -221,7 +223,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:
-    """Return manifests by folder: `folder` if it is a bundle, else all bundles directly in it.
+    """Return manifests by folder: of `folder` if it is a bundle, else of all bundles in it.
 
     Raises `BundleError`.
     """

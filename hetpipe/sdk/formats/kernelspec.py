@@ -158,7 +158,7 @@ class Argument:
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """In the run with other values: the factor of `normal` values. With 1, `ones` also stay 1."""
+    """Factor of `normal` values in the run that uses other values. With 1, `ones` stay 1 there."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which stay below `high`."""
@@ -172,7 +172,7 @@ class Argument:
     """In a training: the place of this tensor among the operator's inputs or results."""
 
     def __post_init__(self) -> None:
-        """Raise `BackendError` unless the argument has exactly one of its forms."""
+        """Raise `BackendError` if the fields contradict each other."""
         forms = (self.shape, self.value, self.number, self.local)
         given = sum(form is not None for form in forms)
         if given != 1:
@@ -257,7 +257,7 @@ class KernelSpec:
     """The file of the kernel, relative to this file; for a training."""
     time_limit_s: Annotated[float, Number(0.1, 3600.0)] = 20.0
     fixed: tuple[str, ...] = ()
-    """Named sizes that take only the values in the cases."""
+    """Sizes, by name, that take only the values in the cases."""
     define: dict[str, Annotated[tuple[Annotated[int, Whole(0, 2**31 - 1)], ...], Entries(1)]] = (
         field(default_factory=dict)
     )
@@ -312,12 +312,10 @@ class KernelSpec:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the tensors that the kernel reads."""
         return tuple(name for name, each in self.argument.items() if each.is_input)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the tensors that the kernel writes."""
         return tuple(name for name, each in self.argument.items() if each.output)
 
     def texts(self) -> Iterator[str]:

@@ -75,7 +75,7 @@ def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
     body = counts + strings + bytes(writer.data)
     nbytes = CHECKED_FROM + len(body)
     if nbytes > NONE:
-        raise BackendError(f"a graph of {nbytes} bytes is too large: {NONE} bytes are allowed")
+        raise BackendError(f"a graph of {nbytes} bytes is too large: at most {NONE} are allowed")
     return struct.pack("<8sIII", MAGIC, VERSION, nbytes, zlib.crc32(body)) + body
 
 

@@ -20,8 +20,8 @@ _MOST_ELEMENTS = 1 << 59  # the bytes of a tensor then fit in 63 bits
 def deserialise(data: bytes) -> fx.GraphModule:
     """Restore a graph from `serialise`; tensors are on the meta device.
 
-    Raises `BackendError` for bytes of another version, for any damaged bytes, and for an operator
-    or overload that this torch lacks, by its name.
+    Raises `BackendError` for bytes of another version, for damaged bytes, and for an operator or
+    overload that this torch lacks.
     """
     rows = _Reader(data).rows()
     graph = graph_of_rows(rows)

@@ -155,10 +155,7 @@ class CompanionDevice(Device):
         self.companion.close()
 
     def _parts(self, graph: fx.GraphModule) -> list[tuple[Part, bool]]:
-        """Return each part of a graph, and whether the companion runs it.
-
-        Return an empty list if the companion runs no part.
-        """
+        """Return each part, and whether the companion runs it; nothing if it runs no part."""
         units = units_of(graph)
         lends = [self.lends(unit[0]) is not None for unit in units]
         if not any(lends):
@@ -169,10 +166,7 @@ class CompanionDevice(Device):
 
 
 def _grouped(units: Sequence[Unit], lends: Sequence[bool]) -> list[tuple[list[Unit], bool]]:
-    """Return the units in topological order, grouped by side, with few changes of side.
-
-    A group takes all units of its side that are ready, before the side changes.
-    """
+    """Return the units in topological order, grouped by side, with few changes of side."""
     unit_of = {node: number for number, unit in enumerate(units) for node in unit}
     waits = [
         {unit_of[source] for source in unit[0].all_input_nodes if source in unit_of}
@@ -223,7 +217,7 @@ class _Divided(Executable):
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         check_inputs(self._owner.info.id, inputs, self._forms)
         own = dict(zip(self._placeholders, inputs, strict=True))
-        free = {  # except for a buffer that is two inputs: another part may still read it
+        free = {  # without a buffer that is two inputs: another part may still read it
             self._placeholders[i] for i in donate if sum(each is inputs[i] for each in inputs) == 1
         }
         lent: dict[fx.Node, Buffer] = {}
@@ -296,10 +290,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def lent_operators(device: Device, graphs: Mapping[str, bytes]) -> dict[str, list[Lent]]:
-    """Return the operators that a companion runs, by name of graph.
-
-    The graphs are bytes of `dump_graph`. Called in a worker.
-    """
+    """Return the operators that a companion runs, by name of graph (bytes of `dump_graph`)."""
     from hetpipe.sdk.graph import load_graph
 
     if not isinstance(device, CompanionDevice):

@@ -13,18 +13,15 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def watch(limit_s: float, log: TextIO) -> None:
-    """End this process after `limit_s`, with its threads' stacks in `log`.
-
-    A later call restarts the time.
-    """
+    """End this process `limit_s` after the last call, with its threads' stacks in `log`."""
     faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
 
 
 def place(log: str) -> str | None:
     """Return the function that hung, in words; None if `watch` has not ended the process.
 
-    This function is the backend's function that hetpipe called, in the main thread or in a thread
-    for which the main thread waits.
+    The function is a backend's. hetpipe called it in the main thread, or in a thread for which the
+    main thread waits.
     """
     if "Timeout (" not in log:
         return None

@@ -70,7 +70,7 @@ def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
 
 
 def units_of(graph: fx.GraphModule) -> list[Unit]:
-    """Return the units in the graph's order: each call with the `getitem` nodes that read it."""
+    """Return the units of a graph in order."""
     unit_of: dict[fx.Node, Unit] = {}
     units: list[Unit] = []
     for node in graph_calls(graph):

@@ -26,7 +26,7 @@ _executing: list[Path] = []  # the script that this process loads at the moment
 def backend_reference(name: str) -> str | None:
     """Return `module:class`, or `FILE.py:class` for a class of the script that runs.
 
-    Returns None for a class inside a function, or typed at a prompt.
+    Returns None for a class that is defined in a function or at a prompt.
     """
     cls = type(get_backend(name))
     if "<locals>" in cls.__qualname__:
@@ -50,7 +50,7 @@ def _place(module: str) -> str | None:
 
 
 def load_reference(reference: str) -> type[Backend]:
-    """Load and register the backend of a reference. Raises `BackendError` if that fails.
+    """Load and register the backend of a reference. Raises `BackendError`, or the import's error.
 
     A script runs as a module, without the code under `if __name__ == "__main__"`.
     """
@@ -67,9 +67,7 @@ def load_reference(reference: str) -> type[Backend]:
 def operator_origins(operators: Iterable[str]) -> list[str]:
     """Return the modules, scripts and libraries that define operators (`mine.square.default`).
 
-    The result has no entry for operators of torch and hetpipe.
-
-    Raises `BackendError` for an operator whose origin is unknown.
+    Operators of torch and hetpipe are skipped. Raises `BackendError` for an unknown origin.
     """
     origins: dict[str, None] = {}
     for operator in operators:
@@ -107,7 +105,7 @@ def _origin(name: str) -> str | None:
 
 
 def import_operators(_device: object, operators: Sequence[str], origins: Sequence[str]) -> None:
-    """Import the origins of operators in a worker that lacks one of them."""
+    """Import the origins of operators, in a worker that lacks one of the operators."""
     if all(_is_there(operator) for operator in operators):
         return
     for origin in origins:
@@ -130,10 +128,7 @@ def _is_there(operator: str) -> bool:
 
 
 def check_not_loading() -> None:
-    """Raise `BackendError` if this process is loading a script to find its backend.
-
-    Such a process must not train.
-    """
+    """Raise `BackendError` if this process loads a script for its backend: it must not train."""
     if _executing:
         raise BackendError(
             f"{_executing[-1]} trains while a worker loads the backend that it defines: put the "

@@ -1,7 +1,7 @@
 """The registry of backends: entry points of the group `hetpipe.backends`, and users' classes.
 
-A backend is imported on first use. It may be other people's code: an exception, a result other than
-a list of devices, or no answer within some seconds disables only this backend.
+A backend is imported on first use. It may be other people's code, so an exception, a wrong result
+or no answer within a time limit disables only this backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOAD_LIMIT_S = 120.0
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
 _options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: its options, their folder
-_silent: dict[str, NoAnswerError] = {}  # by backend: its missing answer
+_silent: dict[str, NoAnswerError] = {}  # by backend: the error for its missing answer
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,7 @@ def forget_options(name: str) -> None:
 
 
 def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:
-    """Return a backend's decompositions; the same object until the backend's options change.
-
-    Raises `BackendError`.
-    """
+    """Return a backend's decompositions, kept until its options change. Raises `BackendError`."""
     return _decompositions(get_backend(name))
 
 
@@ -184,8 +181,8 @@ def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any])
 def devices_of(name: str) -> list[DeviceInfo]:
     """Return the devices that a backend finds.
 
-    Raises `BackendError` with the reason if the backend cannot be loaded, fails, blocks, or returns
-    anything but a list of valid descriptions.
+    Raises `BackendError` with the reason if the backend cannot be loaded, raises an error, is too
+    slow, or returns anything but a list of valid descriptions.
     """
     backend = get_backend(name)
     infos = _asked(name, "fails to find its devices", backend.discover_limit_s, backend.discover)
@@ -193,9 +190,9 @@ def devices_of(name: str) -> list[DeviceInfo]:
 
 
 def findings_of(name: str) -> list[Finding]:
-    """Return the findings of `Backend.describe`, and the error of `discover`, if it fails.
+    """Return the findings of `Backend.describe`, and the error of `discover` if that fails.
 
-    Raises `BackendError` if `describe` itself fails.
+    Raises `BackendError` if only `describe` fails.
     """
     backend, findings, failure = get_backend(name), [], ""
     try:
@@ -230,7 +227,7 @@ def discover_devices(
 
 
 def absent(device_id: str, found: Iterable[str]) -> BackendError:
-    """Return the error for a device that its backend does not find, with its broken findings."""
+    """Return the error for a device that its backend does not find, with all broken findings."""
     broken = [
         text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
     ]

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, logsumexp); see the module for shapes. logsumexp is at least float32."""
+    """Return (out, logsumexp); see the module for shapes. logsumexp is float32 or wider."""
     if not _has_flash(query, value):
         return plain_attention(query, key, value, is_causal, scale)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -70,7 +70,7 @@ def plain_attention(
     powers = (scores - top).exp()
     total = powers.sum(-1, keepdim=True)
     out = (powers / total).to(value.dtype) @ value
-    if out.ndim == 4:  # tracing promises this layout: later views rely on it
+    if out.ndim == 4:  # `_empty` promises this layout, and later views rely on it
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, (top + total.log()).squeeze(-1)
 
@@ -157,4 +157,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.attention.default: plain_attention,
     torch.ops.hetpipe.attention_backward.default: plain_attention_backward,
 }
-"""Decompositions; core ATen remains after the resulting operators are decomposed in turn."""
+"""Decompositions; tracing decomposes the resulting operators further, down to core ATen."""

@@ -36,4 +36,3 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss
 }
-"""Corrected decompositions by operator."""

@@ -3,7 +3,7 @@
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the
 seed. Move the batch dimension of the result to the front and view it as [samples, E]: element e of
 sample s is word e % 4 of the block with counter (e // 4, first_sample + s, site, step). So every
-plan, number of micro-batches, replica and device draws the same numbers, and so does a recompute.
+plan, number of micro-batches, replica, device and recomputation draws the same numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have given all four one shape
+    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds give all words one shape
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,4 +81,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.keep_mask.default: draw_mask,
     torch.ops.hetpipe.uniform.default: draw,
 }
-"""Decompositions to core ATen, for devices that have int64 arithmetic but not these operators."""
+"""Decompositions into core ATen, for devices with int64 arithmetic but without these operators."""

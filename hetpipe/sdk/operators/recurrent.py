@@ -28,10 +28,7 @@ aten = torch.ops.aten
 
 @operator("lstm")
 def lstm(gates_x: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, c, gates); see the module for shapes. `gates` has i, f, g, o side by side.
-
-    The operator has no derivative.
-    """
+    """Return (y, c, gates), with i, f, g, o side by side. The operator has no derivative."""
     y = gates_x.new_empty((gates_x.shape[0], *h0.shape))
     c, gates = torch.empty_like(y), gates_x.new_empty(gates_x.shape)
     weight, h, cell, hidden = w_hh.t(), h0, c0, h0.shape[1]
@@ -99,11 +96,10 @@ def unrolled_lstm_backward(
 
 
 def _slopes(gates: Tensor, c: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three derivatives for all steps.
+    """Return three derivatives for all steps: of the gates, of h, and of c.
 
-    The first is of c (for i, f, g) or h (for o) with respect to the gates before squashing
-    [T, N, 4H]. The second is of h with respect to c [T, N, H]. The third is of c with respect to
-    the previous c; it equals f [T, N, H].
+    The first [T, N, 4H] is of c (quarters i, f, g) or of h (quarter o), with respect to the gates
+    before squashing. The others [T, N, H] are of h by c, and of c by the previous c, which is f.
     """
     i, f, g, o = gates.chunk(4, 2)
     before = torch.cat([c0.unsqueeze(0), c[:-1]])
@@ -223,4 +219,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.hetpipe.lstm.default: unrolled_lstm,
     torch.ops.hetpipe.lstm_backward.default: unrolled_lstm_backward,
 }
-"""Decompositions; core ATen remains after the resulting operators are decomposed in turn."""
+"""Decompositions; tracing decomposes the resulting operators further, down to core ATen."""

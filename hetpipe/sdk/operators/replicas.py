@@ -37,7 +37,6 @@ replica_sum.register_autograd(_gradient)
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Return whether a node is a sum over replicas."""
     return node.target is torch.ops.hetpipe.replica_sum.default
 
 

@@ -15,14 +15,13 @@ _PLACES = {
     "backend.py": "hetpipe_{module}/__init__.py",
     "test_conformance.py": "tests/test_conformance.py",
 }
-"""For each file of this folder: its path in a new package."""
+"""The path in a new package, by file of this folder."""
 
 
 def write_skeleton(name: str, folder: Path) -> list[Path]:
     """Write a package with backend `name` into `folder`, and return its files.
 
-    Raises `HetpipeError` for a name that ids cannot have, and if one of the files exists already.
-    No file is overwritten.
+    Raises `HetpipeError` for a name that no id can have, and if one of the files exists already.
     """
     check_name(name, "a new backend")
     module = name.replace("-", "_")
