@@ -200,7 +200,7 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
 
 
 def _reference(rig: Rig) -> str:
-    """Return another device of hetpipe's backends, if possible a reference, or raise `NotAsked`."""
+    """Return the id of another device of hetpipe, preferably a reference, or raise `NotAsked`."""
     from hetpipe.sdk.host.registry import discover_devices, provider_of
 
     infos = [info for info in discover_devices()[0] if info.id != rig.info.id]

@@ -181,7 +181,7 @@ class Device(ABC):
         """Return (run, operations), or None if the device cannot measure its ceiling.
 
         `run` does float32 multiply-adds that read only registers, and waits for their end;
-        `operations` counts two for each. No matrix product on the device exceeds this rate.
+        `operations` counts two for each. Their rate limits the device's matrix products.
         """
         return None
 
@@ -230,7 +230,7 @@ class Backend(ABC):
     """A family of devices: finds them and opens them."""
 
     name: str
-    """The first part of its devices' ids: a lower-case letter, then also digits, - and _."""
+    """The first part of its devices' ids: lower-case letters, digits, - and _; a letter first."""
     api_version: int = 1
     """The version of this contract that the backend was written for: a literal number."""
     lends: str = ""

@@ -33,7 +33,7 @@ import hetpipe.sdk.operators.attention
 import hetpipe.sdk.operators.corrected
 import hetpipe.sdk.operators.random
 import hetpipe.sdk.operators.recurrent
-import hetpipe.sdk.operators.replicas  # all five modules register operators for load_graph
+import hetpipe.sdk.operators.replicas  # these register operators for load_graph
 from hetpipe import data_pickle
 from hetpipe.errors import BackendError
 
@@ -115,7 +115,7 @@ def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[
 
 
 def why_not_fill(node: fx.Node) -> str | None:
-    """Return why a node is invalid: it fills from a tensor of several elements; else None."""
+    """Return the fault of a fill from a tensor of several elements; None for any other node."""
     if node.target is not torch.ops.aten.fill.Tensor:
         return None
     count = node.args[1].meta["val"].numel()  # type: ignore[union-attr] # a tensor
@@ -123,7 +123,7 @@ def why_not_fill(node: fx.Node) -> str | None:
 
 
 def why_not_strided(node: fx.Node) -> str | None:
-    """Return why a node is invalid: an `as_strided` beyond its row-major tensor; else None."""
+    """Return the fault of an `as_strided` beyond its row-major tensor; None for any other node."""
     if node.target is not torch.ops.aten.as_strided.default:
         return None
     size, offset = node.meta["val"].shape, strided_offset(node)
@@ -172,7 +172,7 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
     """Return a row per node: op, name, target, args, kwargs, val, layer, steady, checked.
 
     Rows hold plain values. An argument is (kind, value), with a kind of node, dtype, none, list or
-    value; a node's value is the number of its row. `val` is (shape, dtype), None, or a list.
+    value; a node's value is its row's number. `val` is (shape, dtype), None, or a list of these.
     """
     index: dict[fx.Node, int] = {}
 

@@ -126,7 +126,7 @@ def i1(x: Tensor) -> Tensor:
 
 
 def _zeta(x: float, q: Tensor) -> Tensor:
-    """Return Hurwitz' zeta function, the sum of (q + k)^-x for positive q (Euler, Maclaurin)."""
+    """Return Hurwitz' zeta, the sum of (q + k)^-x for positive q, by Euler and Maclaurin's sum."""
     total = torch.zeros_like(q)
     for k in range(ZETA_TERMS):
         total = total + torch.pow(q + k, -x)
@@ -229,7 +229,7 @@ FRACTION_TERMS = 30
 
 
 def erfcx(x: Tensor) -> Tensor:
-    """Return exp(x^2) erfc(x), by a fraction from 2 on (Abramowitz and Stegun, 7.1.14)."""
+    """Return exp(x^2) erfc(x); from 2 on as a continued fraction (Abramowitz, Stegun, 7.1.14)."""
     x = _floating(x)
     size = x.abs()
     near = size.clamp(max=2.0)

@@ -290,7 +290,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def lent_operators(device: Device, graphs: Mapping[str, bytes]) -> dict[str, list[Lent]]:
-    """Return the operators that a companion runs, by name of graph (bytes of `dump_graph`)."""
+    """Return the operators that a companion runs, by name of graph; `dump_graph` made the bytes."""
     from hetpipe.sdk.graph import load_graph
 
     if not isinstance(device, CompanionDevice):

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def watch(limit_s: float, log: TextIO) -> None:
-    """End this process `limit_s` after the last call, with its threads' stacks in `log`."""
+    """End this process `limit_s` after the latest call, with its threads' stacks in `log`."""
     faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
 
 

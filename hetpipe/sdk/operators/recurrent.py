@@ -96,10 +96,11 @@ def unrolled_lstm_backward(
 
 
 def _slopes(gates: Tensor, c: Tensor, c0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three derivatives for all steps: of the gates, of h, and of c.
+    """Return three derivatives for all steps.
 
-    The first [T, N, 4H] is of c (quarters i, f, g) or of h (quarter o), with respect to the gates
-    before squashing. The others [T, N, H] are of h by c, and of c by the previous c, which is f.
+    The first [T, N, 4H] is of c (quarters i, f, g) or h (quarter o) with respect to the gates
+    before squashing. The second [T, N, H] is of h with respect to c. The third [T, N, H] is of c
+    with respect to the previous c; it equals f.
     """
     i, f, g, o = gates.chunk(4, 2)
     before = torch.cat([c0.unsqueeze(0), c[:-1]])

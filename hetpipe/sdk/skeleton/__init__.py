@@ -15,7 +15,7 @@ _PLACES = {
     "backend.py": "hetpipe_{module}/__init__.py",
     "test_conformance.py": "tests/test_conformance.py",
 }
-"""The path in a new package, by file of this folder."""
+"""Paths in a new package, by name of the file in this folder."""
 
 
 def write_skeleton(name: str, folder: Path) -> list[Path]:

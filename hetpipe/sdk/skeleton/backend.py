@@ -27,7 +27,7 @@ KERNELS = {
     "aten.div.Tensor": np.true_divide,
     "aten.exp.default": np.exp,
     "aten.full_like.default": lambda x, value, **_: np.full(x.shape, value),
-    "aten.gather.default": lambda x, d, i, **_: x[along(i, d)] if i.size else i,  # of any rank
+    "aten.gather.default": lambda x, d, i, **_: x[along(i, d)] if i.size else i,  # i may be empty
     "aten.le.Scalar": np.less_equal,
     "aten.log.default": np.log,
     "aten.mm.default": np.matmul,
