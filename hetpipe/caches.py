@@ -1,4 +1,4 @@
-"""Folders for caches: the user's cache folder, or a private temporary one if that is unusable.
+"""Folders for caches: the user's cache folder or, if it is unusable, a private temporary one.
 
 The content of a cache can be computed again, so a warning is enough when a cache moves to another
 folder. The content becomes code: captured programs, compiled kernels, the list of OpenCL's
@@ -113,8 +113,8 @@ def _tighten(folder: Path) -> None:
 def problem_of(folder: Path) -> str:
     """Return why this folder cannot hold a cache, or "" if it can. Make a missing folder.
 
-    A folder is unusable if it cannot be written, if others can write to it, or if its disk is
-    nearly full (`LEAST_NBYTES`).
+    A folder is unusable if it cannot be written, if other users can write to it, or if its disk
+    is nearly full (`LEAST_NBYTES`).
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ class PlanError(HetpipeError):
 
 
 class ScheduleError(HetpipeError):
-    """A schedule is invalid; the message shows the grid with the faulty cell."""
+    """A schedule is invalid or unknown, or does not fit the costs or devices."""
 
 
 class BackendError(HetpipeError):
@@ -38,11 +38,11 @@ class BundleError(HetpipeError):
 
 
 class WorkerError(HetpipeError):
-    """A worker raised, died or stopped answering; the run has ended and no process is left."""
+    """A worker failed, died or stopped answering; the run has ended and no process is left."""
 
 
 class NotFiniteError(HetpipeError):
-    """A loss is infinite or not a number; `Pipeline.diagnose` finds where this begins.
+    """A loss is infinite or not a number; `Pipeline.diagnose` finds the first such value.
 
     `fact` is the message without `advice`, and `index` the number of the mini-batch.
     """

@@ -81,7 +81,7 @@ def shadow(module: str) -> str | None:
     if top == "hetpipe":
         return None  # `start.py` loads its own `hetpipe`
     spec = PathFinder.find_spec(top, ordered(sys.path))
-    loaded = sys.modules.get(top) or sys.modules["__main__"]  # in python -m MODULE
+    loaded = sys.modules.get(top) or sys.modules["__main__"]  # loaded by python -m MODULE
     if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):
         return None
     return spec.origin

@@ -2,7 +2,7 @@
 
 A record is a frozen dataclass. The types of its fields say which values are allowed, for instance
 `Annotated[int, Whole(1)]`. `Source.record` checks the data of JSON or TOML and makes a record from
-them; a record made in Python is not checked. The first file imports pydantic.
+them; a record made in Python is not checked. Reading the first file imports pydantic.
 """
 
 from __future__ import annotations

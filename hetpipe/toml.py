@@ -45,7 +45,7 @@ def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, An
 
 
 class Lines:
-    """The number of the line in a TOML text that opens each table or sets each value."""
+    """Finds the lines of a TOML text that open tables and set values."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Place, int] = {}

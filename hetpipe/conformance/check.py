@@ -30,7 +30,7 @@ class Level(IntEnum):
 
     @classmethod
     def named(cls, name: str) -> Level:
-        """Return the level with a lower-case name. Raises `BackendError` for an unknown name."""
+        """Return the level of a name such as `core`. Raises `BackendError` for an unknown name."""
         levels = {level.name.lower(): level for level in cls}
         if name not in levels:
             raise BackendError(f"no level {name!r}; the levels are {', '.join(levels)}")

@@ -70,7 +70,7 @@ _NOT_XML = {code: "?" for code in range(32) if code not in (9, 10, 13)}
 
 
 def write_junit(path: Path, device: str, results: Sequence[Result]) -> None:
-    """Write JUnit XML, a test case per check. Raises `HetpipeError` if the file is not writable."""
+    """Write JUnit XML with a case per check. Raises `HetpipeError` if the file is not writable."""
     suite = ET.Element(
         "testsuite",
         {

@@ -115,7 +115,7 @@ def _question(entry: Any, sample: Any, tensors: list[torch.Tensor]) -> Question:
 
 
 def _with_gradients(alone: Question) -> Question | None:
-    """Return the question with gradients of the sum of squared results; None if it has none."""
+    """Return the question with gradients of the sum of squared results, if torch has them."""
     fn, tensors = alone.fn, alone.tensors
     places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
 

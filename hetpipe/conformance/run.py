@@ -73,7 +73,7 @@ class Result:
 
 
 def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
-    """Return the checks of a level and of lower levels, in order; `groups` restricts them.
+    """Return the checks of a level and of lower levels, or only of some `groups`, in order.
 
     Raises `BackendError` for a group that is not in `GROUPS`.
     """
@@ -92,10 +92,7 @@ def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
 
 
 def rig_of(device_id: str) -> Rig:
-    """Open the device under test alone, without a companion that runs operators for it.
-
-    Raises `BackendError` if the device is missing or does not open.
-    """
+    """Open the device under test without a companion. Raises `BackendError` if that fails."""
     from hetpipe.conformance.rig import Rig
 
     return Rig(open_bare(device_id))

@@ -19,7 +19,7 @@ _opened = cache(rig_of)
 
 
 class BackendSuite:
-    """Base class of a backend's tests: inherit it in a class Test... and set `backend`."""
+    """Base class of a backend's tests: derive a class `Test...` and set `backend`."""
 
     backend: ClassVar[str]
     """The name of a backend that is installed or registered."""

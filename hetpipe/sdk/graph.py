@@ -1,4 +1,4 @@
-"""The canonical form of a graph, and helpers for graphs that backends and the engine share.
+"""The canonical form of a graph, and helpers that backends and the engine share.
 
 A graph is a `torch.fx.GraphModule` with
 - placeholders: the inputs, in order;

@@ -27,7 +27,7 @@ HOST_MEMORY = "host"
 
 
 class Execution(str, Enum):
-    """The time when results leave a device (BaPipe, section 3)."""
+    """Whether results leave a device after a pass or during it (BaPipe, section 3)."""
 
     SYNC = "sync"
     """A result leaves when its pass is complete; one pass at a time."""

@@ -78,7 +78,7 @@ class KernelRunner(ABC):
     """
 
     suffix: str
-    """Suffix of files with kernels: `.cl`."""
+    """Suffix of files with kernels, such as `.cl`."""
 
     @abstractmethod
     def functions(self, source: str) -> Sequence[str]:

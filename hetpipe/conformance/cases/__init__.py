@@ -1,4 +1,4 @@
-"""Operator cases: importing the tables fills `CASES`."""
+"""Operator cases: the import of this package fills `CASES`."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Convolutions of volumes, as sums of convolutions of images: slabs of the volume, by depth."""
+"""Convolutions of volumes, as sums of convolutions of slabs: a slab is the image at one depth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _slabs(volume: Tensor, first: int, count: int, stride: int) -> Tensor:
 
 
 def _spread(slabs: Tensor, first: int, depth: int, stride: int) -> Tensor:
-    """Return zeros with the slabs at the places of a volume from which `_slabs` reads."""
+    """Return a volume with the slabs where `_slabs` would read them, and zeros elsewhere."""
     room = slabs.new_zeros([*slabs.shape[:2], depth, *slabs.shape[3:]])
     end = first + (slabs.shape[2] - 1) * stride + 1
     spread: Tensor = aten.slice_scatter(room, slabs, 2, first, end, stride)
@@ -51,7 +51,7 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
-    """Convolve volumes: add up one convolution of images for each slab of the kernel."""
+    """Convolve volumes: add up one convolution of slabs for each slab of the kernel."""
     if x.dim() != 5:
         return NotImplemented
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)

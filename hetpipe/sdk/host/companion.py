@@ -155,7 +155,7 @@ class CompanionDevice(Device):
         self.companion.close()
 
     def _parts(self, graph: fx.GraphModule) -> list[tuple[Part, bool]]:
-        """Return each part, and whether the companion runs it; nothing if it runs no part."""
+        """Return each part, and whether the companion runs it; no parts if nothing is lent."""
         units = units_of(graph)
         lends = [self.lends(unit[0]) is not None for unit in units]
         if not any(lends):

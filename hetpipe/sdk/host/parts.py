@@ -87,7 +87,7 @@ def part_of(
     units: Sequence[Unit],
     returns: Callable[[fx.Node], bool] = lambda node: True,
 ) -> Part | None:
-    """Return some units as a graph; None if it would return nothing.
+    """Return some units as a graph; None if the graph would return nothing.
 
     The graph returns the tensors that other units or the output read, if `returns` allows them.
     """

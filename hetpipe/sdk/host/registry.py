@@ -227,7 +227,7 @@ def discover_devices(
 
 
 def absent(device_id: str, found: Iterable[str]) -> BackendError:
-    """Return the error for a device that its backend does not find, with its backend's faults."""
+    """Return the error for a device that its backend does not find, with the backend's faults."""
     broken = [
         text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
     ]
