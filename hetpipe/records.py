@@ -187,7 +187,8 @@ class Source:
             raise self.fault((), f"is {short(data)}, it should be an object")
         there = data.get("version")
         if type(there) is not int or there != version:
-            raise self.fault((), f"has version {short(there)}, this hetpipe reads {version}")
+            why = f"has version {short(there)}, this hetpipe reads {version}"
+            raise self.fault((), f"{why}; make it again, or install a version that reads it")
         plain = {key: data[key] for key in data if key != "version"}
         record = self.record(kind, plain)
         for place, key in _left_out(kind, plain, ()):
@@ -250,9 +251,7 @@ def read_json(path: Path, error: type[HetpipeError]) -> Any:
     except ValueError as failure:
         raise error(f"{path}: {failure}") from failure
     except RecursionError as failure:
-        raise error(
-            f"{path}: lists and objects are nested too deeply; make it flatter"
-        ) from failure
+        raise error(f"{path}: lists and objects are nested too deeply; nest them less") from failure
 
 
 _ALLOWED = {

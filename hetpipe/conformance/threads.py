@@ -194,7 +194,7 @@ def _(rig: Rig) -> None:
 @check(
     "determinism/stress",
     "the same inputs give the same bits, even while the device does other work",
-    "a race between passes, or with copies",
+    "a race between two passes, or between a pass and a copy",
     Level.FULL,
 )
 def _(rig: Rig) -> None:

@@ -183,7 +183,7 @@ class Argument:
         if self.shape is None and (self.output or self.values is not None):
             raise BackendError("only a tensor has values or is an output; give it a shape")
         if self.scale is not None and not self.is_input:
-            raise BackendError("scale is for the values of an input")
+            raise BackendError("scale is for the values of an input; remove it here")
         if self.low > self.high:
             raise BackendError(
                 f"low is {self.low:g}, but high is {self.high:g}: give low at most high"
@@ -285,7 +285,7 @@ class KernelSpec:
         _same_dimensions(self.global_size, self.local_size)
         named = {name for sizes in self.case for name in sizes}
         if unknown := [name for name in self.fixed if name not in named]:
-            raise BackendError(f"fixed has {words(unknown)}, which no case has")
+            raise BackendError(f"fixed has {words(unknown)}, which no case has; remove it")
         for name in self.define:
             if not name.isidentifier() or name in named:
                 raise BackendError(

@@ -60,7 +60,7 @@ def load_reference(reference: str) -> type[Backend]:
     try:
         loaded: Any = attrgetter(name)(module)
     except AttributeError as error:
-        raise BackendError(f"{place} has no class {name}") from error
+        raise BackendError(f"{place} has no class {name}; define it at the top level") from error
     return register_backend(loaded)
 
 

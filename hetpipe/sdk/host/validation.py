@@ -31,7 +31,7 @@ def check_class(backend: Any, source: str) -> type[Backend]:
     cannot have, and for an unsupported version of the contract.
     """
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
-        raise BackendError(f"{source} is not a Backend class")
+        raise BackendError(f"{source} is not a Backend class; derive it from sdk.Backend")
     check_name(getattr(backend, "name", None), source)
     if backend.api_version not in range(OLDEST_API_VERSION, API_VERSION + 1):
         raise BackendError(
