@@ -93,7 +93,8 @@ class Executable(ABC):
         overwritten and returned; the caller never reads it again. Outputs of different nodes or
         runs share no memory. An output shares no memory with an input that was not donated, with
         one exception: for a placeholder that the graph returns, the output is the input's `Buffer`.
-        Only one thread at a time calls an executable, but not always the same thread.
+        Only one thread at a time calls an executable, but not always the same thread. `queue` is a
+        number below `capabilities.queues`.
 
         Raises `BackendError` for inputs of wrong shapes, dtypes or devices. If work fails later,
         its event raises the error.

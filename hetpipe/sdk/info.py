@@ -40,8 +40,7 @@ class Capabilities:
     """Optional abilities of a device. Every default is safe for any device."""
 
     queues: int = 1
-    """Number of passes that may run at the same time, each on a separate thread. The `queue` of a
-    pass in `Executable.run` is below this number."""
+    """Number of passes that may run at the same time, each in a separate queue and thread."""
     chunks: bool = False
     """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
