@@ -1,7 +1,7 @@
 """Capture: a model and an example batch become layers, and layers become stage graphs.
 
-The package itself can be called: `hp.capture(model, loss_fn, (x, y))`. Any `import hetpipe.capture`
-binds the name `hp.capture` to the package, and would replace a function of that name. Type checkers
+The package itself can be called: `hp.capture(model, loss_fn, (x, y))`. A function `hp.capture`
+would be lost, because every `import hetpipe.capture` binds this name to the package. Type checkers
 see the function.
 """
 

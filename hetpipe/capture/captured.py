@@ -56,17 +56,17 @@ class Captured:
     have no effect. Warns with `EvalModeWarning` if the whole model is in eval mode.
 
     `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
-    loss's tensors begin with `loss.`. A tied tensor appears once; `aliases` maps its other names to
-    that name. `name` is the name of the model's class. `has_count` says whether loss_fn returns
-    (sum, count). The first export is for `samples` samples, by default the number in the example.
-    `precision` gives the dtypes of passes and cuts. With `sync_batch_norm` replicas' batch norms
-    use the statistics of the whole micro-batch. `split` names the linear layers and convolutions to
-    divide in two, each with the number of output channels of its first part. `parts` translates
-    names and values of split parameters. Every operator named in `starting` begins a new layer.
-    `watch` detects later changes of the model.
+    loss's tensors begin with `loss.`. A tied tensor appears once, under its first name; `aliases`
+    maps its other names to the first. `name` is the name of the model's class. `has_count` says
+    whether loss_fn returns (sum, count). The first export is for `samples` samples, by default the
+    number in the example. `precision` gives the dtypes of passes and cuts. With `sync_batch_norm`
+    the batch norms of replicas use the statistics of the whole micro-batch. `split` names the
+    linear layers and convolutions to divide in two, each with the number of output channels of its
+    first part. `parts` translates names and values of split parameters. Every operator named in
+    `starting` begins a new layer. `watch` detects later changes of the model.
 
-    Raises `PlanError` for a layer that cannot be split, and otherwise `CaptureError`, which names
-    the line or module, and the cure.
+    Raises `PlanError` for a layer that cannot be split. Raises `CaptureError` for other faults of
+    the model; the error names the line or module, and the cure.
     """
 
     def __init__(
@@ -125,8 +125,7 @@ class Captured:
         return len(self._flats)
 
     def layer_graph(self, samples: int) -> LayerGraph:
-        """Return the layers for micro-batches of `samples`; each size is exported once, then
-        cached."""
+        """Return the layers for micro-batches of `samples`; each size is exported only once."""
         if samples not in self._layers:
             key = self._identity.key("layers", [samples], True)
             self._layers[samples] = _load_or_make(key, lambda: layer_graph(self._flat(samples)))
@@ -147,9 +146,8 @@ class Captured:
         `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
         micro-batches; each size gets its own passes. Without an optimizer the stages have no
         update. `recompute` has one mode per stage, see `hetpipe.capture.passes.partition`. With
-        `halves` every backward also comes in two halves. The stages have the programs `predict` and
-        `norm` only if these are among `extras`; with `finite` but not `norm` among `extras`, they
-        have a cheaper `norm`.
+        `halves` every backward also comes in two halves. `extras` names the programs that only some
+        trainings need, see `hetpipe.capture.passes.stage_graphs`.
         """
         self._check(cuts, decompositions)
         if optimizer is not None:
@@ -170,10 +168,10 @@ class Captured:
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
     ) -> list[StageGraphs]:
-        """Return the same stages after `model.eval()`: a forward per size, which saves nothing.
+        """Return the same stages after `model.eval()`: a forward per size, without SAVED outputs.
 
-        Layers keep their names from training; CUT slots have other names. Raises `CaptureError` if
-        the model has other layers in eval mode.
+        Layers have the same names as in training, but CUT slots have other names. Raises
+        `CaptureError` if the model has other layers in eval mode.
         """
         self._check(cuts, decompositions)
         sizes = list(dict.fromkeys(samples))
@@ -243,7 +241,7 @@ class Captured:
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # code without a signature has not run yet
+            if training not in self._outputs:  # no rehearsal has noted the output: export does
                 self._flat(self._summary.samples, training)
             with self._modes.apply(evaluation=not training):
                 check = LossCheck(
@@ -261,19 +259,19 @@ class Captured:
         self._outputs[training] = Outputs.of(output, samples)
 
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
-        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels."""
+        """Check the shares of ignored labels in micro-batches, see `IndexBound.check_means`."""
         for bound in () if self.has_count else self._summary.indices:
             bound.check_means(leaves[bound.leaf], sizes)
 
     @property
     def itself(self) -> EagerModule:
-        """The module and its loss, to be run by eager torch."""
+        """The model and its loss, for runs in eager torch."""
         names = self._example, self._modes, self.precision, self.trainable
         return EagerModule(self._model, self._loss_fn, *names)
 
     @cached_property
     def channels(self) -> dict[str, int]:
-        """Output channels of the layers that can be split; empty if some are split already."""
+        """Number of output channels of each layer that can be split; empty after a split."""
         if self.split:
             return {}
         return splittable(self._flat(self._summary.samples), set(self.aliases.values()))
@@ -316,7 +314,7 @@ def _check_layers(flat: FlatGraph, first: ModelSummary, mode: str) -> None:
 
 
 def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:
-    """Load the content with this key from the disk; if there is none, make it and store it."""
+    """Load the entry with this key from the disk; if there is none, make and store it."""
     content: _T | None = None if key is None else disk_cache.load(key)
     if content is None:
         content = make()

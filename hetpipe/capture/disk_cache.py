@@ -1,7 +1,7 @@
 """Keeps captures on disk, so that a second start of the same model needs no export.
 
 Entries are data: records of capture, graphs as lists of operator names, and arrays of numbers.
-Reading an entry never runs code, whoever has written it.
+Loading an entry never runs code from the entry.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ RECORDS = {
     each.__name__: (each, tuple(field.name for field in fields(each)))
     for each in (ModelSummary, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)
 }
-"""Classes by name, with the names of their fields."""
+"""Classes by name, each with the names of its fields."""
 NUMBERS = "biufc"
 """The `kind`s of numpy's dtypes whose elements are numbers."""
 
 
 def load(key: str) -> Any:
-    """Load an entry; return None if there is none.
+    """Load an entry; return None if no valid entry has this key.
 
     Warns with `CacheWarning` if the entry is damaged, may belong to another user, or holds anything
     but data.
@@ -115,7 +115,7 @@ def _to_data(value: Any) -> data_pickle.Parts | None:
 
 
 def _to_record(parts: data_pickle.Parts) -> Any:
-    """Convert plain data back, the inverse of `_to_data`. Raises for wrong data."""
+    """Convert plain data back, as the inverse of `_to_data`. Wrong data raise any error."""
     kind, value = parts
     if kind == "array":
         text, shape, data, scalar = value

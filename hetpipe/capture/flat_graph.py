@@ -21,7 +21,7 @@ class FlatGraph:
     """A functional graph of `samples` samples.
 
     `free` nodes depend on no sample, parameter or changing buffer: each stage computes the free
-    nodes that it uses. `layer` has the layer's number of every other call. `rows` has, for every
+    nodes that it uses. `layer` gives the layer number of every other call. `rows` gives, for every
     parameter that is split in two, the number of rows in its first part.
     """
 
@@ -44,7 +44,7 @@ class FlatGraph:
 
 
 def owner(node: fx.Node) -> tuple[str, str]:
-    """Return the innermost module of a node as (a key per call of the module, its path).
+    """Return the innermost module of a node, as (a key for this call of the module, its path).
 
     A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
     """

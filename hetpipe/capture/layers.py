@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A unit that the planner does not cut: a leaf module's operators and others up to the next
-    layer."""
+    """A unit that the planner does not cut: operators up to the start of the next layer."""
 
     index: int
     name: str  # path of the module in the model; a second call of the module adds "#2"
@@ -21,9 +20,9 @@ class Layer:
 class LayerGraph:
     """The layers of a model for micro-batches of `samples`.
 
-    `cut_nbytes[i]` counts the bytes that cross forwards if the model is cut after layer i: all
-    tensors that layers 0..i compute and later layers read. A skip connection counts at every cut
-    that it crosses.
+    `cut_nbytes[i]` counts the bytes that cross in a forward if the model is cut after layer i: all
+    tensors that layers 0..i compute and later layers read. So a skip connection counts at every cut
+    between its ends.
     """
 
     samples: int

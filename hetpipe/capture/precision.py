@@ -54,8 +54,7 @@ class Precision:
         return torch.autocast("cpu", dtype=getattr(torch, self.compute), cache_enabled=False)
 
     def crossing(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a tensor crosses a cut; bfloat16 crosses as float32, since
-        numpy lacks it."""
+        """Return the dtype in which a tensor crosses a cut; numpy has no bfloat16."""
         if not dtype.is_floating_point:
             return dtype
         if self.cut is not None:

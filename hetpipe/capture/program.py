@@ -1,8 +1,8 @@
 """Programs, which capture gives to the workers: every input and output has a role and a name.
 
-A worker never looks inside a graph. It keeps its buffers by slot: a program gets the buffers of its
-input slots, and its outputs become the buffers of its output slots. Tied weights, skips, saved
-tensors and optimizer state are ordinary slots.
+A worker never looks inside a graph. It keeps tensors by slot: a program reads the tensors of its
+input slots and writes the tensors of its output slots. Tied weights, skips, saved tensors and
+optimizer state are ordinary slots.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class PassPrograms:
     weight half: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> GRAD
 
     Together they compute the backward. Tensors go from the input half to the weight half as SAVED,
-    by names that the forward does not use. The worker must keep the weight half's other inputs for
-    it, TANGENT among them, and run it with the parameters of the input half. If an outgoing TANGENT
+    by names that the forward does not use. The worker must keep the other inputs of the weight
+    half, TANGENT among them, and run both halves with the same parameters. If an outgoing TANGENT
     has the name of an incoming one, the incoming one reaches the weight half as SAVED. A half may
     be empty, without inputs and outputs: the input half if no input of the stage needs a gradient,
     the weight half if the stage trains nothing.

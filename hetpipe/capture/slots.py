@@ -37,7 +37,7 @@ _IDENTITIES = frozenset(
     {
         aten.detach.default,
         aten.alias.default,
-        aten.clone.default,  # values have no layout here
+        aten.clone.default,  # programs have no layouts
         aten.lift_fresh_copy.default,
         aten.lift_fresh.default,
     }

@@ -20,17 +20,17 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes in which torch keeps layers, parameters, buffers and hooks."""
 DEPTH = 3
-"""How deep containers in an attribute are followed."""
+"""Levels of nested containers in an attribute that are searched."""
 MOST_ITEMS = 10_000
-"""Items of the largest container that is followed; larger containers count as data."""
+"""Containers with more items count as data and are not searched."""
 
 
 @contextmanager
 def keep_attributes(run: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules, and the items of their containers, on exit.
 
-    Export runs the user's code on tensors without values. If the code stores such tensors for
-    inspection, they would stay in the user's modules, and nobody could copy these modules.
+    Export runs the user's code on tensors without values. If the code stores such a tensor in a
+    module, the module cannot be copied afterwards.
     """
     tables = [vars(module) for module in run.modules()]
     originals = [(table, dict(table)) for table in tables]
@@ -51,8 +51,8 @@ def keep_attributes(run: nn.Module) -> Iterator[None]:
 def keep_globals(*runs: object) -> Iterator[None]:
     """Remove tensors without values from the modules' classes and files on exit.
 
-    Exported code may compute a table once and store it in a global dictionary. Everything else that
-    the code stores there stays, for instance an import.
+    Exported code may compute a table once and store it in a global dictionary. All other new values
+    stay in the globals, for instance an import.
     """
     owners = {owner for run in runs for owner in _owners(run)}
     present = [(owner, dict(vars(owner))) for owner in owners]
@@ -71,7 +71,7 @@ def keep_globals(*runs: object) -> Iterator[None]:
 
 
 def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Give a module's table its former entries and their order, if they have changed."""
+    """If a module's table has changed, restore its entries and their order."""
     if table.keys() != before.keys() or any(table[name] is not before[name] for name in before):
         table.clear()
         table.update(before)
@@ -81,7 +81,8 @@ def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
 def clear_caches(run: nn.Module) -> Iterator[None]:
     """On exit, clear each `functools.lru_cache` that the code inside the block has filled.
 
-    The tensors in these caches have no values. Caches in the modules' classes and files are found.
+    Such a cache would keep tensors without values. Only caches in the modules' classes and files
+    are found.
     """
     caches = {
         value: value.cache_info().misses
@@ -98,8 +99,7 @@ def clear_caches(run: nn.Module) -> Iterator[None]:
 
 
 def _owners(run: object) -> Iterator[type | ModuleType]:
-    """Yield the classes of a module's submodules, the files of the module or function, and the
-    classes in these files."""
+    """Yield the files that define a module's submodules or a function, and their classes."""
     modules = list(run.modules()) if isinstance(run, nn.Module) else []
     classes = {cls for module in modules for cls in type(module).__mro__}
     classes -= set(nn.Module.__mro__)
@@ -128,7 +128,7 @@ def names_module(function: Any, model: nn.Module) -> bool:
 
 
 def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
-    """Return the containers among the values, to a depth, each with a copy."""
+    """Return the containers in the values, nested up to `depth` levels, each with a copy."""
     containers = {
         id(container): container for value in values for container in _containers(value, depth)
     }
@@ -136,8 +136,7 @@ def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:
-    """Yield a container and the containers inside it; an object counts as the dict of its
-    attributes."""
+    """Yield a container and the containers inside it; an object counts as its `__dict__`."""
     if depth == 0:
         return
     if _is_plain_object(value):
@@ -167,7 +166,7 @@ def _has_no_values(value: Any) -> bool:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Give a container its former items and their order, if they have changed."""
+    """If a container has changed, restore its items and their order."""
     if isinstance(container, dict):
         restore_table(container, before)
     elif len(container) != len(before) or any(map(operator.is_not, container, before)):

@@ -1,6 +1,6 @@
-"""Operators that are decomposed before the cut, because torch has no general derivative for them.
+"""Decomposes operators before the cut that have no derivative, or a derivative for one device only.
 
-Some have no derivative at all, others only a derivative for one device.
+Batch norms are also decomposed if replicas share the statistics.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def batch_norm_without_memory(
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """Return (y, mean, rstd, variance, count): x normalised, statistics per channel, number of
-    rows.
+    """Return (y, mean, rstd, variance, count), where y is the normalised x.
 
-    y has the shape of x, the statistics have shape (channels,), count has shape (1,). The variance
-    is summed from squares of (x - mean), so no digits cancel. Only y has a gradient.
+    y has the shape of x, and the statistics have shape (channels,). count, of shape (1,), is the
+    number of elements per channel on all replicas. The variance is summed from squares of
+    (x - mean), so no digits cancel. Only y has a gradient.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     channels, rows = x.shape[1], [0, *range(2, x.ndim)]
@@ -148,9 +148,9 @@ def attention(
 ) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by its documented definition.
 
-    Without a mask and dropout, the attention is one operator of ours. A row without any key gives
-    zeros, as in torch, and gets no gradient: its mask is removed, so that its softmax is finite,
-    and its result is replaced by zeros.
+    Without a mask and dropout, the attention is usually one operator of hetpipe. A query whose keys
+    are all masked gives zeros, as in torch, and gets no gradient: its mask is removed, so that its
+    softmax is finite, and its result is replaced by zeros.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
@@ -193,7 +193,7 @@ def lstm(
     *,
     projected: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `torch.nn.LSTM` with one operator of ours per layer and direction.
+    """Compute `torch.nn.LSTM` with one operator of hetpipe per layer and direction.
 
     `projected` computes an LSTM with a `proj_size`.
     """
@@ -205,7 +205,7 @@ def lstm(
     y = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for layer in range(num_layers):
-        if layer > 0 and train and dropout > 0:  # samples first: masks are drawn by sample
+        if layer > 0 and train and dropout > 0:  # masks are drawn per sample
             y = torch.native_dropout(y.transpose(0, 1), dropout, True)[0].transpose(0, 1)
         ways = []
         for way in range(directions):
@@ -222,7 +222,7 @@ def lstm(
 
 
 def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `recurrent`, but let it compute in its parameters' dtype, also under autocast."""
+    """Let `recurrent` compute in the dtype of its parameters, also under autocast."""
 
     def called(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         dtype = params[0].dtype
@@ -233,7 +233,7 @@ def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unrolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's decomposition of a recurrent network, but refuse dropout, which it ignores."""
+    """Let torch's decomposition of a recurrent network refuse dropout instead of ignoring it."""
 
     def checked(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         _, num_layers, dropout, train, *_ = how

@@ -25,7 +25,7 @@ PREFIX = "model."
 class EagerRun:
     """Losses by micro-batch, summed gradients by parameter, and outputs of modules.
 
-    `outputs` has (name, output) of the modules in the order of their calls, for the first
+    `outputs` lists (name of the module, output) in the order of the calls, for the first
     micro-batch.
     """
 
@@ -52,10 +52,10 @@ class EagerModule:
         tangents: Sequence[float],
         wide: bool,
     ) -> EagerRun:
-        """Run micro-batches by autograd, each loss multiplied by its tangent.
+        """Run micro-batches by autograd; each gradient is multiplied by the micro-batch's tangent.
 
         `values` replace parameters and buffers of the same name; the model's own tensors do not
-        change. With `wide` it computes in float64, and otherwise in the precision of the passes.
+        change. With `wide` torch computes in float64, otherwise in the precision of the passes.
         Raises the model's own errors.
         """
         module = WithLoss(self.model, self.loss_fn, self.example)
@@ -85,7 +85,7 @@ class EagerModule:
 def _record_outputs(
     with_loss: nn.Module, outputs: list[tuple[str, torch.Tensor]], watches: bool
 ) -> Iterator[None]:
-    """With `watches`, append the first tensor that each module of the model returns."""
+    """With `watches`, append to `outputs` the first tensor that each module returns."""
 
     def hook(name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, result: Any) -> None:

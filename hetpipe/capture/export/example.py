@@ -21,7 +21,7 @@ _DTYPES = {
 
 
 class Example:
-    """One batch (x, y) whose tensors are batch-first; every later batch has its structure.
+    """One batch (x, y) of batch-first tensors; every later batch must have the same structure.
 
     A leaf is a tensor, named by its position: "x", "x.0", "x.mask", "y". All other values belong to
     the structure.
@@ -186,7 +186,7 @@ def _named(x: Any, y: Any) -> dict[str, Any]:
 
 
 def _map(fn: Callable[[str, Any], Any], name: str, value: Any) -> Any:
-    """Replace every leaf by fn(its name, the leaf)."""
+    """Replace every value in nested containers by fn(name of the value, value)."""
     if isinstance(value, Mapping):
         return {key: _map(fn, f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

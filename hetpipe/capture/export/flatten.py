@@ -1,4 +1,4 @@
-"""Flattens an exported program: inputs and outputs get roles, and random draws a counter."""
+"""Flattens an exported program: inputs and outputs get roles, and random draws get a counter."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def flatten(
 ) -> FlatGraph:
     """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
-    `leaves` names the batch's tensors in order; `aliases` maps the other names of a tied tensor to
-    its first name. With `trainable=None` the graph is for forwards alone. Raises `CaptureError` for
+    `leaves` names the batch's tensors in order. `aliases` maps the other names of a tied tensor to
+    its first name. With `trainable=None` the graph is for forwards only. Raises `CaptureError` for
     a graph that no device can run, or that trains nothing.
     """
     graph = program.graph_module.graph
@@ -52,7 +52,7 @@ def flatten(
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]
-    # Terms of all other sums are equal on all replicas.
+    # All other sums have equal terms on all replicas, so means do not need these sums.
     drop_sums(graph, kept=dependents(graph, samples_and_draws))
     _skip_copies(flat)
     drop_dead(graph)
@@ -73,9 +73,9 @@ def flatten(
 
 
 def _skip_copies(flat: FlatGraph) -> None:
-    """Replace the copy that a buffer receives by the copied value itself, in the value's layer.
+    """Let buffers receive values without a copy, because a copy may be in a later layer.
 
-    If the code assigns a new tensor to the buffer, the copy comes at the end of the forward.
+    If the code assigns a new tensor to a buffer, the copy comes at the end of the forward.
     """
     returned = list(results(flat.graph))
     for index, ((role, _), node) in enumerate(flat.outputs):
@@ -200,7 +200,7 @@ def _differentiable(flat: FlatGraph, trainable: frozenset[str]) -> set[fx.Node]:
 def write_by_where(graph: fx.Graph) -> None:
     """Replace writes at a mask by `torch.where`, if all positions get the same value.
 
-    Raises `CaptureError` for other writes and for reads at a mask: their shapes depend on values.
+    Raises `CaptureError` for other writes at a mask, because their shapes depend on values.
     """
     for node in list(graph.nodes):
         if node.target is not aten.index_put.default:

@@ -43,7 +43,7 @@ COMPOSED = "torch._export.utils"
 class Identity:
     """Computes keys for the graphs that capture makes from a model and a loss.
 
-    A key is None if nobody can tell whether the code is the same as at another time.
+    A key is None if hetpipe cannot tell whether the code is the same as at another time.
     """
 
     def __init__(
@@ -55,13 +55,12 @@ class Identity:
         options: Sequence[object],
         seen: Callable[[int, bool, Any], None],
     ) -> None:
-        """Store the arguments. Rehearsals will call `seen` with a size, whether they train, and the
-        model's output."""
+        """Rehearsals will call `seen` with (samples, training, the model's output)."""
         self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
         self.changed: frozenset[tuple[str, str]] | None = None
-        """The attributes that calls change without an effect on later calls, as (module, name);
-        None before the first rehearsal."""
+        """The attributes, as (module, name), that calls change without an effect on later calls;
+        None before the first check."""
         self._checked: set[bool] = set()
         self._signatures: dict[tuple[int, bool], str | None] = {}
         self._sources = digest_of(model, loss_fn)
@@ -75,7 +74,7 @@ class Identity:
     def key(self, kind: str, samples: Sequence[int], training: bool, *more: object) -> str | None:
         """Return the key of content that depends on micro-batches of these sizes, and on `more`.
 
-        Raises `CaptureError` for a model whose next call would do something else.
+        Raises `CaptureError` for a model that would do something else at its next call.
         """
         signatures = [self._signature(size, training) for size in samples]
         if self._sources is None or None in signatures:
@@ -83,9 +82,9 @@ class Identity:
         return key_of(kind, list(samples), training, signatures, self._parts, *more)
 
     def check_computing(self, samples: int, training: bool) -> None:
-        """Repeat the check with computed values, where a rehearsal without values could not decide.
+        """If the rehearsal without values failed, rehearse with computed values.
 
-        Raises `CaptureError` for a model whose next call would do something else.
+        Raises `CaptureError` for a model that would do something else at its next call.
         """
         if training not in self._checked:
             with keep_globals(self._model, self._loss_fn):
@@ -108,7 +107,7 @@ class Identity:
         with self._modes.apply(evaluation=not training), exportable_modules():
             run = WithLoss(
                 self._model, self._loss_fn, self._example,
-                lambda out: self._seen(samples, training, out),  # a deep copy does not copy it
+                lambda out: self._seen(samples, training, out),  # a deep copy shares functions
             )  # fmt: skip
             try:
                 rehearsal = Rehearsal(run, self._example.tensors(samples), computes)
@@ -162,7 +161,7 @@ def _function_identity(function: Any) -> object:
         return identity(function)
     except UnknownCodeError:
         raise
-    except Exception as error:  # the function's closure holds values of other types
+    except Exception as error:  # the function's closure holds a value without an identity
         raise UnknownCodeError(repr(function)) from error
 
 
@@ -176,12 +175,11 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class UnknownCodeError(Exception):
-    """Nobody can tell whether the code is the same as at another time."""
+    """hetpipe cannot tell whether the code is the same as at another time."""
 
 
 def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
-    """Return a hash of the files that model and loss reach; None if code has no file, as at a
-    prompt."""
+    """Return a hash of the files that model and loss reach; None if some code has no file."""
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     names = {type(module).__module__ for module in modules}
     names.add(getattr(loss_fn, "__module__", None) or type(loss_fn).__module__)
@@ -235,10 +233,7 @@ def _identity_of(value: Any) -> object:
 
 
 def _reachable_modules(names: Iterable[str]) -> set[str]:
-    """Return these modules and all modules that they reach through their globals.
-
-    Versioned packages do not count.
-    """
+    """Return these modules and the modules that their globals reach, without versioned packages."""
     stack, reached = list(names), set[str]()
     while stack:
         name = stack.pop()

@@ -1,8 +1,8 @@
 """Finds the integers of a batch that are used as indices, and checks their bounds.
 
-The graph tells which operators read a leaf as an index, also through operators that only move its
-elements. Devices disagree about an index out of range, so the host checks every batch before it
-runs.
+The graph shows which operators read a leaf as an index, also after operators that only move
+elements. Devices disagree about an index out of range, so the host checks every batch before any
+device reads the batch.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ class IndexBound:
         return values if self.columns is None else values[:, self.columns]
 
     def check_means(self, array: Array, sizes: Sequence[int]) -> None:
-        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
+        """Raise `HetpipeError` if micro-batches of these sizes ignore different shares of labels.
 
-        The mean over the batch is then not the mean of the parts' means. `sizes` are the sizes of
-        the parts.
+        The mean over the mini-batch is then not the mean of the micro-batches' means.
         """
         if not self.averaged or self.ignored is None:
             return
@@ -99,7 +98,7 @@ class IndexBound:
 
 
 def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) -> None:
-    """Tell backends which leaves the host checks completely, so that they need not check these."""
+    """Mark the inputs of programs that the host checks, so that backends need not check them."""
     ranges: dict[str, Range] = {}
     for bound in bounds:
         if bound.columns is None and bound.leaf not in ranges:
@@ -131,15 +130,14 @@ def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
 
 
 class _LeafTracer:
-    """Finds the elements of a leaf that reach a node: moves their numbers as the graph does."""
+    """Finds the elements of a leaf that reach a node, by moving the elements' numbers instead."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self._flat = flat
         self._moved: dict[fx.Node, Any] = {}
 
     def to(self, node: Any) -> tuple[str, tuple[int, ...] | None] | None:
-        """Return the leaf, and the elements of a sample that reach the node; None for other
-        sources."""
+        """Return (leaf, columns) of the elements that reach the node; None if no leaf does."""
         source = self._source(node)
         if source is None:
             return None
@@ -147,7 +145,7 @@ class _LeafTracer:
         used = torch.zeros(source.meta["val"].numel(), dtype=torch.bool)
         used[numbers[numbers != _PADDING]] = True
         rows = used.view(source.meta["val"].shape[0], -1)
-        if not bool((rows == rows[0]).all()):  # the elements depend on the number of samples
+        if not bool((rows == rows[0]).all()):  # the node reads different elements of each sample
             return None
         if not bool(rows[0].any()):
             return None

@@ -1,4 +1,4 @@
-"""Makes data to compare losses: batches of the example or with other labels, and random outputs."""
+"""Makes data to compare losses: batches from the example, with its or other labels, and outputs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class LossBatches:
         return 0 < sum(first[bound.leaf].numel() for bound in self._bounds) < MANY_LABELS
 
     def from_example(self, count: int) -> list[Tensor]:
-        """Return the first `count` micro-batches of the example, which is repeated if it is too
-        small."""
+        """Return the first `count` micro-batches of the example; a small example is repeated."""
         rows = count * self._samples
         if rows > self._example.samples:
             return self._example.tensors(rows)
@@ -49,7 +48,7 @@ class LossBatches:
     def draw(self, count: int) -> list[Tensor]:
         """Return `count` micro-batches with their rows in a random order and with other labels.
 
-        In the example all labels may be of one class.
+        All labels of the example may be of one class, which hides faults of the loss.
         """
         order = torch.randperm(count * self._samples)
         leaves = dict(zip(self._example.names, self.from_example(count), strict=True))
@@ -94,7 +93,7 @@ class Outputs:
 
     @classmethod
     def of(cls, output: Any, samples: int) -> Outputs:
-        """Return the structure of an output, whose tensors may lack values."""
+        """Return the structure of an output; its tensors may have no values."""
         leaves, spec = tree_flatten(output)
         described = (
             _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

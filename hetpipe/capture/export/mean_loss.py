@@ -1,8 +1,9 @@
 """Checks that a loss is a mean over samples, or a sum with a count, as micro-batches need it.
 
-The check compares the loss of some micro-batches together with the loss of each, by value and by
-gradient. A loss depends only on the model's output, so random outputs of the right shapes are
-enough. The model itself runs only if it returns the loss, and before a refusal.
+The check compares two losses by value and by gradient: the loss of some joined micro-batches, and
+the mean (or the sums) of their single losses. A loss usually depends only on the model's output, so
+random outputs of the right shapes are enough. The model itself runs before a refusal, if it has no
+random outputs (since it returns the loss), and if the loss refers to the model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hetpipe.capture.export.named_tensors import deep_copy
 from hetpipe.capture.export.torch_export import run_loss, run_model
 
 LIMIT = 1e-3
-"""The largest relative difference of a loss or its gradients between a whole and its parts."""
+"""Losses agree up to this relative difference, and so do their gradients."""
 FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
 """Random outputs with fewer than FEW_ELEMENTS are drawn several times. Outputs with MANY_ELEMENTS
 or more are drawn for two micro-batches only, because their losses take long."""
@@ -47,7 +48,7 @@ class LossWarning(UserWarning):
 
 
 class LossCheck:
-    """Compares the loss of some micro-batches of `samples` together with the loss of each."""
+    """Compares the loss of joined micro-batches of `samples` with their single losses."""
 
     def __init__(
         self,
@@ -61,8 +62,7 @@ class LossCheck:
         self._rows, self._samples = LossBatches(example, bounds, samples), samples
 
     def fault(self, outputs: Outputs | None) -> str:
-        """Return a sentence with the loss of the whole and the mean of its parts, or "" if they
-        agree.
+        """Return a sentence with the two losses, or "" if they agree.
 
         The random number generator keeps its state. Warns with `LossWarning` if the loss fails for
         random outputs and for true outputs.
@@ -104,8 +104,7 @@ class LossCheck:
         )
 
     def _compare_attributes(self, leaves: list[Tensor]) -> str:
-        """Compare runs of the model itself, because the loss may read attributes that `forward`
-        sets."""
+        """Compare runs of the model itself: the loss may read attributes that `forward` sets."""
         model = self._model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
@@ -131,10 +130,10 @@ class LossCheck:
     def _compare_random(
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
     ) -> list[_Comparison]:
-        """Compare the losses of random outputs, of several outputs if that is cheap.
+        """Compare the losses of one random output, or of several if that is cheap.
 
-        The losses of one output may agree by chance if the loss compares samples. Outputs for which
-        the loss raises an error do not count.
+        If the loss compares samples, the losses of a single output may agree by chance. Outputs for
+        which the loss raises an error do not count.
         """
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
@@ -190,8 +189,7 @@ class LossCheck:
         )
 
     def _check_random_outputs(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
-        """Do the same as `_run` for random outputs, since an untrained model's outputs hardly
-        differ."""
+        """Do as `_run` with random outputs, since outputs of an untrained model hardly differ."""
         first, again = (self._compare_random(outputs, leaves, seed=seed) for seed in (0, 1))
         for one, two in zip(first, again, strict=False):
             if not one.agrees:
@@ -218,7 +216,7 @@ class LossCheck:
     def _compare(
         self, output: list[Any], spec: TreeSpec, leaves: list[Tensor], *, seed: int = 0
     ) -> _Comparison:
-        """Compare the losses of one output for all rows, by value and by gradient."""
+        """Compare the losses of one output, whole and in micro-batches, by value and gradient."""
         sources = [
             leaf.detach().requires_grad_()
             for leaf in output
@@ -250,7 +248,7 @@ class LossCheck:
         )
 
     def _compare_runs(self, model: nn.Module, leaves: list[Tensor], *, seed: int) -> _Comparison:
-        """Compare runs of the model, which returns the loss, or outputs that cannot be divided."""
+        """Compare runs of the model, for outputs that cannot be divided (a loss, for example)."""
 
         def total(part: list[Tensor]) -> tuple[Tensor, ...]:
             torch.manual_seed(seed)
@@ -276,7 +274,7 @@ class _Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether both are equal up to rounding, or the whole has no finite loss."""
+        """Whether losses and gradients agree, or the loss of the whole is not finite."""
         if not all(map(math.isfinite, self.whole)):
             return True
         pairs = zip(self.whole, self.parts, strict=True)

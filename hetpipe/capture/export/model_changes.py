@@ -26,7 +26,7 @@ class ModelChangedWarning(UserWarning):
 
 
 class _ModuleRecord(NamedTuple):
-    """A module at capture."""
+    """The state of a module at capture."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class _ModuleRecord(NamedTuple):
 
 
 class Watch:
-    """A model and its loss at capture. Modes may change, because capture has recorded the modes."""
+    """Compares a model and its loss with their state at capture, apart from modes."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Watch:
     ) -> None:
         """Record the model. `ignored` are the attributes that calls change, as (module, name).
 
-        None means that these attributes are unknown: then no attribute is compared.
+        If they are unknown (None), no attribute is compared.
         """
         self._seen = [
             _record_module(prefix, name, module, ignored)
@@ -99,7 +99,7 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """Return a parameter whose values are new: they were neither captured nor returned.
+        """Return the name of a parameter with values that were neither captured nor returned.
 
         A change is returned only once.
         """
@@ -182,6 +182,6 @@ def _changes(seen: _ModuleRecord) -> Iterator[str]:
 
 
 def _sample(tensor: torch.Tensor) -> int:
-    """Return a checksum of some elements; loading other values changes nearly all elements."""
+    """Return a checksum of some elements: a load of new values changes nearly all elements."""
     flat = tensor.detach().reshape(-1)
     return zlib.crc32(tensor_bytes(flat[:: max(1, flat.numel() // _SAMPLE)]))

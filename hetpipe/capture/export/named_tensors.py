@@ -26,9 +26,9 @@ Copied = TypeVar("Copied")
 class NamedTensors:
     """The parameters and buffers of a model and its loss, by name.
 
-    A tensor with several names appears once, under the first; `aliases` maps its other names to
-    that name. A tensor that model and loss share has the model's name. Raises `CaptureError` if a
-    tensor of the loss would get the name of a tensor of the model.
+    A tensor with several names appears once, under its first name; `aliases` maps its other names
+    to the first. A tensor that model and loss share has the model's name. Raises `CaptureError` if
+    a tensor of the loss would get the name of a tensor of the model.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
@@ -72,17 +72,17 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def copy_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss; of a module, a copy with copied buffers, since a call may change them."""
+    """Return the loss; a module is copied except for its parameters, as calls change buffers."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     return deep_copy(loss_fn, loss_fn.parameters())
 
 
 def deep_copy(value: Copied, shared: Iterable[torch.Tensor] = ()) -> Copied:
-    """Return a deep copy of modules that has the `shared` tensors themselves.
+    """Return a deep copy of modules, except for the `shared` tensors.
 
-    Code may store computed tensors in attributes, for inspection. torch cannot copy such tensors;
-    their copies here are constants with the same values.
+    Code may store computed tensors in attributes. torch cannot deep-copy such tensors, so their
+    copies are constants with the same values.
     """
     with _CopyComputed():
         return copy.deepcopy(value, {id(tensor): tensor for tensor in shared})
@@ -104,7 +104,7 @@ class _CopyComputed(TorchFunctionMode):
 
 
 def check_capturable(model: Any) -> None:
-    """Raise `CaptureError` if the model is no module, or its parameters have no values."""
+    """Raise `CaptureError` if the model is no module, or one of its tensors has no shape yet."""
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"the model is {type(model).__name__} {getattr(model, '__name__', '')!r}, not an "
@@ -134,7 +134,7 @@ def exported_name(target: str) -> str:
 def move_to_cpu(
     model: nn.Module, loss_fn: Callable[..., Any]
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return the model and the loss, or copies on the CPU; shared tensors stay shared."""
+    """Return the model and the loss, or copies on the CPU; they share the same tensors."""
     modules = [module for _, module in roots(model, loss_fn)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     if all(tensor.device.type == "cpu" for tensor in tensors):

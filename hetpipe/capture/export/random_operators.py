@@ -47,7 +47,7 @@ class _Site:
         return self.emit(aten._to_copy.default, node, dtype=dtype)
 
     def uniform(self, *more: int) -> fx.Node:
-        """Draw uniform numbers of the result's form, with `more` dimensions at the end."""
+        """Draw uniform numbers in the result's shape and dtype, plus `more` dimensions."""
         size = [*self.value.shape, *more]
         dim = self._batch_dim(size)
         drawn = self.emit(own.uniform.default, self._rng, self._site, size, dim, self._samples)
@@ -74,8 +74,7 @@ class _Site:
 
 
 def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
-    """Replace every random operator. Return the new placeholder of the counter; None if there is no
-    random operator.
+    """Replace all random operators; return the new placeholder of the counter, or None.
 
     Raises `CaptureError` for a random operator that has no replacement.
     """
@@ -163,5 +162,5 @@ _REPLACEMENTS: dict[Any, Callable[[_Site], fx.Node | None]] = {
     aten.uniform.default: lambda site: _scaled(site, site.uniform(), last_is_end=True),
     aten.normal_functional.default: lambda site: _scaled(site, site.normal(), last_is_end=False),
 }
-"""For each operator, a function that returns the node that replaces it; None if the function has
-replaced the operator's results itself."""
+"""For each operator, a function that returns the replacement of its result; None if the function
+has already replaced the results."""

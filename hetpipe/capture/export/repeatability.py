@@ -1,8 +1,9 @@
 """Refuses code whose next call would differ from the call that capture records.
 
-An export fixes state in attributes and lists, counters, and random numbers from Python or numpy. So
-a copy of the model is called twice: both calls must ask torch for the same operations. A value that
-the first call stores for later calls, such as a mask, is allowed if it depends on constants alone.
+Export turns into constants: state in attributes and lists, counters, and random numbers of Python
+and numpy. So capture calls a copy of the model twice: both calls must ask torch for the same
+operations. A call may store a value for later calls, such as a mask, if the value depends only on
+constants.
 """
 
 from __future__ import annotations
@@ -124,9 +125,9 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
 def _untrained_tensors(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]:
     """Return the tensors outside of model and loss that require a gradient, with their lines.
 
-    A loss may read an attribute that `forward` sets, such as `model.auxiliary`. In a rehearsal it
-    reads this attribute of the user's model, not of the copy. Such a tensor does not count if every
-    call sets the copy's attribute, since export will then find a computed tensor there.
+    A loss may read an attribute that `forward` sets, such as `model.auxiliary`. In a rehearsal the
+    loss reads this attribute from the user's model, not from the copy. Such a tensor does not count
+    if every call sets the copy's attribute, since export will then find a computed tensor there.
     """
     begin, after = rehearsal.attributes, attributes_of(rehearsal.run)
     original = rehearsal.original
@@ -162,7 +163,7 @@ def _chance_error(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> Captur
 
 
 def _state_error(rehearsal: Rehearsal, second: Call) -> CaptureError:
-    """Return the error for calls that differ. Another call finds the attribute or the line."""
+    """Return the error for calls that differ; call again to find the attribute or the line."""
     before = attributes_of(rehearsal.run)
     call = rehearsal.call(locates=True)
     after = attributes_of(rehearsal.run)
@@ -200,11 +201,7 @@ def _user_name(run: nn.Module, key: tuple[str, ...]) -> str:
 
 
 def generators_of(run: nn.Module) -> dict[str, Any]:
-    """Return the random number generators that the code may use, by name.
-
-    They are Python's, numpy's, and the generators in attributes and in the globals of the modules'
-    files.
-    """
+    """Return by name the generators of Python and numpy, and all in attributes and globals."""
     found: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
     files: set[str] = set()
     for name, module in run.named_modules():

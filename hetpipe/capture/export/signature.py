@@ -2,8 +2,8 @@
 
 Export runs the code on fake tensors and records operators. Here the same code runs on tensors of
 the meta device, and every call of torch's interface is hashed: its function, its arguments, its
-module, and the state of autograd and autocast. A tensor is identified by its number, by the name of
-a parameter, or by the values of a constant. So the code, its globals and the files that it reads
+module, and the state of autograd and autocast. A parameter is identified by its name, a constant by
+its values, and any other tensor by a number. So the code, its globals and the files that it reads
 may change in any way between two starts of a program: if the signature is the same, export records
 the same calls.
 """
@@ -55,7 +55,7 @@ class Rehearsal:
         self._computes = computes
         named = {**dict(self.run.named_parameters()), **dict(self.run.named_buffers())}
         self._named = {name: self._prepared(value) for name, value in named.items()}
-        self._digests = {  # digests of the tensors that become constants
+        self._digests = {  # complex tensors become constants
             name: hashlib.sha256(tensor_bytes(value)).hexdigest()
             for name, value in named.items()
             if value.is_complex()
@@ -153,8 +153,8 @@ class Call(TorchFunctionMode):
         super().__init__()
         self.events: list[str] = []
         self.live_events: list[str] = []
-        """The events that compute with a live tensor, without the values of constants. A query,
-        such as `x.dtype`, computes nothing."""
+        """The events that compute with a live tensor, without the values of constants. A query like
+        `x.dtype` computes nothing."""
         self.lines: list[str] = []
         """" at file:line" for every event, if requested."""
         self.carried: dict[int, CarriedTensor] = {}

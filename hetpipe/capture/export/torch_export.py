@@ -43,7 +43,7 @@ OutputListener = Callable[[Any], None]
 class WithLoss(nn.Module):
     """A module from the leaves of a batch to the loss, or (sum, count).
 
-    It calls `seen` with the model's output, whose tensors may lack values.
+    It calls `seen` with the model's output; the tensors may have no values.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ def _assign_in_place(run: nn.Module) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
-    """Return `model(x)`. An error whose traceback has this function's name is the model's."""
+    """Return `model(x)`. This function's name in a traceback shows that the model failed."""
     return call(model, x)
 
 
 def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
-    """Return `loss_fn(out, y)`. An error whose traceback has this function's name is the loss's."""
+    """Return `loss_fn(out, y)`. This function's name in a traceback shows that the loss failed."""
     return loss_fn(out, y)
 
 
@@ -187,10 +187,7 @@ _LOGS = (
 
 @contextmanager
 def _without_torch_log() -> Iterator[None]:
-    """Suppress torch's own traceback and the graph that it could not export.
-
-    The raised error names the user's line.
-    """
+    """Suppress the traceback and graph that torch prints: the error names the user's line."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False

@@ -42,11 +42,7 @@ class Modes:
 
     @contextmanager
     def apply(self, evaluation: bool = False) -> Iterator[None]:
-        """Give every module its mode in this record inside the block, or eval mode with
-        `evaluation`.
-
-        On exit every module gets back its mode from before.
-        """
+        """Set the recorded modes inside the block; with `evaluation`, eval mode."""
         modules = {*self.model.modules(), *(module for module, _ in self.training)}
         present = [(module, module.training) for module in modules]
         try:

@@ -29,7 +29,7 @@ _RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
 
 
 def check_modules(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-    """Raise `CaptureError` for modules that export would change in their present modes."""
+    """Raise `CaptureError` for modules and hooks that export would change or lose."""
     for prefix, root in roots(model, loss_fn):
         _check_modules(root, prefix, "the loss" if prefix else "the model")
 

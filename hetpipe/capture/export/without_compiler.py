@@ -1,4 +1,4 @@
-"""Runs torch's Python shape functions without importing its compiler, which takes a second."""
+"""Keeps torch from importing its compiler, which takes a second."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COMPILER_SKIPS = "__dynamo_disable"
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep torch's Python shape functions from importing its compiler, which takes a second.
+    """Keep torch's Python shape functions from importing its compiler.
 
-    At their first call, these functions import the compiler only to tell it to skip them.
+    At its first call, each of these functions imports the compiler only to tell it to skip them.
     """
     marked = [] if "torch._dynamo" in sys.modules else list(_hidden_from_compiler())
     for function in marked:
@@ -34,8 +34,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _hidden_from_compiler() -> Iterator[FunctionType]:
-    """Yield the shape functions of torch that `torch._compile._disable_dynamo` has wrapped and that
-    have no form for the compiler yet."""
+    """Yield the shape functions inside `_disable_dynamo` that have no form for the compiler yet."""
     modules = (torch._refs, torch._refs.nn.functional, torch._decomp.decompositions)
     stack = [value for module in modules for value in vars(module).values()]
     seen: set[int] = set()

@@ -29,7 +29,7 @@ class Segment:
     sources: tuple[str, ...]
     results: tuple[str, ...]
     last: frozenset[str]
-    """The sources that neither a later segment or exchange nor the caller reads."""
+    """The sources that no later segment, no exchange and no caller reads."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Division:
-    """The segments of a program and the exchanges between them, one after each segment but the
-    last."""
+    """The segments of a program, with an exchange after each segment but the last."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -57,7 +56,7 @@ def has_sums(program: Program) -> bool:
 
 
 def layouts(program: Program) -> list[tuple[Slot, ...]]:
-    """Return the terms of each exchange inside the program, in order."""
+    """Return the terms of each exchange, as slots, in the order of the exchanges."""
     return [
         tuple(slot_of(("sum", str(index)), node) for index, node in enumerate(sums))
         for sums in _levels(program.graph.graph)[1]
@@ -90,8 +89,7 @@ def divide(program: Program) -> Division:
 def _boundaries(
     program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """Return each segment's sources, and its results: nodes that later segments or exchanges read,
-    or that the program returns."""
+    """Return each segment's sources, and its results that are read or returned afterwards."""
     varying = _varying(program)
     results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
     read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for group in sums for n in group)]

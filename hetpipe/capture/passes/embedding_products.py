@@ -4,8 +4,8 @@ A row E[i] of a table times a matrix W is row i of E W. So the whole table is mu
 rows of the product E W are looked up. Let G be the gradient of the looked-up rows, and S the sums
 of G over equal tokens. Then the gradient of W is E^T S instead of E[i]^T G, and the gradient of E
 is S W^T. So a multiplication is needed for each row of the table, not for each token. Sums have the
-same terms in another order. A backward with another version of the weights than the forward uses
-this version of both E and W.
+same terms in another order. A backward may have another version of the weights than its forward:
+then it uses its own version of both E and W.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
 
 @dataclass(frozen=True)
 class _ReorderedRows:
-    """The rows of `base` (its last dimension) in the order that the views `steps` give them."""
+    """The rows of `base`, along its last dimension, in the order that the views `steps` produce."""
 
     base: fx.Node
     steps: tuple[fx.Node, ...]
@@ -90,7 +90,7 @@ class _Table:
         self._graph, self._rows, self._may_sum = graph, rows, sums
         self._table: Any = rows.args[0]
         self._tokens: Any = rows.args[1]
-        self._ordered: dict[bytes, fx.Node] = {}  # the tokens as one row, by their order
+        self._ordered: dict[bytes, fx.Node] = {}  # flattened tokens, by their order
         self._sums: dict[tuple[fx.Node, bytes], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -135,10 +135,7 @@ class _Table:
         return None
 
     def _by_table(self, node: fx.Node) -> fx.Node | None:
-        """Return S W^T for the sums of G W^T.
-
-        An earlier product must have had its rows in the same order.
-        """
+        """Return S W^T for the sums of G W^T, if an earlier product had its rows in this order."""
         rows = _trace_rows(node.args[0])  # type: ignore[arg-type]
         skips = node.args[3] != -1 or node.args[4]
         if rows.base.target is not _MM or skips or node.args[2] != len(self._table.meta["val"]):
@@ -167,7 +164,7 @@ class _Table:
         return moved if moved.base is self._rows else None
 
     def _tokens_of(self, node: fx.Node, rows: _ReorderedRows) -> fx.Node:
-        """Return the tokens for rows of the embedding, as one row."""
+        """Return the flattened tokens that belong to rows of the embedding."""
         key = _key(rows.order())
         if key not in self._ordered:
             tokens = self._tokens

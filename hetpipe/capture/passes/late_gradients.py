@@ -19,7 +19,7 @@ def first_gradients(program: Program) -> Program:
     """Return a backward that returns gradients instead of sums, and reads no accumulators.
 
     A gradient that is also another result or an input keeps its accumulator, because every result
-    has its own memory.
+    needs its own memory.
     """
     graph = program.graph.graph
     inputs = [

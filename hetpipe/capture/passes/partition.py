@@ -79,8 +79,8 @@ def partition(
 ) -> PassPrograms:
     """Return the forward and backward of a joint graph for micro-batches of `samples`.
 
-    `recompute` is one of `MODES`. With `halves` the backward also comes in two halves.
-    The joint graph is changed and cannot be used again.
+    `recompute` is one of `MODES`. With `halves` the backward also comes in two halves. The joint
+    graph changes and cannot be used again.
     """
     drop_unread(joint.graph)
     _forget_shapes(joint.graph)
@@ -132,8 +132,7 @@ def _tensors_to_save(joint: Joint, recompute: str) -> list[fx.Node]:
 def _accumulate(
     joint: Joint,
 ) -> tuple[list[tuple[Key, fx.Node]], list[tuple[Key, fx.Node]]]:
-    """Add each parameter's gradient to its accumulator right after the gradient is computed. Return
-    (accumulators, results).
+    """Add each gradient to its accumulator as early as possible; return (accumulators, results).
 
     Results are the TANGENTs, then the GRADs.
     """
@@ -188,8 +187,7 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
     sums = [(key, node) for key, node in results if key[0] == GRAD]
     outgoing = {key for key, _ in tangents}
     inputs = {node for _, node in arguments}
-    # Incoming TANGENTs whose name an outgoing one has: it replaces them, so the weight half reads
-    # them as SAVED.
+    # An outgoing TANGENT replaces an incoming one of the same name, which then becomes SAVED.
     replaced = {node for key, node in arguments if key in outgoing}
     first = _tangent_calls([node for _, node in tangents], inputs) | replaced
     read = _weight_half_reads(graph, arguments, [node for _, node in sums], first)
@@ -204,8 +202,7 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
 
 
 def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
-    """Return the calls that compute the tangents. First divide each convolution's backward among
-    these calls."""
+    """Divide convolutions' backwards, then return the calls that compute the tangents."""
     for node in in_graph_order(reachable(tangents, inputs) - inputs):
         if node.target is aten.convolution_backward.default:
             _divide(node)
@@ -214,8 +211,7 @@ def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node
 
 
 def _divide(node: fx.Node) -> None:
-    """Divide a convolution's backward into one call for the input's gradient and one for the
-    gradients of weight and bias, if the mask asks for either of the latter."""
+    """Divide a convolution's backward: a new call computes the gradients of weight and bias."""
     args: Any = node.args
     *operands, mask = args
     values = node.meta["val"]
@@ -263,7 +259,7 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node's results need, except for its new running statistics."""
+    """Return the operands that a node's results need, apart from new running statistics."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 
@@ -327,8 +323,10 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Return the tensor's bytes as its capacity. Tuples and full-size views get none, which
-    networkx takes as infinite, so they are never cut."""
+    """Return the tensor's bytes as its capacity.
+
+    Tuples and full-size views have none, which networkx takes as infinite: a cut avoids them.
+    """
     if not is_tensor(node):
         return {}
     base = base_of(node)

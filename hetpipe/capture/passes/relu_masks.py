@@ -19,8 +19,7 @@ _POOL_BACKWARD = aten.max_pool2d_with_indices_backward.default
 
 
 def drop_comparisons(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
-    """In the nodes to save, replace a comparison by its operand, if the operand is available in any
-    case.
+    """In `saved`, replace a comparison by its operand, if the backward gets the operand anyway.
 
     The backward compares again, which costs no more than reading a saved mask.
     """
@@ -63,7 +62,7 @@ def mask_pooled(graph: fx.Graph) -> None:
 
 
 def _mask_of(node: fx.Node) -> _Mask | None:
-    """Return the mask that a node applies: as one operator, or decomposed."""
+    """Return the mask that a node applies, as one operator or as its decomposition."""
     args: Any = node.args
     if node.target is aten.threshold_backward.default and args[2] == 0:
         return _Mask(*args[:2])

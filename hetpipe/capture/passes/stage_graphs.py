@@ -77,7 +77,7 @@ def _constants(flat: FlatGraph, traced: TracedPiece) -> dict[str, Any]:
 
 
 def _gradient_shapes(stage: StageGraphs) -> dict[str, torch.Tensor]:
-    """Return the parameters with a gradient on this stage, as shapes."""
+    """Return the parameters with a gradient on this stage, as tensors without values."""
     return {
         slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="meta")
         for passes in stage.passes.values()
@@ -88,7 +88,7 @@ def _gradient_shapes(stage: StageGraphs) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _TrainedParameters:
-    """The parameters with a gradient on any stage, as shapes, and the stages that read each."""
+    """The parameters with a gradient on any stage: their shapes, and the stages that read them."""
 
     shapes: dict[str, torch.Tensor]
     readers: dict[str, list[int]]
@@ -113,7 +113,7 @@ def _add_update(
     formulas: Formulas,
     extras: Collection[Extra],
 ) -> StageGraphs:
-    """Return the stage with its programs for whole parameters, which run once per mini-batch."""
+    """Return the stage with its update and its extra programs."""
     owned = {name for name in stage.parameters if trained.readers.get(name, [-1])[0] == stage.stage}
     updated = {name: trained.shapes[name] for name in stage.parameters if name in owned}
     zeroed = {name: v for name, v in _gradient_shapes(stage).items() if name not in owned}

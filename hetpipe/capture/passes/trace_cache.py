@@ -34,7 +34,7 @@ from hetpipe.sdk.graph import canonical
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """The programs of a piece, its CUT inputs with a gradient, and constants that a trace made."""
+    """The programs of a piece, its CUT inputs with a gradient, and constants from the trace."""
 
     programs: PassPrograms
     tangents: frozenset[str]

@@ -34,7 +34,10 @@ class Formulas:
         self._graphs: dict[Any, fx.Graph] = {}
 
     def graph(self, key: Any, formula: Formula, values: Sequence[torch.Tensor]) -> fx.Graph:
-        """Return the graph of `formula` for such `values`; formulas of equal `key` are the same."""
+        """Return the graph of `formula` for shapes and dtypes like `values`.
+
+        Formulas with equal keys must be the same.
+        """
         key = key, tuple((value.shape, value.dtype) for value in values)
         if key not in self._graphs:
             with FakeTensorMode(), torch.no_grad():
@@ -158,9 +161,9 @@ def trace_norm(
     """Trace GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
-    `others` are gradients that are not in the sum and only count for the dtype of the scalars.
-    Without `squares` the result is the sum of the unscaled gradients, which costs less, and is not
-    finite if a gradient is not.
+    `others` are gradients outside of the sum that only count for the dtype of the scalars. Without
+    `squares` the result is the sum of the unscaled gradients, which costs less. If a gradient is
+    not finite, neither is this sum.
     """
     if not gradients:
         return None
