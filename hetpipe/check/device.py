@@ -74,7 +74,7 @@ class RoundingDevice(ExactDevice):
 
 
 class _Run(fx.Interpreter):
-    """Interpreter of a graph that drops each value after its last use."""
+    """Runs a graph on converted arguments, and drops each value after its last use."""
 
     def __init__(self, program: fx.GraphModule, as_computed: Callable[[Any], Any]) -> None:
         super().__init__(program)

@@ -20,8 +20,8 @@ class Difference:
     """The worst error of an array, and the allowed error of the same element.
 
     `wrong` counts the elements with a larger error than allowed; `text` describes the worst
-    element. The error is infinite for a wrong shape, or if value and reference differ and one of
-    them is not finite.
+    element. The error is infinite for a wrong shape, or if value and reference differ and at least
+    one of the two is not finite.
     """
 
     error: float
@@ -40,7 +40,7 @@ def errors_of(actual: Array, expected: Array) -> Array:
 
     The error is 0 if both values are NaN, or if they are equal after `expected` is rounded to the
     dtype of `actual`, which may turn a large number into infinity. The error is infinite if the
-    values differ and one of them is not finite.
+    values differ and at least one of the two is not finite.
     """
     if actual.dtype.kind != "f":
         return np.asarray(actual != expected, np.float64)
@@ -56,8 +56,8 @@ def difference(
 ) -> Difference:
     """Compare an array with its reference; integers and bools must be equal.
 
-    `allowed` is the largest error for all elements, or an array with one for each element. In the
-    text, `words` replace this number if they are given.
+    `allowed` is a limit of the error for all elements, or an array with a limit for each element.
+    In the text, `words` replace the limit, unless they are empty.
     """
     if actual.shape != expected.shape:
         return Difference(math.inf, 0.0, 1, f"the shape is {actual.shape}, not {expected.shape}")
@@ -110,7 +110,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float:
 
 
 def tolerance(largest: float, eps: float, terms: int = 1, units: float = UNITS) -> float:
-    """Return the allowed error of sums of `terms` terms; `largest` is their largest magnitude."""
+    """Return the allowed error of sums of `terms` terms; `largest` is their largest result."""
     return units * math.sqrt(max(terms, 1)) * eps * largest
 
 

@@ -63,7 +63,7 @@ def reference_values(
 def exact_value(node: fx.Node, arguments: Any) -> Value:
     """Return the exact result of a node for (args, kwargs), rounded to the node's dtype.
 
-    Raises `HetpipeError` if torch cannot compute it.
+    Raises `HetpipeError` if torch cannot compute the node.
     """
     if node.target is operator.getitem:
         return arguments[0][0][arguments[0][1]]
@@ -207,10 +207,7 @@ def _with_overflow(exact: Value, narrow: Value, is_sum: bool) -> Value:
 
 
 def with_rounding_errors(value: Any, generator: torch.Generator, units: float = UNITS) -> Any:
-    """Return a floating tensor with a random relative error of up to `units` eps per element.
-
-    Return other values unchanged.
-    """
+    """Add to a floating tensor a random relative error of up to `units` eps per element."""
     if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
         return value
     noise = _noise(value, generator) * units * eps_of(value.dtype)
@@ -218,7 +215,7 @@ def with_rounding_errors(value: Any, generator: torch.Generator, units: float = 
 
 
 def disturb_node(generator: torch.Generator, node: fx.Node, value: Value) -> Value:
-    """Return a node's value with random rounding errors, as large as its operator may make."""
+    """Return a node's value with random rounding errors, as large as its operator may cause."""
     if isinstance(value, tuple):
         return tuple(disturb_node(generator, node, item) for item in value)
     disturbed = with_rounding_errors(value, generator)

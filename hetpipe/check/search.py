@@ -15,7 +15,7 @@ Fault = TypeVar("Fault")
 Item = TypeVar("Item")
 
 OTHERS = 4
-"""How many other operators must fail as well before a device counts as lost."""
+"""If this many other operators fail as well, the device counts as lost."""
 
 
 def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:
@@ -26,10 +26,7 @@ def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) ->
 def shortest_fault(
     units: Sequence[Unit], probe: Callable[[Sequence[Unit]], Fault | None]
 ) -> Fault | None:
-    """Return the fault of the shortest faulty run of units, or None if all of them pass.
-
-    Bisect the end of the run, then its start.
-    """
+    """Return the fault of the shortest faulty run of units, or None if all units pass together."""
     if (fault := probe(units)) is None:
         return None
     end, fault = _bisect(len(units), lambda count: probe(units[:count]), fault)
@@ -51,10 +48,7 @@ def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> t
 def others_fail(
     units: Sequence[Unit], failed: Collection[str], fails: Callable[[Unit], bool]
 ) -> bool:
-    """Return whether the other operators fail as well, as on a lost device.
-
-    `failed` names the operators with a known fault. At most `OTHERS` other operators are tried.
-    """
+    """Return whether operators that are not in `failed` fail as well, as on a lost device."""
     kinds = {operator_name(unit[0]): unit for unit in units}
     others = [unit for name, unit in kinds.items() if name not in failed]
     return bool(others) and all(map(fails, others[:OTHERS]))

@@ -29,7 +29,7 @@ TERMS = 16
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The result of a self-test; `message` describes the failure or, if none, the checks."""
+    """The result of a self-test; `message` describes the failure, or the checks that passed."""
 
     ok: bool
     message: str
@@ -99,10 +99,7 @@ def trace_step(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
 
 
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
-    """Train a two-layer perceptron for one step on the mean squared error, without autograd.
-
-    Return the loss and the new parameters.
-    """
+    """Train a perceptron for one step on the mean squared error: return loss and parameters."""
     hidden = (x @ w1 + b1).relu()
     error = hidden @ w2 - y
     slope = error * (2.0 / error.numel())

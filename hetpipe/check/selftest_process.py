@@ -44,7 +44,7 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
     A result has all fields of `SelfTest`; if the test raised or did not end, it has only `ok` and
     `message`.
     """
-    limit_s = seconds(LIMIT, 60.0)  # a wrong value raises here, not as the failure of a device
+    limit_s = seconds(LIMIT, 60.0)  # a wrong value must not count as the failure of a device
     child: Child | None = None
     try:
         for info in infos:
@@ -78,7 +78,7 @@ def trusted(info: DeviceInfo) -> str:
     """Return the reason why a device must not join a cluster by default; empty if it may.
 
     A device of hetpipe's own backends may join, unless its capabilities say `untried`. Every other
-    device is tested once, and again after a change of its backend, driver or description.
+    device must pass a test first, and again after a change of hetpipe, backend or driver.
     """
     provider = provider_of(info.backend)
     if provider.ours and not info.capabilities.untried:

@@ -72,15 +72,11 @@ class _Compiled:
 
 
 class _Examination:
-    """Compares the runs with the reference, one by one.
-
-    `not_finite` is the first reference value that is not finite; `count` is the number of compared
-    runs.
-    """
+    """Compares the runs with the reference, one by one."""
 
     def __init__(self, crew: Workers, rehearsal: Rehearsal) -> None:
-        self.not_finite: Culprit | None = None
-        self.count = 0
+        self.not_finite: Culprit | None = None  # the first reference value that is not finite
+        self.count = 0  # compared runs
         self._rehearsal = rehearsal
         self._devices = {member: info.id for member, info in crew.infos.items()}
         self._trials = [
@@ -163,10 +159,7 @@ class _Examination:
         self._blame("program", run, beyond[0], search)
 
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
-        """Run on halved inputs, then on the inputs again.
-
-        Raise `_FoundError` if the last results differ from `outputs`, the results of the first run.
-        """
+        """Run on halved inputs, then on the inputs again; raise if the outputs have changed."""
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
         self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)

@@ -1,7 +1,4 @@
-"""Comparison of a rehearsal with the user's module in eager torch.
-
-This comparison finds errors of the capture. Comparisons of the captured programs cannot show them.
-"""
+"""Compares a rehearsal with the user's module in eager torch, to find errors of the capture."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ ROUNDING = 8.0
 LARGE = 0.375
 """Values beyond this power of a dtype's largest number may overflow in products and sums."""
 FLOOR = 1e-3
-"""Smallest magnitude that sets a gradient's tolerance, as a share of the largest gradient."""
+"""For its tolerance, a gradient counts as at least this share of the largest gradient."""
 
 
 class ModuleComparison:
     """Comparison of a rehearsal's captured programs with the user's module.
 
-    `detail` describes the difference; it is empty if programs and module agree. `notes` lists the
+    `detail` describes the difference, and is empty if programs and module agree. `notes` lists the
     comparisons that were impossible, with the reasons.
     """
 

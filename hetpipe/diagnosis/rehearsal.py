@@ -39,10 +39,7 @@ Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
 PREDICTION = "prediction"
 LATER_UPDATE = "update at a later step"
-"""A second update with another learning rate and step number.
-
-It reveals a device that has kept these numbers from the first update.
-"""
+"""A second update, which shows whether the device reads a new learning rate and step number."""
 LATER_STEPS = 9
 LATER_LR = 0.25
 
@@ -64,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a program; `is_first` marks the first run with a size of micro-batch."""
+    """A run of a program; `is_first` marks the first micro-batch of a size."""
 
     stage: int
     member: str

@@ -1,4 +1,4 @@
-"""Reports: turn findings into culprits with readable fields."""
+"""Turns findings into culprits with readable fields."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def source_of(
     if node in slots:
         slot = slots[node]
         name, layer = f"the {_role(slot)} {slot.name}", _layers(run.program, node.users)
-        text = (
-            f"{_first(values[node])} of it; it was not finite before this mini-batch's {run.name}"
-        )
+        text = f"{_first(values[node])}, already before this mini-batch's {run.name}"
         read: list[fx.Node] = []
     else:
         read = inputs_of(node)
@@ -82,7 +80,7 @@ def is_finite(value: object) -> bool:
 
 
 def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:
-    """Return the layers of nodes; nodes of an update have none, so return their parameters."""
+    """Return the layers of nodes, or the parameters of an update's nodes, which have no layer."""
     named = dict.fromkeys(layer_of(node) for node in nodes)
     if set(named) <= {"?"}:
         named = dict.fromkeys(name for node in nodes for name in _parameters(program, node))

@@ -166,7 +166,7 @@ class Search:
         return True
 
     def unsteady(self) -> Finding | None:
-        """Return the first operator that is wrong after a run on other inputs, or in some runs."""
+        """Return the first operator that is wrong only in some runs, or after other inputs."""
         return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
@@ -183,12 +183,12 @@ class Search:
         return others_fail(self._units, {operator_name(node) for node in finding.nodes}, fails)
 
     def allowed(self, node: fx.Node) -> float:
-        """Return the largest error of a node that rounding in it and in earlier nodes explains."""
+        """Return the error of a node that rounding in this and in earlier nodes explains."""
         return 2 * self._spreads.get(node, 0.0)
 
     @cached_property
     def _spreads(self) -> dict[fx.Node, float]:
-        """By node: the largest effect that rounding errors in all nodes have on its value."""
+        """The largest effect on each node's value that rounding errors in all nodes have."""
         inputs = [self.values[node] for node in graph_inputs(self.graph)]
         worst: dict[fx.Node, float] = {}
         for seed in range(NOISY_RUNS):
@@ -207,7 +207,7 @@ class Search:
         return self._run(part, [self.values], len(units) == 1)
 
     def _probe_again(self, unit: Unit) -> Finding | None:
-        """Run a unit several times, in turns on its inputs and on half of its inputs."""
+        """Run a unit several times, in turns on its inputs and on its halved inputs."""
         if (part := self._part([unit])) is None:
             return None
         if any(source in self._held for source in part.sources):
@@ -219,10 +219,7 @@ class Search:
         return self._run(part, [self.values, halved] * REPEATS, True)
 
     def _run(self, part: Part, runs: Sequence[Values], single: bool) -> Finding | None:
-        """Run a part on the values of each run; return its first fault, or None.
-
-        Return None also if the device refuses the part.
-        """
+        """Return the first fault of a part on these values; None if the device refuses the part."""
         try:
             name = self._trials.compile(part.graph)
             wrong = next(self._wrong(part, name, runs, single), None)
@@ -260,7 +257,7 @@ class Search:
     def _compare(
         self, node: fx.Node, output: torch.Tensor | None, values: Values, single: bool
     ) -> tuple[Difference, torch.Tensor]:
-        """Compare a node's value; `single`: its operator ran alone, not after others."""
+        """Compare a node's value; `single` says whether its operator ran alone."""
         actual, expected = declared(output, node.meta["val"].dtype), values[node]
         assert actual is not None
         call = call_of(node)
@@ -284,7 +281,7 @@ def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:
 
 
 def half_of(value: Value) -> Value:
-    """Return half of a floating tensor, and other values unchanged."""
+    """Return a floating tensor times 0.5, and other values unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value * 0.5 if is_float else value
 

@@ -48,15 +48,11 @@ PASSES = {
 
 
 class Interval(NamedTuple):
-    """A part of a row of a timeline; `start_s` and `end_s` are in the timeline's seconds.
-
-    `action` is the action that lasts; for a transfer it is the receive, for a wait the delayed
-    pass.
-    """
+    """A part of a row of a timeline, in the timeline's seconds."""
 
     kind: Kind
     worker: int
-    action: Action
+    action: Action  # of a transfer, the receive; of a wait, the delayed pass
     start_s: float
     end_s: float
 
@@ -100,11 +96,7 @@ def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
 
 
 def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
-    """Yield an interval for each sum on each worker.
-
-    A measured sum has a span for each message; the interval lasts from the first start to the last
-    end of these spans.
-    """
+    """Yield an interval for each sum on each worker; a measured sum has a span for each message."""
     ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):
         lo, hi = ends[span.action].get(span.worker, (span.start_s, span.end_s))
@@ -134,7 +126,7 @@ def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> It
 
 
 def _has_length(span: Span) -> bool:
-    """Whether a receive takes time: a predicted receive of a message that waits takes none."""
+    """Return whether a receive takes time; a predicted receive of a waiting message takes none."""
     return span.end_s > span.start_s
 
 

@@ -1,4 +1,4 @@
-"""Draws timelines: each lane has a row with its passes and waits, and transfers and sums below.
+"""Draws timelines: the row of a lane has passes and waits, with transfers and sums below them.
 
 `hetpipe.report.intervals` defines transfers and waits. A transfer is on its receiver's row.
 """
@@ -143,7 +143,7 @@ GROUP_COLOURS = ("#2f6b9a", "#c0504d", "#6a994e", "#8d6cab", "#b8860b")
 
 @dataclass(frozen=True)
 class Point:
-    """A kernel: operations per byte (`intensity`), GFLOP/s, and the group that has one colour."""
+    """A kernel: operations per byte (`intensity`), GFLOP/s, and a group, which has one colour."""
 
     label: str
     group: str

@@ -81,8 +81,7 @@ def device_table(
 
 
 def cost_table(costs: CostTable) -> Table:
-    """Return a table with the forward and backward times of every layer on every device, for one
-    micro-batch."""
+    """Return a table with the times of every layer on every device, for one micro-batch."""
     members = list(costs.devices)
     heads = [f"{member}, {costs.devices[member].label}" for member in members]
     columns = ["layer", *heads, "weights", "saved", "cut"]

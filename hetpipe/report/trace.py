@@ -29,8 +29,7 @@ CATEGORIES = dict.fromkeys(BACKWARDS, "backward") | {
 }
 
 GAP_S = 1e-8
-"""Least gap between two events of a thread, so that the end of an arrow belongs to only one event.
-"""
+"""Least gap between events of a thread, so that the end of an arrow belongs to only one event."""
 
 Event = dict[str, Any]
 

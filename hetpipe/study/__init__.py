@@ -1,7 +1,7 @@
 """Studies: plans and predictions for clusters whose devices are attached, or only described.
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
-`coverage`. They need devices only to measure; `coverage` opens the device that it is asked about.
+`coverage`. They need devices only to measure, except that `coverage` opens the device it judges.
 """
 
 from typing import TYPE_CHECKING

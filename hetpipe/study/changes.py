@@ -71,8 +71,7 @@ def whatif(
 ) -> WhatIf:
     """Plan the unchanged cluster, and the cluster after each single change.
 
-    Raises `ClusterError` for a change in a form that `FORMS` does not name, or with an unknown
-    name.
+    Raises `ClusterError` for a change that has none of the `FORMS`, or an unknown name.
     """
     clusters = [(change, changed(cluster, change)) for change in changes]
 
@@ -130,7 +129,7 @@ def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
 
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:
-    """Return the cluster with another speed of the network between servers; the shape stays."""
+    """Return the cluster with another speed of the network between servers, and the same shape."""
     if cluster.network is None:
         raise ClusterError("the cluster has no network between servers; change a link, as a~b=LINK")
     link = parse_link(text)

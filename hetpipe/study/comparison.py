@@ -1,4 +1,4 @@
-"""A comparison of plans: the plans of all planners, and simple plans as one makes them by hand."""
+"""A comparison of plans: the plans of all planners, and simple plans as people make by hand."""
 
 from __future__ import annotations
 
@@ -119,10 +119,9 @@ def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
-    """Return the samples per second of all devices together, if each alone runs the whole model at
-    its best micro-batch size.
+    """Return the samples per second of all devices together, each with the whole model.
 
-    The sum is infinite if a device takes no time.
+    Each device runs micro-batches of its best size. The sum is infinite if a device takes no time.
     """
     total = 0.0
     for member in cluster.ids:

@@ -1,7 +1,7 @@
-"""The operators that a device lacks for a model, and the operators that a companion runs for it.
+"""The operators of a model that a device lacks, and the operators that a companion lends it.
 
-Each missing operator has its share of the model's time, modelled on the board `JUDGE`. Each lent
-operator has its cost: the measured seconds of its calls, with the copies to the companion and back.
+A missing operator has its share of the model's time, modelled on the board `JUDGE`. A lent operator
+has its cost: the measured seconds of its calls, with the copies to the companion and back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.host.companion import CompanionDevice
 
 RUNS = 4
-"""How often a lent operator runs; the shortest run counts, so the first one may be a warm-up."""
+"""How often a lent operator runs; only the shortest run counts, so the first is a warm-up."""
 JUDGE = "desktop-cpu"
 """The board whose modelled seconds decide each operator's share of the time."""
 
@@ -56,8 +56,7 @@ class LentCost:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The operators that a device lacks for one model, the largest share of the time first, and the
-    operators that a companion runs for the device."""
+    """The operators of a model that a device lacks or is lent, the most expensive ones first."""
 
     model: str
     device: str
@@ -87,9 +86,9 @@ class Coverage:
 def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage:
     """Return the operators of a workload's forwards, backwards and updates that a device refuses.
 
-    The model is captured in the operators of the device's backend. The device is opened, but runs
-    only the operators that a companion lends it, on inputs of ones. Raises `HetpipeError` if there
-    is no such model or device.
+    The model is captured in the operators of the device's backend. The device is opened. Only the
+    operators that a companion lends run, on inputs of ones. Raises `HetpipeError` if there is no
+    such model or device.
     """
     from hetpipe.profile.count import count_calls
     from hetpipe.sdk.graph import operator_name

@@ -80,10 +80,10 @@ def capacity(
 ) -> Capacity:
     """Return the largest model or micro-batch that fits on 1, 2, 4, ... and on all devices.
 
-    With a block of layers (first, last), repetitions of the block in the model are counted;
-    without a block, the samples of a micro-batch. Each device has a stage, and the cuts are the
-    best ones. A mini-batch has `microbatches`, by default two for each stage. Raises `PlanError` if
-    the model lacks the block.
+    With a block of layers (first, last), the result counts repetitions of the block in the model;
+    without a block, the samples of a micro-batch. Each device has one stage, with the best cuts;
+    under `data-parallel` each device has the whole model. `microbatches` is their number in a
+    mini-batch, by default two for each stage. Raises `PlanError` if the model lacks the block.
     """
     tables = subject.costs(cluster, sizes_of(subject.mini_batch))
     layers = len(next(iter(tables.values())).layers)
@@ -115,10 +115,7 @@ def capacity(
 
 
 def repeated(table: CostTable, first: int, last: int, times: int) -> CostTable:
-    """Return the table of a model in which layers first..last come `times` times in a row.
-
-    In this model no parameters are tied.
-    """
+    """Return the table of a model with layers first..last `times` times in a row, and no ties."""
 
     def again(entries: Sequence[Any]) -> tuple[Any, ...]:
         block = tuple(entries[first : last + 1])
@@ -135,7 +132,7 @@ def fits(
     microbatches: int,
     cuts: tuple[int, ...] | None = None,
 ) -> bool:
-    """Whether every stage has enough memory, with these cuts or (None) with the best ones."""
+    """Return whether every stage has enough memory, with these cuts or (None) the best cuts."""
     if rule_of(method.schedule).replicates:
         costs = StageCosts(table, method.recompute)
         need = costs.memory_nbytes(0, costs.count, 1)
@@ -152,10 +149,7 @@ def fits(
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """Return the largest number for which `holds` is true, if it is true for all smaller numbers.
-
-    The result is 0 if `holds` is false for 1.
-    """
+    """Return the largest n such that `holds` is true for 1 to n; 0 if it is false for 1."""
     if not holds(1):
         return 0
     low = 1

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 MEASURED_PARTS = (4, 32)
-"""Costs are measured at the sizes of a mini-batch divided by these numbers."""
+"""Costs are measured at two sizes: the mini-batch divided by each of these numbers."""
 WARM_STEPS, TIMED_STEPS = 2, 5
 
 
 class Model:
-    """A workload as a subject. Boards' costs are modelled, attached devices' are measured."""
+    """A workload as a subject of studies."""
 
     def __init__(self, workload: Workload, mini_batch: int | None = None) -> None:
         self.workload = workload
@@ -67,8 +67,7 @@ class Model:
         return {size: merge_tables(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
-        """Return the output channels of the layers that can be split; none if the optimizer does
-        not allow splits."""
+        """Return the output channels of each layer that can be split, if the optimizer can."""
         from hetpipe.capture.passes.update_programs import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 
@@ -82,7 +81,7 @@ class Model:
         return captured.channels
 
     def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
-        """Return the median of the seconds of some steps of the plan on attached devices."""
+        """Return the median seconds of a step of the plan on attached devices."""
         from hetpipe.train.training import open_pipeline
 
         captured = None if plan.splits else self.captured()  # a split model is captured again
@@ -137,8 +136,8 @@ def of_file(
 ) -> Subject:
     """Return the costs in a file as a subject; the name and content of the file show its format.
 
-    `cut_nbytes` and `unit_s` are for profiles in JSON, which do not contain them (see
-    `read_chain`). Raises `CostError`.
+    `cut_nbytes` and `unit_s` are for profiles in JSON, which lack these values (see `read_chain`).
+    Raises `CostError`.
     """
     if path.suffix == ".json":
         data = read_json(path, CostError)

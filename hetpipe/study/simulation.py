@@ -21,8 +21,8 @@ class Simulation:
     """The timeline of one step, and its outcome.
 
     Without flushes, the timeline has several mini-batches and starts with an empty pipeline. Then
-    the outcome describes one mini-batch in a full pipeline, except that its memory is over the
-    whole timeline.
+    the outcome describes one mini-batch in a full pipeline; only its memory covers the whole
+    timeline.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
 
 
 def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
-    """Return the outcome of one mini-batch in a full pipeline; `whole` is the whole timeline's."""
+    """Return the outcome of one mini-batch in a full pipeline, from the whole timeline's."""
     count = 1 + max(s.action.number for s in timeline.spans if s.action.op is Op.UPDATE)
     busy_s = ((1 - bubble) * whole.step_s / count for bubble in whole.bubble)
     return replace(
@@ -91,7 +91,7 @@ def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
 def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
     """Return, by stage, the constant bytes and the bytes that each micro-batch in flight adds.
 
-    If a backward has two halves, half of the added bytes are assumed to be kept for the second one.
+    If a backward has two halves, the weight half is assumed to need half of the added bytes.
     """
     stages = StageCosts(costs, plan.recompute)
     parts = []

@@ -25,9 +25,9 @@ REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
 
 Costs = Callable[[Cluster, Sequence[int]], Mapping[int, CostTable]]
-"""From a cluster and sizes of micro-batches, the costs at each size."""
+"""Returns the costs on a cluster, by size of micro-batches."""
 Measure = Callable[[Cluster, Plan, CostTable], float]
-"""From a cluster of attached devices, a plan and its costs, the measured seconds of a step."""
+"""Runs a plan on a cluster of attached devices, and returns the measured seconds of a step."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ def plan(
 
 
 def costs_for(priced: Priced, plan: Plan) -> CostTable:
-    """Return the costs at a plan's size of micro-batches, or at the nearest known size, after the
-    plan's splits."""
+    """Return the costs, after a plan's splits, at its size of micro-batches or the nearest one."""
     size = priced.options.size(plan.microbatches)
     least, most = min(priced.tables), max(priced.tables)
     table = priced.table(min(max(size, least), most))

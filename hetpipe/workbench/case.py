@@ -19,8 +19,7 @@ from hetpipe.words import short
 MOST_ELEMENTS = 1 << 26
 """Most elements of a tensor."""
 POISONS = (0xFF, 0x3D)
-"""Bytes that fill outputs before a launch; as floats, the first is NaN, the second a small number.
-"""
+"""Bytes that fill outputs before a launch. A float of bytes 0xFF is NaN, and of 0x3D small."""
 SCALES = {"float16": 4.0}
 """Factors of normal values in the run `VALUES`, by dtype; other dtypes have the factor `SCALE`."""
 SCALE = 100.0
@@ -105,7 +104,7 @@ def _argument(
     assert spec.shape is not None
     shape = tuple(size.value(sizes) for size in spec.shape)
     if math.prod(shape) > MOST_ELEMENTS:
-        raise BackendError(f"it has {math.prod(shape)} elements; {MOST_ELEMENTS} are allowed")
+        raise BackendError(f"it has {math.prod(shape)} elements; give at most {MOST_ELEMENTS}")
     if spec.is_input:
         return _values(spec, shape, generator, run == Run.VALUES)
     filled = np.full(math.prod(shape) * itemsize, POISONS[run % 2], np.uint8)

@@ -1,6 +1,7 @@
 """Child process whose forks run kernels, each on one device; a fork may crash or hang.
 
-A fork sends {"begins": CASE} at the beginning of each run of a case, then the case's results.
+A fork sends {"begins": CASE} at the beginning of each run of a case, and the results of the case
+after its last run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Bench:
     def case(self, number: int, call_for: Callable[[Run], KernelCall]) -> dict[str, Any]:
         """Run a case; return its flaws, its largest errors by output, and notes.
 
-        The runs with other values and sizes follow only if the first run is right.
+        The runs with other values and then with other sizes follow only while no run has flaws.
         """
         notes: list[str] = []
         units, shares = dict[str, float](), dict[str, float]()
@@ -116,10 +117,7 @@ class _Bench:
         self, call: KernelCall, right: Mapping[str, Array], sizes: Mapping[str, int],
         again: KernelCall | None,
     ) -> tuple[list[Flaw], dict[str, OutputError]]:  # fmt: skip
-        """Return the flaws of a run, and the error of each output.
-
-        `again` is the same launch, but with different bytes in the outputs before the launch.
-        """
+        """Return a run's flaws, and its errors by output; `again` differs in the poison only."""
         spec = self._spec
         after, seen = self._runner.run(self._device_id, call)
         first = {name: after[name] for name in spec.outputs}

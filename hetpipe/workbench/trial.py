@@ -90,7 +90,7 @@ def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -
         there = ", ".join(names) or "none"
         wanted = f"no kernel {chosen!r}" if chosen else f"{len(names)} kernels"
         raise BackendError(
-            f"{source} has {wanted}; it has {there}; write function = NAME in {spec_path}"
+            f"{source} has {wanted}; write function = NAME in {spec_path} (kernels: {there})"
         )
     if unknown := [name for name in spec.beside if name not in names or name == chosen]:
         raise BackendError(
@@ -121,7 +121,7 @@ def _runner_of(source: Path) -> KernelRunner:
 
 
 def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
-    """Return the ids of all devices that run such a file, or the `named` ids.
+    """Return the ids of all devices that run files with this suffix, or the `named` ids.
 
     Raises `BackendError` if a named device does not run such files.
     """
@@ -188,10 +188,7 @@ def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[O
 
 
 def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) -> Outcome:
-    """Run a case in a separate process under a checker, so that all findings belong to the case.
-
-    A checker also stops to report after some hundred findings.
-    """
+    """Run one case per process: a checker names no case, and stops after some hundred findings."""
     with tempfile.TemporaryDirectory(prefix="hetpipe-kernel-") as folder:
         log = Path(folder, "log")
         (outcome,) = _run(trial, device_id, [number], runner.checker_environment(log))
@@ -200,7 +197,7 @@ def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) ->
 
 
 def _ends_device(outcome: Outcome) -> bool:
-    """Return whether the remaining cases would only repeat the flaw, after as long a time."""
+    """Return whether all other cases would have the same flaw, and take as long to show it."""
     return any(flaw.kind in ("hangs", "does not build") for flaw in outcome.flaws)
 
 

@@ -200,7 +200,7 @@ def test_data_with_infinities_are_named(crews: Crews) -> None:
     assert found.culprit is not None
     assert found.culprit.operators == ("the part of the batch x",)
     assert found.culprit.microbatch == 1
-    assert found.culprit.not_finite.startswith("inf at [1, 2] of it")
+    assert found.culprit.not_finite.startswith("inf at [1, 2], already before")
 
 
 TORCH = ("pytorch:cpu:0",)

@@ -137,10 +137,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _array_of(name: str, value: torch.Tensor | Array) -> Array:
-    """Return an array of native numbers, which may share the tensor's memory.
-
-    Raises `CaptureError` if the elements are not in memory, or if numpy or torch lacks the dtype.
-    """
+    """Return an array of native numbers, which may share memory. Raises `CaptureError`."""
     if cure := _cure(value):
         raise CaptureError(f"{name} of the batch is {cure}")
     if isinstance(value, torch.Tensor):

@@ -73,10 +73,7 @@ def flatten(
 
 
 def _skip_copies(flat: FlatGraph) -> None:
-    """Let buffers receive values without a copy, because a copy may be in a later layer.
-
-    If the code assigns a new tensor to a buffer, the copy comes at the end of the forward.
-    """
+    """Let buffers receive values without the final copies, which may be in later layers."""
     returned = list(results(flat.graph))
     for index, ((role, _), node) in enumerate(flat.outputs):
         source: Any = node.args[0] if node.target is aten.expand.default else None

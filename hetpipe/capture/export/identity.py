@@ -145,10 +145,7 @@ def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> obj
 
 
 def _table_identity(table: Mapping[Any, Callable[..., Any]]) -> object:
-    """Identify a table without torch's own entries for composite operators.
-
-    torch adds one such entry for every composite operator that happens to be imported.
-    """
+    """Identify a table, without the entries that torch adds for imported composite operators."""
     return sorted(
         (str(operator), repr(_function_identity(function)))
         for operator, function in table.items()
@@ -210,7 +207,7 @@ def library_digest() -> str:
 def identity(function: Any) -> object:
     """Return a value that is equal for two functions only if both do the same.
 
-    Raises `UnknownCodeError` unless the function belongs to hetpipe or torch.
+    Raises `UnknownCodeError` unless the function belongs to hetpipe, torch, numpy or sympy.
     """
     if isinstance(function, partial):
         settings = [*function.args, *function.keywords.values()]

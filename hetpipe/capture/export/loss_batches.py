@@ -46,10 +46,7 @@ class LossBatches:
         return [leaf[:rows] for leaf in self._leaves]
 
     def draw(self, count: int) -> list[Tensor]:
-        """Return `count` micro-batches with their rows in a random order and with other labels.
-
-        All labels of the example may be of one class, which hides faults of the loss.
-        """
+        """Return `count` micro-batches with shuffled rows, and with labels of all classes."""
         order = torch.randperm(count * self._samples)
         leaves = dict(zip(self._example.names, self.from_example(count), strict=True))
         leaves = {name: leaf[order] for name, leaf in leaves.items()}

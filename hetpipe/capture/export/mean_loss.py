@@ -33,7 +33,7 @@ FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
 """Random outputs with fewer than FEW_ELEMENTS are drawn several times. Outputs with MANY_ELEMENTS
 or more are drawn for two micro-batches only, because their losses take long."""
 PARTS = 8
-"""The most micro-batches that get random labels, or for which the model itself runs."""
+"""The most micro-batches with random labels, or in runs of a model without random outputs."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
@@ -262,14 +262,11 @@ class LossCheck:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The loss, or sum and count, of a whole and of its `count` parts.
-
-    `gradient` is the relative difference of their gradients.
-    """
+    """The loss, or (sum, count), of a whole and of its `count` parts."""
 
     whole: tuple[float, ...]
     parts: tuple[float, ...]
-    gradient: float
+    gradient: float  # relative difference of the gradients of whole and parts
     count: int
 
     @property

@@ -45,10 +45,7 @@ class Watch:
         loss_fn: Callable[..., Any],
         ignored: Collection[tuple[str, str]] | None,
     ) -> None:
-        """Record the model. `ignored` are the attributes that calls change, as (module, name).
-
-        If they are unknown (None), no attribute is compared.
-        """
+        """Record the model without the attributes (module, name) in `ignored`; None ignores all."""
         self._seen = [
             _record_module(prefix, name, module, ignored)
             for prefix, root in roots(model, loss_fn)
@@ -65,7 +62,6 @@ class Watch:
         """Raise `HetpipeError` if layers, parameters or attributes of the model have changed.
 
         Warns if the user has changed values of parameters, because training has its own copies.
-        Does nothing for a `call` that does not compute with the model.
         """
         if call not in CALLS:
             return
@@ -99,10 +95,7 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """Return the name of a parameter with values that were neither captured nor returned.
-
-        A change is returned only once.
-        """
+        """Return a parameter with values neither captured nor returned; tell a change only once."""
         versions = [p._version for p in self._parameters.values()]
         if versions == self._versions:
             return None

@@ -256,10 +256,7 @@ def restore_generators(generators: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _watch_lines(value: Callable[[], object]) -> Iterator[list[str]]:
-    """Collect " at file:line" for every line of the user's code that changes `value`.
-
-    The value is compared after each line, so changes by compiled code, such as numpy's, are seen.
-    """
+    """Collect " at file:line" for every line of the user's code after which `value` differs."""
     lines: list[str] = []
     last, line = value(), ""
 

@@ -20,7 +20,7 @@ _FINALS = (LOSS, COUNT, BUFFER)
 
 @dataclass(frozen=True)
 class StagePiece:
-    """A stage's part of the model. Inputs and outputs are in the order of the flat graph.
+    """A stage's part of the model; its inputs end, and its outputs begin, with the CUT tensors.
 
     A tensor that skips this stage is both a CUT input and a CUT output of the same name.
     """

@@ -132,10 +132,7 @@ def _tensors_to_save(joint: Joint, recompute: str) -> list[fx.Node]:
 def _accumulate(
     joint: Joint,
 ) -> tuple[list[tuple[Key, fx.Node]], list[tuple[Key, fx.Node]]]:
-    """Add each gradient to its accumulator as early as possible; return (accumulators, results).
-
-    Results are the TANGENTs, then the GRADs.
-    """
+    """Add each gradient to its accumulator as early as possible; return (accumulators, results)."""
     tangents: list[tuple[Key, fx.Node]] = []
     sums: list[tuple[Key, fx.Node]] = []
     accumulators: list[tuple[Key, fx.Node]] = []
@@ -158,10 +155,7 @@ def _accumulate(
 
 
 def _forget_shapes(graph: fx.Graph) -> None:
-    """Replace operands that are read for their shape alone by zeros of that shape.
-
-    A backward then needs no saved tensor for them.
-    """
+    """Replace operands that are read for their shape alone by zeros, which need not be saved."""
     for node in list(graph.nodes):
         if (index := _SHAPE_ONLY.get(node.target)) is None:
             continue
@@ -232,10 +226,7 @@ def _divide(node: fx.Node) -> None:
 def _weight_half_reads(
     graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
 ) -> list[fx.Node]:
-    """Return the nodes of `first` that the weight half reads and that depend on the micro-batch.
-
-    The weight half recomputes nodes that depend on parameters alone.
-    """
+    """Return the nodes of `first` that the weight half reads and cannot compute from parameters."""
     inputs = {node for _, node in arguments}
     starts = [node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)]
     read = first & dependents(graph, starts)
@@ -323,10 +314,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Return the tensor's bytes as its capacity.
-
-    Tuples and full-size views have none, which networkx takes as infinite: a cut avoids them.
-    """
+    """Return the tensor's bytes; {}, which is infinite, for tuples and full-size views."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

@@ -233,10 +233,7 @@ def _renumber(flat: FlatGraph, index: int, product: fx.Node) -> None:
 def _add_part(
     flat: FlatGraph, product: fx.Node, chains: Sequence[Sequence[fx.Node]], count: int, number: int
 ) -> fx.Node:
-    """Add the first `count` channels of `product`, or with `number` 1 the other channels.
-
-    The part gets its own parameters.
-    """
+    """Add part 0 of `product`, its first `count` channels, or part 1, with its own parameters."""
     layer = flat.layer[product] + number
     copies: dict[fx.Node, fx.Node] = {}
 

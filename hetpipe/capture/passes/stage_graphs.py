@@ -37,9 +37,9 @@ def trace_stages(
     halves: bool = False,
     extras: Collection[Extra] = EXTRAS,
 ) -> list[StageGraphs]:
-    """Return the graphs of all stages; `flats` is the same model at each micro-batch size.
+    """Return the graphs of all stages, see `Captured.stage_graphs`.
 
-    `recompute` has one mode per stage. With `halves` every backward also comes in two halves.
+    `flats` is the same model at each micro-batch size.
     """
     stages = len(decompositions)
     passes: list[dict[int, PassPrograms]] = [{} for _ in range(stages)]

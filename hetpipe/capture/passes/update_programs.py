@@ -34,10 +34,7 @@ class Formulas:
         self._graphs: dict[Any, fx.Graph] = {}
 
     def graph(self, key: Any, formula: Formula, values: Sequence[torch.Tensor]) -> fx.Graph:
-        """Return the graph of `formula` for shapes and dtypes like `values`.
-
-        Formulas with equal keys must be the same.
-        """
+        """Return the graph of `formula`, which `key` identifies, for the shapes of `values`."""
         key = key, tuple((value.shape, value.dtype) for value in values)
         if key not in self._graphs:
             with FakeTensorMode(), torch.no_grad():
