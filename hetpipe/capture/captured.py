@@ -100,7 +100,7 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
-        self._outputs: dict[bool, Outputs] = {}  # by mode: whether the model trains
+        self._outputs: dict[bool, Outputs] = {}  # by whether the model trains
         self._identity = Identity(
             self._model, self._loss_fn, self._example, self._modes, options, self._note_output
         )
@@ -241,7 +241,7 @@ class Captured:
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # no rehearsal has noted the output: export does
+            if training not in self._outputs:  # rehearsals have failed: let export note it
                 self._flat(self._summary.samples, training)
             with self._modes.apply(evaluation=not training):
                 check = LossCheck(

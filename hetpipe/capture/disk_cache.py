@@ -115,7 +115,7 @@ def _to_data(value: Any) -> data_pickle.Parts | None:
 
 
 def _to_record(parts: data_pickle.Parts) -> Any:
-    """Convert plain data back, as the inverse of `_to_data`. Wrong data raise any error."""
+    """Convert plain data back, as the inverse of `_to_data`; wrong data may raise any error."""
     kind, value = parts
     if kind == "array":
         text, shape, data, scalar = value

@@ -12,7 +12,7 @@ class Layer:
     index: int
     name: str  # path of the module in the model; a second call of the module adds "#2"
     operators: tuple[str, ...]  # distinct, in order of first use, before decomposition
-    parameters: tuple[str, ...]  # canonical names of the parameters that it reads
+    parameters: tuple[str, ...]  # first names of the parameters that the layer reads
     params_nbytes: int
 
 

@@ -36,7 +36,7 @@ SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead
 # float64 if a parameter of the stage is float64
 NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients;
 # without a clip, the sum of the gradients
-RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
+RNG = "rng"  # int64 (3,): seed, mini-batch number, index of the micro-batch's first sample in it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Slot:
 class Program:
     """A canonical graph (see `hetpipe.sdk.graph`) with a slot per placeholder and per output.
 
-    A program can be pickled, without torch's own pickling of graphs.
+    A program can be pickled: its graph becomes the data of `hetpipe.sdk.graph.dump_graph`.
     """
 
     graph: fx.GraphModule

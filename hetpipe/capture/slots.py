@@ -45,7 +45,7 @@ _IDENTITIES = frozenset(
 _IDENTITIES_IF_SAME = frozenset(
     {
         aten._to_copy.default,
-        aten.copy.default,  # an identity of its second argument
+        aten.copy.default,  # returns its second argument
         aten.view.default,
         aten._unsafe_view.default,
         aten.reshape.default,

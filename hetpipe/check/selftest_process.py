@@ -49,7 +49,7 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
     try:
         for info in infos:
             reference = backend_reference(info.backend)
-            if reference is None:  # another process could not load the backend's class
+            if reference is None:  # no other process can load the backend's class
                 yield info.id, _test(info.id)
                 continue
             if child is None or not child.is_alive:

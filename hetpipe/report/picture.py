@@ -34,7 +34,7 @@ COLOURS = {
     Kind.WAIT: "#dedede",
 }
 BANDS = {Kind.TRANSFER: (0.27, 0.08), Kind.SUM: (0.37, 0.08), Kind.WAIT: (-0.25, 0.3)}
-"""Offset of the bars' upper edge from the middle of the row, and their height; 1 is a row."""
+"""The offset of a bar's upper edge from the middle of its row, and the bar's height, in rows."""
 
 PASS_BAND = (-0.42, 0.64)
 NUMBERED = 0.011

@@ -67,7 +67,7 @@ class Model:
         return {size: merge_tables(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
-        """Return the output channels of each layer that can be split, if the optimizer can."""
+        """Return the output channels of all layers that can be split under the optimizer."""
         from hetpipe.capture.passes.update_programs import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 

@@ -19,7 +19,7 @@ from hetpipe.words import short
 MOST_ELEMENTS = 1 << 26
 """Most elements of a tensor."""
 POISONS = (0xFF, 0x3D)
-"""Bytes that fill outputs before a launch. A float of bytes 0xFF is NaN, and of 0x3D small."""
+"""Bytes that fill outputs before a launch; as a float, 0xFF is NaN and 0x3D a small number."""
 SCALES = {"float16": 4.0}
 """Factors of normal values in the run `VALUES`, by dtype; other dtypes have the factor `SCALE`."""
 SCALE = 100.0

@@ -117,7 +117,7 @@ class _Bench:
         self, call: KernelCall, right: Mapping[str, Array], sizes: Mapping[str, int],
         again: KernelCall | None,
     ) -> tuple[list[Flaw], dict[str, OutputError]]:  # fmt: skip
-        """Return a run's flaws, and its errors by output; `again` differs in the poison only."""
+        """Return a run's flaws and errors by output; `again` is the launch with other poison."""
         spec = self._spec
         after, seen = self._runner.run(self._device_id, call)
         first = {name: after[name] for name in spec.outputs}

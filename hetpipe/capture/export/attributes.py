@@ -99,7 +99,7 @@ def clear_caches(run: nn.Module) -> Iterator[None]:
 
 
 def _owners(run: object) -> Iterator[type | ModuleType]:
-    """Yield the files that define a module's submodules or a function, and their classes."""
+    """Yield the files that define a module's submodules or a function, and all their classes."""
     modules = list(run.modules()) if isinstance(run, nn.Module) else []
     classes = {cls for module in modules for cls in type(module).__mro__}
     classes -= set(nn.Module.__mro__)

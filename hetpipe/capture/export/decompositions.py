@@ -205,7 +205,7 @@ def lstm(
     y = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for layer in range(num_layers):
-        if layer > 0 and train and dropout > 0:  # masks are drawn per sample
+        if layer > 0 and train and dropout > 0:  # samples first: dropout draws a mask per sample
             y = torch.native_dropout(y.transpose(0, 1), dropout, True)[0].transpose(0, 1)
         ways = []
         for way in range(directions):

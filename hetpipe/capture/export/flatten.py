@@ -52,7 +52,7 @@ def flatten(
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]
-    # All other sums have equal terms on all replicas, so means do not need these sums.
+    # All other sums are for means of terms that are equal on all replicas: drop these sums.
     drop_sums(graph, kept=dependents(graph, samples_and_draws))
     _skip_copies(flat)
     drop_dead(graph)

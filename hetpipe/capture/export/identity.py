@@ -167,7 +167,7 @@ def _describe(tensor: Any) -> tuple[object, ...]:
 
 
 _VERSIONED = ("torch", "numpy", "hetpipe", "sympy")
-"""Packages that are identified by their version, or by `library_digest`."""
+"""Packages whose files no key contains; `library_digest` identifies hetpipe and torch."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 

@@ -1,4 +1,4 @@
-"""Makes data to compare losses: batches from the example, with its or other labels, and outputs."""
+"""Makes data to compare losses: micro-batches with the example's or other labels, and outputs."""
 
 from __future__ import annotations
 

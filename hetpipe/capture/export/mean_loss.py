@@ -33,7 +33,7 @@ FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
 """Random outputs with fewer than FEW_ELEMENTS are drawn several times. Outputs with MANY_ELEMENTS
 or more are drawn for two micro-batches only, because their losses take long."""
 PARTS = 8
-"""The most micro-batches with random labels, or in runs of a model without random outputs."""
+"""The most micro-batches with random labels, or in a run of a model whose outputs are not drawn."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
@@ -314,7 +314,7 @@ def _floats(values: tuple[Tensor, ...]) -> tuple[float, ...]:
 
 
 def _gradient(loss: Tensor, sources: list[Tensor]) -> Tensor:
-    """Return the gradient of a loss with respect to all sources, in one row."""
+    """Return the gradient of a loss with respect to all sources, flattened and joined."""
     if not (sources and loss.requires_grad):
         return torch.zeros(1)
     grads = torch.autograd.grad(loss, sources, allow_unused=True)
@@ -329,7 +329,7 @@ def _eval_mode(modules: list[nn.Module], kinds: tuple[type, ...]) -> Iterator[No
     present = [(module, module.training) for module in modules if isinstance(module, kinds)]
     try:
         for module, _ in present:
-            module.training = False  # models override eval()
+            module.training = False  # eval() is not called: models may override it
         yield
     finally:
         for module, training in present:

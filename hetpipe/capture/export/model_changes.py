@@ -95,7 +95,7 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """Return a parameter with values neither captured nor returned; tell a change only once."""
+        """Return a parameter with values neither captured nor returned, once for each change."""
         versions = [p._version for p in self._parameters.values()]
         if versions == self._versions:
             return None

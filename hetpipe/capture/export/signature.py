@@ -160,8 +160,8 @@ class Call(TorchFunctionMode):
         self.carried: dict[int, CarriedTensor] = {}
         """The tensors of earlier calls that this call uses, by id."""
         self.outside: list[tuple[torch.Tensor, str]] = []
-        """The tensors that require a gradient and are neither parameters nor computed; each with
-        the " at file:line" of its first use, if requested."""
+        """The tensors that require a gradient but are neither parameters nor results of calls; each
+        with the " at file:line" of its first use, if requested."""
         self.changed: list[torch.Tensor] = []
         """The constants that the call changed in place."""
         self.changed_lines: list[str] = []

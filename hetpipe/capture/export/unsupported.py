@@ -174,7 +174,7 @@ def user_line() -> str:
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the deepest frame outside torch and hetpipe, in the error or its causes."""
+    """Return the deepest frame of the user's code, in the error or its causes."""
     for link in _chain(error):
         frames = [f for f in traceback.extract_tb(link.__traceback__) if is_user_code(f.filename)]
         if frames:

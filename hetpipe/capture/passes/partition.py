@@ -314,7 +314,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Return the tensor's bytes; {}, which is infinite, for tuples and full-size views."""
+    """Return the tensor's bytes; {}, infinite to networkx, for tuples and full-size views."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

@@ -233,7 +233,7 @@ def _renumber(flat: FlatGraph, index: int, product: fx.Node) -> None:
 def _add_part(
     flat: FlatGraph, product: fx.Node, chains: Sequence[Sequence[fx.Node]], count: int, number: int
 ) -> fx.Node:
-    """Add part 0 of `product`, its first `count` channels, or part 1, with its own parameters."""
+    """Add part 0 (the first `count` channels of `product`) or part 1, with its own parameters."""
     layer = flat.layer[product] + number
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -262,7 +262,7 @@ def _add_part(
 def _copy(
     flat: FlatGraph, node: fx.Node, before: fx.Node, copies: dict[fx.Node, fx.Node], layer: int
 ) -> None:
-    """Copy a call, with the copies of its arguments, to `copies`."""
+    """Copy a call into `copies`; its arguments are replaced by their copies."""
     with flat.graph.inserting_before(before):
         copies[node] = flat.graph.node_copy(node, lambda argument: copies.get(argument, argument))
     flat.layer[copies[node]] = layer
