@@ -131,7 +131,7 @@ def _first(value: torch.Tensor) -> str:
 
 def _inputs_text(read: list[fx.Node], values: Values) -> str:
     if not all(is_finite(values[node]) for node in read):
-        return "inputs of the operator were not finite either"
+        return "the operator's inputs were not finite either"
     tensors = [t for node in read for t in tensors_of(values[node]) if t.is_floating_point()]
     spans = [f"{float(t.min()):.3g} to {float(t.max()):.3g}" for t in tensors if t.numel()]
     return "its inputs were finite" + (f", from {' and '.join(spans)}" if spans else "")

@@ -131,7 +131,9 @@ def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
             found += [info.id for info in devices_of(name)]
     if unknown := [device_id for device_id in named if device_id not in found]:
         there = ", ".join(found) or "none"
-        raise BackendError(f"no device {unknown[0]!r} that runs {source.suffix}; there is {there}")
+        raise BackendError(
+            f"no device {unknown[0]!r} runs {source.suffix} files; devices that do: {there}"
+        )
     return list(named) or found
 
 

@@ -36,12 +36,12 @@ class Example:
         }
         self.names = tuple(self._leaves)
         if not self.names:
-            raise CaptureError("the example batch holds no tensor")
+            raise CaptureError("the example batch holds no tensor; give the samples as tensors")
         for name, leaf in self._leaves.items():
             if leaf.ndim == 0:
                 raise CaptureError(
-                    f"{name} of the example batch is 0-d; every tensor of a batch has the samples "
-                    "as its first dimension"
+                    f"{name} of the example batch is 0-d; make the samples the first dimension of "
+                    "every tensor"
                 )
         self.samples = _samples({name: tuple(t.shape) for name, t in self._leaves.items()})
 
@@ -91,7 +91,8 @@ class Example:
         expected = _named(self._x, self._y)
         if values.keys() != expected.keys():
             raise HetpipeError(
-                f"the batch holds {', '.join(values)}; the example batch held {', '.join(expected)}"
+                f"the batch holds {', '.join(values)}, but the example batch held "
+                f"{', '.join(expected)}; give both the same structure"
             )
         arrays = {name: self._array(name, values[name]) for name in self.names}
         for name, value in expected.items():
@@ -106,7 +107,7 @@ class Example:
     def _array(self, name: str, value: Any) -> Array:
         if not _is_tensor(value):
             raise HetpipeError(
-                f"{name} is a {type(value).__name__}; it was a tensor in the example batch"
+                f"{name} is a {type(value).__name__}, but a tensor in the example batch; convert it"
             )
         array = _array_of(name, value)
         example = self._leaves[name]

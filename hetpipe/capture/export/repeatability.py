@@ -26,8 +26,8 @@ from hetpipe.capture.export.unsupported import is_user_code
 from hetpipe.errors import CaptureError
 
 _BUFFER = (
-    "capture would fix its present value. Register it as a buffer (register_buffer) and let "
-    "forward change the buffer, or pass the value in with the batch"
+    "capture would fix the present value. Keep the value in a buffer (register_buffer) that "
+    "forward changes, or pass the value in with the batch"
 )
 _FAR = 1_000_003
 """Added to a counter, to see whether anything depends on the counter."""

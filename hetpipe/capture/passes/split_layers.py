@@ -187,7 +187,7 @@ def _product(flat: FlatGraph, layer: str, index: int) -> fx.Node:
     groups = product.args[_GROUPS] if len(product.args) > _GROUPS else 1
     if groups != 1:
         raise PlanError(
-            f"split: {layer} is a convolution of {groups} groups; it can be split only if it has 1"
+            f"split: {layer} is a convolution of {groups} groups; name layers of 1 group only"
         )
     return product
 

@@ -233,12 +233,12 @@ def test_leaves_of_other_batches() -> None:
     assert all(isinstance(leaf, np.ndarray) for leaf in leaves.values())
     assert leaves["x.values"].flags.c_contiguous
     for x, y, message in (
-        ({"values": values}, label, "holds x.values, y.label; .*held x.values, x.mask"),
+        ({"values": values}, label, "holds x.values, y.label, but .*held x.values, x.mask"),
         ({"values": values[:, :5], "mask": mask}, label, r"shape \(5, 5\).*\(12, 6\)"),
         ({"values": values.float(), "mask": mask}, label, "x.values is float32, but float64"),
         ({"values": values[:4], "mask": mask}, label, "x.values 4, x.mask 5, y.label 5"),
         ({"values": [1.0], "mask": mask}, label, "holds"),
-        (good, {"label": 3}, "y.label is a int; it was a tensor"),
+        (good, {"label": 3}, "y.label is a int, but a tensor in the example batch"),
         ({k: v[:0] for k, v in good.items()}, {"label": label["label"][:0]}, "no samples"),
     ):
         with pytest.raises(HetpipeError, match=message):

@@ -192,7 +192,7 @@ class Twice(nn.Module):
         ({"lin": 2}, r"parameter lin.weight of lin is tied: it is read 2 times, not once"),
         ({"lin#2": 2}, r"lin.weight of lin#2 is tied: it is read 2 times"),
         ({"rnn": 2}, r"rnn computes .*lstm.* with rnn.weight_ih_l0, rnn.weight_hh_l0; only a"),
-        ({"grouped": 4}, r"grouped is a convolution of 4 groups; it can be split only if it has 1"),
+        ({"grouped": 4}, r"grouped is a convolution of 4 groups; name layers of 1 group only"),
         ({"deep": 1}, r"deep computes aten.conv3d.default with deep.weight; only a layer"),
         ({"up": 2}, r"up computes aten.conv_transpose1d.default with up.weight; only a layer"),
         ({"table": 2}, r"table computes aten.embedding.default with table.weight; only a layer"),
