@@ -31,7 +31,7 @@ COUNT = "count"  # 0-d, number of terms in the loss's sum; only if loss_fn retur
 SAVED = "saved"  # the forward keeps it for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
-STATE = "state"  # optimizer state, "slot/parameter"
+STATE = "state"  # optimizer state, by "STATE/PARAMETER"; see `Optimizer.state`
 SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead"; float32, or
 # float64 if a parameter of the stage is float64
 NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients;

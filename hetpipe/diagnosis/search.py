@@ -66,8 +66,8 @@ class Trials:
     ) -> list[torch.Tensor | None]:
         """Run a graph and return its outputs; None for the indices in `unread`.
 
-        `kept` maps indices of outputs to names, under which they also stay on the device: see
-        `held`. Raises `DeviceFailedError` if the device raises.
+        `kept` maps indices of outputs to names under which these outputs also stay on the device,
+        see `held`. Raises `DeviceFailedError` if the device raises.
         """
         given = [value if isinstance(value, Held) else array_of(value) for value in inputs]
         names = {index: self._prefix + own for index, own in (kept or {}).items()}

@@ -86,9 +86,9 @@ class Coverage:
 def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage:
     """Return the operators of a workload's forwards, backwards and updates that a device refuses.
 
-    The model is captured in the operators of the device's backend. The device is opened. Only the
-    operators that a companion lends run, on inputs of ones. Raises `HetpipeError` if there is no
-    such model or device.
+    The model is captured in the operators of the device's backend. The device is opened, but runs
+    only lent operators, on inputs of ones. Raises `HetpipeError` if there is no such model or
+    device.
     """
     from hetpipe.profile.count import count_calls
     from hetpipe.sdk.graph import operator_name

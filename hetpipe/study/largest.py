@@ -82,8 +82,8 @@ def capacity(
 
     With a block of layers (first, last), the result counts repetitions of the block in the model;
     without a block, the samples of a micro-batch. Each device has one stage, with the best cuts;
-    under `data-parallel` each device has the whole model. `microbatches` is their number in a
-    mini-batch, by default two for each stage. Raises `PlanError` if the model lacks the block.
+    under `data-parallel` each device has the whole model. A mini-batch has `microbatches`
+    micro-batches, by default two for each stage. Raises `PlanError` if the model lacks the block.
     """
     tables = subject.costs(cluster, sizes_of(subject.mini_batch))
     layers = len(next(iter(tables.values())).layers)

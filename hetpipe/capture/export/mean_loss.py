@@ -2,8 +2,8 @@
 
 The check compares two losses by value and by gradient: the loss of some joined micro-batches, and
 the mean (or the sums) of their single losses. A loss usually depends only on the model's output, so
-random outputs of the right shapes are enough. The model itself runs before a refusal, if it has no
-random outputs (since it returns the loss), and if the loss refers to the model.
+random outputs of the right shapes are enough. The model itself runs before a refusal, if its
+outputs cannot be drawn (a loss, for example), and if the loss refers to the model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Refuses code whose next call would differ from the call that capture records.
 
-Export turns into constants: state in attributes and lists, counters, and random numbers of Python
-and numpy. So capture calls a copy of the model twice: both calls must ask torch for the same
-operations. A call may store a value for later calls, such as a mask, if the value depends only on
-constants.
+Export would turn these values into constants: state in attributes and lists, counters, and random
+numbers of Python and numpy. So capture calls a copy of the model twice: both calls must ask torch
+for the same operations. A call may store a value for later calls, such as a mask, if the value
+depends only on constants.
 """
 
 from __future__ import annotations

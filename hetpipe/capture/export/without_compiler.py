@@ -14,7 +14,7 @@ import torch._decomp.decompositions
 import torch._refs.nn.functional
 
 COMPILER_SKIPS = "__dynamo_disable"
-"""The attribute in which torch keeps a function's form for the compiler (`torch/_compile.py`)."""
+"""Attribute of a function: its wrapped version, made by the compiler (`torch/_compile.py`)."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _hidden_from_compiler() -> Iterator[FunctionType]:
-    """Yield the shape functions inside `_disable_dynamo` that have no form for the compiler yet."""
+    """Yield the shape functions inside `_disable_dynamo` that have no wrapped version yet."""
     modules = (torch._refs, torch._refs.nn.functional, torch._decomp.decompositions)
     stack = [value for module in modules for value in vars(module).values()]
     seen: set[int] = set()

@@ -34,8 +34,8 @@ def part_names(name: str, rows: int) -> tuple[str, str]:
 class SplitParameters:
     """Translates between the names of a model and the names of its graphs.
 
-    `rows` has the number of rows in the first part of each split parameter. A gradient has the name
-    of its parameter, and optimizer state the name "slot/parameter". Both are split like the
+    `rows` has the number of rows in the first part of each split parameter. Its gradient has the
+    same name, and an optimizer state has the name "STATE/PARAMETER"; these are split like the
     parameter.
     """
 
