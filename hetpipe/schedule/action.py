@@ -16,11 +16,8 @@ MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
 
 
 class Op(str, Enum):
-    """The operation of an action. The number of the action names a micro-batch, unless a comment
-    says otherwise.
-
-    Micro-batches are numbered through all mini-batches of the schedule.
-    """
+    """The operation of an action. The action's number names a micro-batch, unless a comment names
+    something else. Micro-batches are numbered through all mini-batches of the schedule."""
 
     FORWARD = "F"
     BACKWARD = "B"  # both halves of a backward at once
@@ -38,7 +35,7 @@ class Op(str, Enum):
     RECV_VACANT = "RV"
     ALL_REDUCE = "A"  # begins to sum gradients over the replicas; number: as for UPDATE
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch
-    RECV_GRAD = "RA"  # these gradients, from the replica that ran the mini-batch
+    RECV_GRAD = "RA"  # gradients of the mini-batch `number`, which another replica ran
     UPDATE = "U"  # number: the mini-batch; a synchronous schedule has only 0, which is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage that receives the parameter
     RECV_TIED_PARAM = "RP"  # number: the stage that owns the parameter
@@ -67,8 +64,7 @@ AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 before them."""
 
 
-TIED = frozenset({"G", "P"})
-"""Kinds of messages that carry tied gradients and parameters."""
+TIED = frozenset({"G", "P"})  # kinds of messages: tied gradients, tied parameters
 
 
 class Message(NamedTuple):

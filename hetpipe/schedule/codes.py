@@ -1,4 +1,4 @@
-"""Codes: operations as small integers, so that arrays can hold them and look them up."""
+"""Codes: operations as small integers, which arrays can hold and use as indices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _role(op: Op) -> int:
 ROLES = np.array([_role(op) for op in OPS], np.int8)
 IS_TIED = np.array([op.value[-1] in TIED for op in OPS])
 KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
-"""The kind of an operation's message, as an index of "FBGP"; -1 unless it goes between stages."""
+"""For a send or receive between stages: the kind of its message, as an index of "FBGP"."""
 WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])
-"""The steps from an action's stage to the stage at the other end of its message: 1, -1, or 0 if the
-other end is no neighbour."""
+"""The steps from an action's stage to the stage at the other end of its message: 1, -1, or 0 if
+that stage is no neighbour."""
 SENDERS = np.full(len(OPS), -1, np.int8)
 """By code of a pass, the code of the operation that sends its result to another stage; -1 if no
 operation does."""

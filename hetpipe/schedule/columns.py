@@ -1,4 +1,4 @@
-"""Columns: a schedule as arrays. `Action` objects are made only when they are first used."""
+"""Columns: a schedule as arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence that is stored in columns. Its items are made only when they are first used."""
+    """A sequence whose items are made when they are first used."""
 
     @property
     @abstractmethod
@@ -125,16 +125,13 @@ class Turns(NamedTuple):
 
     op: Op
     first: Array  # by row, the turn in which the operation first runs; shape (rows, 1)
-    stages: Array  # of each run of a row; shape (rows, count), or one that broadcasts to it
-    numbers: Array  # likewise
+    stages: Array  # by row and turn; shape (rows, count), or a shape that broadcasts to it
+    numbers: Array  # by row and turn, as `stages`
 
 
 def in_turns(parts: Sequence[Turns], count: int) -> Columns:
-    """Return rows that run each operation `count` times.
-
-    In every turn, a row runs the operations in the order of `parts`. It skips an operation before
-    the operation's first turn and after its last one.
-    """
+    """Return rows that run each operation `count` times, in every turn in the order of `parts`. A
+    row skips an operation before its first turn and after its last turn."""
     times, rows = np.arange(count), len(parts[0].first)
     table = np.empty((3, rows * len(parts) * count), np.int32)
     begins = np.arange(rows)[:, None] * (len(parts) * count)

@@ -1,7 +1,4 @@
-"""Completion: adds transfers, updates and messages of tied parameters to the passes of a schedule.
-
-All these actions follow from the passes.
-"""
+"""Completion: adds to passes what follows from them: transfers, updates, sums, tied parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Tied = Sequence[tuple[int, Sequence[int]]]
 
 Pair = tuple[int, int]  # owner and another stage
 
-WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # make gradients of weights; an update waits for them
+WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # the passes that make gradients of weights
 
 LAST = (
     Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD,
@@ -32,10 +29,8 @@ OTHER = (Op.SEND_TIED_GRAD, Op.RECV_TIED_PARAM)
 
 
 def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
-    """Return a pair for each owner and each stage that shares its parameters, without repetition.
-
-    Raises `ScheduleError` for invalid stages.
-    """
+    """Return each pair of an owner and another stage once. Raises `ScheduleError` for invalid
+    stages."""
     pairs = sorted({(owner, other) for owner, others in tied for other in others})
     for owner, other in pairs:
         if owner == other or not (0 <= owner < stages and 0 <= other < stages):
@@ -51,10 +46,10 @@ def complete_passes(
     """Return the passes with transfers, sums over replicas, and an update of each stage at the end
     of its row.
 
-    A stage's sum comes right after its last backward. A worker may own one tied parameter and
-    share another that a different worker owns. So in each row, all sends of tied gradients come
-    before their receives, and all sends of tied parameters before the receives of
-    tied parameters.
+    A stage's sum comes right after its last backward. A worker may own one tied parameter and share
+    another one that a different worker owns. So that the two never wait for each other, a row has
+    all sends of tied gradients before its receives of tied gradients, and likewise for tied
+    parameters.
     """
     backwards = np.flatnonzero(are(passes.codes, WEIGHTS))[::-1]
     own, latest = np.unique(passes.stages[backwards], return_index=True)
@@ -112,12 +107,12 @@ def with_transfers(passes: Columns, stages: int) -> Columns:
     return Columns(table, np.diff(np.concatenate(([0], ends))[passes.ends], prepend=0))
 
 
-Closing = frozenset[tuple[int, Op]]
-"""Pairs of a stage and an operation."""
+Closing = frozenset[tuple[int, Op]]  # pairs of a stage and an operation
 
 
 def closing(schedule: Schedule) -> Closing:
-    """Return, with each stage, the operations that come last on one of its micro-batches."""
+    """Return each (stage, operation) in which the operation is the stage's last on a
+    micro-batch."""
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
         message = action.message

@@ -1,4 +1,4 @@
-"""Fixed schedules: a text lists their actions, for one number of stages and of micro-batches."""
+"""Fixed schedules: texts that list all passes, for fixed numbers of stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register_text(name: str, text: str) -> None:
 
     Only passes and messages between lanes are kept; `generate` adds all other actions. If the text
     has other actions, such as transfers or updates, the whole text must be a valid schedule. Raises
-    `ScheduleError` if it is not, or if another schedule has the name.
+    `ScheduleError` if that schedule is invalid, or if another schedule has the name.
     """
     if _texts.get(name) == text:
         return
@@ -55,10 +55,8 @@ def register_text(name: str, text: str) -> None:
 
 
 def register_file(path: Path) -> str:
-    """Register a file's schedule under the file's name without suffix, and return that name.
-
-    Raises `ScheduleError` as `register_text` does.
-    """
+    """Register a file's schedule under the file's name without suffix, and return that name. Raises
+    `ScheduleError`."""
     text = read_text(path, ScheduleError)
     try:
         register_text(path.stem, text)
@@ -68,10 +66,8 @@ def register_file(path: Path) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    """Return the numbers of stages and micro-batches.
-
-    Raises `ScheduleError` for missing forwards: each stage needs one forward per micro-batch.
-    """
+    """Return the numbers of stages and micro-batches. Raises `ScheduleError` for missing
+    forwards."""
     actions = [action for row in schedule for action in row]
     passes = [action for action in actions if action.op in PASSES]
     if not passes:

@@ -1,7 +1,6 @@
 """Generation: makes a complete schedule from a rule's passes.
 
-A rule only orders forwards and backwards. Transfers, messages of tied parameters and updates follow
-from that order. So this module adds them, in the same way for every rule.
+A rule only orders forwards and backwards. This module adds the actions that follow from that order.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.turns import in_turn, noam, one_by_one
 from hetpipe.schedule.validate import validate
 
-KEPT = 128
-"""How many schedules are remembered; the most recently used ones."""
+KEPT = 128  # number of remembered schedules, the most recently used ones
 
 
 def generate(
@@ -48,15 +46,15 @@ def generate(
     """Return the complete, validated schedule: passes, transfers, tied parameters and updates.
 
     A receive stands before the pass that reads the message, a send after the pass that makes the
-    message. `tied` has the stages that share parameters. Between an owner and another stage, all
-    tied parameters travel together, as one message in each direction. `microbatches` is the number
-    in one mini-batch. Without a flush, the schedule has any number of `mini_batches`; with a flush,
-    it has one. Each stage has its own worker, unless the rule lets a worker have several stages:
-    then `workers` is the number of workers. `replicas` has the number of replicas of each stage
-    (default 1). All replicas run the stage's row; without flushes they take turns, and each has its
-    own row, see `hetpipe.schedule.turns`. `in_flight` has, for each stage, the most micro-batches
-    in flight at one replica. Calls with equal arguments return the same object. Raises
-    `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
+    message. `tied` has the stages that share parameters; an owner and another stage exchange all
+    their tied parameters as one message in each direction. `microbatches` is the number in one
+    mini-batch. Without a flush, the schedule has any number of `mini_batches`; with a flush, it has
+    one. Each stage has its own worker, unless the rule lets a worker have several stages: then
+    `workers` is the number of workers. `replicas` has the number of replicas of each stage (default
+    1). All replicas run the stage's row; without flushes they take turns, and each has its own row,
+    see `hetpipe.schedule.turns`. `in_flight` has, for each stage, the most micro-batches in flight
+    at one replica. Calls with equal arguments return the same object. Raises `ScheduleError` for an
+    unknown name, impossible numbers or an invalid schedule.
     """
     rule = rule_of(schedule)
     depths = None if in_flight is None else tuple(in_flight)
@@ -161,12 +159,9 @@ def _in_turn(question: _Question) -> Schedule:
 
 
 def max_in_flight(schedule: Schedule) -> list[int]:
-    """Return, per stage, the most forwards that wait for their backward at any time.
-
-    A backward in halves ends with its second half, which makes the gradients of the weights. If
-    backwards are on another lane, a forward waits until the forwards' lane has received the message
-    that its place is vacant.
-    """
+    """Return, per stage, the most forwards that wait for their backward at any time. A backward in
+    halves ends with W. If backwards are on another lane, a forward waits until the forwards' lane
+    has received the message that its place is vacant."""
     columns = columns_of(schedule)
     codes, by_stage = columns.codes, np.argsort(columns.stages, kind="stable")
     in_lanes = np.isin(columns.stages, [*laned_stages(columns)])

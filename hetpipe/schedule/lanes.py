@@ -1,8 +1,8 @@
 """Lanes: rows of one worker that run at the same time, each in its own order.
 
-Forwards and backwards of a stage may be on two lanes. The lanes hand over micro-batches by messages
-between them: SK and RK hand the kept tensors of a forward to its backward, SV and RV tell the
-forwards' lane that a place is vacant again. Rows that share such a stage are lanes of one worker.
+Forwards and backwards of a stage may be on two lanes; the rows that share this stage are the lanes
+of one worker. With SK and RK a forward hands its kept tensors to its backward; SV and RV tell the
+forwards' lane that a place is vacant again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Order: sorts the steps of a plain schedule, so that each comes after all steps it waits for.
+"""Order: sorts the steps of a plain schedule, each after all steps for which it waits.
 
 A schedule is plain if every stage is on one row, and replicas neither sum gradients nor send them
-to each other. Then the order in which each worker and each edge works does not depend on any time.
-So the steps of all workers can be sorted before their times are known.
+to each other. Then the order of each worker and each edge does not depend on any time.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Order:
     of the three.
 
     Actions with the same operation and stage cost the same, so `passes` and `messages` have only
-    one of them. A way leads from row to row over an edge. Ways are numbered. The first `row_count`
-    lead from each row to itself, for steps that send nothing or send within the row; then comes one
-    way for each of `messages`.
+    one of them. A way leads from row to row over an edge. The first `row_count` ways lead from each
+    row to itself, for steps that send nothing or send within the row. Then comes one way for each
+    of `messages`.
     """
 
     rows: list[int]
@@ -150,10 +149,8 @@ def _actions(codes: Array, stages: Array, numbers: Array, at: Array) -> list[Act
 
 
 def _in_order(awaited: list[int], begins: list[int]) -> list[int]:
-    """Return all steps that can run, each after its awaited step and the previous one on its row.
-
-    `begins` has the first step of each row.
-    """
+    """Return all steps that can run, each after its awaited step and the previous step of its row.
+    `begins` has the first step of each row."""
     order: list[int] = []
     done = bytearray(1 + len(awaited))  # whether a step is in `order`; index: 1 + step
     done[0] = True

@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     halved: set[int]  # stages with backwards in halves
     laned: set[int]  # stages with forwards and backwards on two lanes
     microbatches: int
-    places: Sequence[tuple[int, int]]  # stage and replica of each row; empty: they take no turns
+    places: Sequence[tuple[int, int]]  # stage and replica of each row; empty without turns
     replicas: Sequence[int]  # number of replicas by stage
     per_update: Sequence[int]  # mini-batches that one update applies, by stage
     one_by_one: bool  # whether replicas send each other the gradients of each mini-batch
@@ -79,7 +79,8 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
     elif op is Op.SEND_VACANT:
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
-        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # all of them: one order of sums
+        # All backwards of the row, so that gradients are always summed in one order.
+        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
         most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
         for a in row:
             if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:

@@ -1,7 +1,7 @@
 """Rule: a schedule's name, generator and traits.
 
-A rule is registered once. Code that depends on a trait of a schedule reads the trait from the rule
-and never compares names. So a user's schedule can have every trait that hetpipe's schedules have.
+A rule is registered once. Code reads a trait from the rule and never compares names, so users'
+schedules can have all traits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Rule:
     flushes: bool = True
     """Whether a mini-batch ends with its update before the next mini-batch begins."""
     stages_per_worker: int = 1
-    """The number of stages that a planner gives each worker. If it is above 1, a user may choose
-    any number."""
+    """The number of stages that a planner gives each worker. If the number is above 1, a user may
+    choose another one."""
     averages: bool = True
     """Whether replicas that take turns apply the mean gradient of a round of mini-batches. If not,
     they apply the gradient of each mini-batch separately."""
@@ -72,8 +72,8 @@ class Rule:
         return self.passes(stages, microbatches, in_flight, *more)
 
     def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Return how many mini-batches an update applies, by stage: 1, or the stage's number of
-        replicas if these apply the mean of a round."""
+        """Return how many mini-batches an update applies, by stage: the stage's number of replicas
+        if they apply the mean of a round, otherwise 1."""
         in_rounds = not self.flushes and self.averages
         return tuple(count if in_rounds else 1 for count in replicas)
 
@@ -95,7 +95,8 @@ def register_schedule(
 
     An `asynchronous` schedule does not flush after a mini-batch: each stage updates its weights as
     soon as it has run the last backward of a mini-batch. A `chunked` schedule may give a worker
-    several stages. Raises `ScheduleError` if another generator has the name.
+    several stages. For `averages` see `Rule`. Raises `ScheduleError` if another generator has the
+    name.
     """
 
     def register(generator: Generator) -> Generator:

@@ -1,8 +1,7 @@
-"""Straight schedules: one stage per worker, and backwards that are not divided into halves.
+"""Straight schedules: whole backwards and, except for `data_parallel`, one stage per worker.
 
-Stage n starts with K_n forwards, then one backward, one forward, ...; the schedules differ in K_n.
-With FBP (BaPipe, section 3.2.1) forwards and backwards run at the same time, on two lanes of each
-worker.
+Most of them start stage n with K_n forwards, then one backward, one forward, ...; they differ in
+K_n. With FBP (BaPipe, section 3.2.1) forwards and backwards run at the same time, on two lanes.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from hetpipe.schedule.columns import Turns, in_turns
 
 
 def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """Model parallelism: one micro-batch at a time, so one stage works (3 stages, 2 micro-batches).
+    """Model parallelism: only one stage works at a time (here 3 stages, 2 micro-batches).
 
         0  F0  .  .  .  . B0 F1  .  .  .  . B1
         1   . F0  .  . B0  .  . F1  .  . B1  .
         2   .  . F0 B0  .  .  .  . F1 B1  .  .
 
-    K_n = 1. Other schedules are compared with this one.
+    K_n = 1.
     """
     return one_f_one_b(stages, microbatches, [1] * stages)
 
@@ -78,7 +77,7 @@ def one_f_one_b_sno(
         0  F0 F1  . B0 F2 B1  . B2
         1   . F0 B0 F1 B1 F2 B2  .
 
-    K_n = min(N-n, M), or fewer if `in_flight` requires. Figure 5a's 1F1B-AS is the same order on
+    K_n = min(N-n, M), or fewer if `in_flight` requires. Figure 5a's 1F1B-AS has the same order, on
     asynchronous devices; only `StageTimes.chunks` differs.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 1, in_flight))

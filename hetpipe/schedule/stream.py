@@ -33,7 +33,8 @@ class Stream:
     """The segments of an asynchronous schedule, and the numbers of updates between its passes.
 
     Segment b begins on each worker with the first forward of mini-batch b, and no action of a
-    segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats.
+    segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats, and
+    for replicas that would average mini-batches of several micro-batches.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Stream:
 
     @property
     def sample(self) -> Schedule:
-        """A whole schedule with its flush, of enough mini-batches that it goes beyond the start."""
+        """A whole schedule with its flush, long enough that its pattern repeats."""
         return self._sample
 
     @property
@@ -165,7 +166,7 @@ def _segments(
     """Divide each row into segments: an action is in the first segment in which it can run.
 
     An action can run after the previous action on its row and the admission of its mini-batch. A
-    receive also waits for the send of its message, and a sum until all its rows have reached it.
+    receive also waits for its send, and a sum waits until all its rows have reached the sum.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     position, at = [0] * len(schedule), [0] * len(schedule)

@@ -1,8 +1,8 @@
 """Tables: a fast test that a plain schedule is valid, by comparing all its actions at once.
 
 The table is an array with a cell for each stage, operation and micro-batch; the cell has the index
-of that action. The validator first runs this test, which most schedules pass. If a schedule does
-not pass, the validator reads it action by action.
+of that action. The validator runs this test first. Only if a schedule fails the test, the validator
+reads the actions one by one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ exist."""
 
 
 def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None = None) -> bool:
-    """Whether a schedule of one mini-batch is certainly valid in the sense of `validate`.
-
-    After False the schedule may still be valid. This test cannot decide about schedules with tied
-    parameters, sums over replicas or several lanes.
-    """
+    """Whether a schedule of one mini-batch certainly passes `validate`. False decides nothing: the
+    test knows no tied parameters, sums over replicas or lanes."""
     columns = columns_of(schedule)
     at = _places(columns, microbatches)
     return (
@@ -50,10 +47,7 @@ def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | N
 
 def _places(columns: Columns, microbatches: int) -> Array | None:
     """Return a table [stage, operation, micro-batch] of the indices of actions, counted through all
-    rows.
-
-    None if an action has no cell in the table, or if two actions have the same cell.
-    """
+    rows; None if an action has no cell in the table, or if two actions have the same cell."""
     stages, planes, numbers = columns.stages, _PLANES[columns.codes], columns.numbers
     if not len(stages) or min(stages.min(), planes.min(), numbers.min()) < 0:
         return None
@@ -94,8 +88,7 @@ def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
     forwards = np.sort(at[:, F])
     ends = np.sort(np.where(at[:, B] == ABSENT, at[:, W], at[:, B]))
     turn = np.arange(at.shape[2])
-    # Number of the end (a micro-batch's last backward action) that each forward must come after;
-    # below 0: none.
+    # Each forward must come after the end with this number; below 0: after none.
     before = turn - np.array(in_flight)[:, None]
     enough = (before < 0) | (forwards > np.take_along_axis(ends, np.maximum(before, 0), axis=1))
     return bool(enough.all())

@@ -1,9 +1,9 @@
-"""Schedules as text, which people can write, store and read: one row per worker.
+"""Schedules as text, one line per row.
 
     worker 0: 0F0 0SF0 0RB0 0B0 0U  # two stages, one micro-batch
     worker 1: 1RF0 1F0 1B0 1SB0 1U
 
-The names of the workers are optional.
+The names before the colons are optional.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WINDOW = 5  # cells shown on each side of a mark
 
 
 def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Return the rows of a schedule as text. `marks` has indices of actions by row; a marked action
-    is printed as `[1F0]`.
+    """Return the rows of a schedule as text. `marks` has, by row, the index of an action, which is
+    printed as `[1F0]`.
 
-    With marks, a row shows only the cells around its mark; a row without a mark shows the cells
-    around the index of the first mark. An index past the end of a row marks the place of a missing
-    action, as `[?]`.
+    With marks, a row shows only the cells around its mark. A row without a mark shows the cells at
+    the index of the first mark. An index past the end of a row marks the place of a missing action,
+    as `[?]`.
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)
@@ -52,8 +52,7 @@ def print_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Parse rows of actions, with blanks between them, as `print_schedule` writes them. The names
-    of rows may be missing.
+    """Parse the text of a schedule, with or without the names of its rows.
 
     A # begins a comment. Raises `ScheduleError` for a word that is not an action, for workers out
     of order and for text without a row. Whether the schedule can run is not checked; `validate`

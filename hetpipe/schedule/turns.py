@@ -13,8 +13,7 @@ from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 
-Passes = Callable[[int], Schedule]
-"""Number of micro-batches -> the passes of each stage, in order."""
+Passes = Callable[[int], Schedule]  # number of micro-batches -> the passes of each stage
 
 
 def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
@@ -23,11 +22,9 @@ def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def noam(replicas: Sequence[int]) -> list[int]:
-    """Return, per stage, how many forwards in flight at each replica keep all workers busy.
-
-    It is the number of workers from that stage on, divided by the stage's replicas and rounded up
-    (PipeDream, section 3.2).
-    """
+    """Return, per stage, how many forwards in flight at each replica keep all workers busy: the
+    number of workers from that stage on, divided by the stage's replicas and rounded up (PipeDream,
+    section 3.2)."""
     return [-(-sum(replicas[stage:]) // count) for stage, count in enumerate(replicas)]
 
 
@@ -41,10 +38,8 @@ def in_turn(
     passes: Passes, microbatches: int, mini_batches: int, replicas: Sequence[int]
 ) -> Schedule:
     """Return the passes and updates of every replica. A replica runs its mini-batches in the order
-    of `passes`.
-
-    The sum and the update of a round have the number of its last mini-batch.
-    """
+    of `passes`. The sum and the update of a round have the number of the round's last
+    mini-batch."""
     rows = []
     for stage, replica in places(replicas):
         own = range(replica, mini_batches, replicas[stage])

@@ -1,8 +1,5 @@
-"""Validator: checks a schedule before it runs. It needs no device.
-
-A check that fails raises `ScheduleError`. Nearly all messages show the rows, with the faulty action
-marked.
-"""
+"""Validator: checks a schedule before it runs. Most of its messages show the rows, with the faulty
+action marked."""
 
 from __future__ import annotations
 
@@ -127,8 +124,7 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
 
 
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
-    """Check the order inside each stage, and that no stage exceeds its bound of micro-batches in
-    flight.
+    """Check each stage's order of actions, and its bound of micro-batches in flight.
 
     Inputs come before passes, and passes before outputs. Updates come in ascending order, each
     after the backwards whose gradients it applies.
@@ -172,9 +168,9 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
 def _check_gradients(schedule: Schedule, shape: Shape) -> None:
     """Check that a replica's accumulators serve one mini-batch at a time.
 
-    The accumulators hold the gradients of the replica's own mini-batch from its first backward
-    until the gradients are sent, and received gradients until their update. Sent gradients are kept
-    aside until their update, and no backward of another mini-batch may come before that update.
+    The accumulators hold the gradients of the replica's own mini-batch from the first backward
+    until the send, and received gradients until their update. Sent gradients are kept aside until
+    their update; before that update, no backward of another mini-batch may come.
     """
     for row_number, row in enumerate(schedule):
         held: int | None = None  # the mini-batch whose gradients are in the accumulators
@@ -220,8 +216,8 @@ def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edg
 
 
 def _check_edges(schedule: Schedule, shape: Shape) -> None:
-    """Check that the receives on each edge come in the order of its sends. Messages carry no name,
-    so only their order tells which is which."""
+    """Check that the receives on each edge come in the order of its sends. Messages have no names,
+    so only their order identifies them."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for worker, _, action in _cells(schedule):
         if action.op.is_send and action.message:
@@ -251,11 +247,9 @@ def _check_edges(schedule: Schedule, shape: Shape) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Raise `ScheduleError` for a deadlock.
-
-    The check runs the schedule without a clock: a send never waits, a receive waits for its send,
-    and a sum until all its replicas have reached it.
-    """
+    """Raise `ScheduleError` for a deadlock. The check runs the schedule without a clock: a send
+    never waits, a receive waits for its send, and a sum waits until all its replicas have reached
+    the sum."""
     position = [0] * len(schedule)
     sent: set[Message] = set()
     takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)

@@ -1,7 +1,7 @@
 """Weight policies: a policy chooses the version of the weights that each pass uses.
 
-A policy is one row of the table `_policies` at the end. Planners, streams and checks read the
-table. For each value of `Keeping`, `hetpipe.worker.weights` has one class that handles the buffers.
+A policy is one row of the table `_policies` at the end. For each value of `Keeping`,
+`hetpipe.worker.weights` has one class that handles the buffers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Keeping(Enum):
     STASH = "stash"
     """Each version that a forward used, until the backward has used it as well."""
     RECENT = "recent"
-    """The versions that STASH keeps, and all younger ones: a forward may use an older version than
-    the present one."""
+    """The versions that STASH keeps, and all younger versions: a forward may use a version older
+    than the present one."""
     PREDICTED = "predicted"
     """The present version, and a predicted copy while a pass uses that copy."""
 
 
 Lag = Callable[[Stream, int, int], tuple[int, ...]]
-"""(stream, stage, mini-batch) -> for each micro-batch, by how many updates the version that its
-forward uses is older than the present version."""
+"""(stream, stage, mini-batch) -> for each micro-batch, the age in updates of the version that its
+forward uses; 0: the present version."""
 
 Ahead = Callable[[Stream, int, int], int]
 """(stream, stage, micro-batch) -> by how many updates the forward predicts ahead."""
@@ -46,20 +46,17 @@ def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
 
 
 def _as_the_input_stage(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """Return the lags behind the version that the input stage had when the mini-batch entered
-    (PipeDream, section 3.3).
-
-    That version is counted in mini-batches, so that stages with different numbers of replicas
-    agree.
-    """
+    """Return the lags if all stages use the version that the input stage had when the mini-batch
+    entered (PipeDream, section 3.3). The version is counted in mini-batches, so that stages with
+    different numbers of replicas agree."""
     first = mini_batch * stream.microbatches
     mini_batches = stream.applied(0, first) * stream.per_update[0]
     return _older(stream, stage, mini_batch, mini_batches // stream.per_update[stage])
 
 
 def _last_but_one(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
-    """Return the lags behind the last version but one; all micro-batches of a mini-batch use the
-    same version (2BW, section 3.1)."""
+    """Return the lags if all micro-batches of a mini-batch use the last version but one (2BW,
+    section 3.1)."""
     version = max(mini_batch // stream.per_update[stage] - 1, 0)
     return _older(stream, stage, mini_batch, version)
 
@@ -110,14 +107,13 @@ class WeightPolicy:
     keeping: Keeping
     versions: Versions
     flushes: bool = False
-    """True: the policy is for schedules that flush. False: for schedules that do not."""
+    """Whether the policy is for schedules that flush; if not, it is for all others."""
     lag: Lag = _present
     ahead: Ahead = _nothing
     backward_ahead: Callable[[int], int] | None = None
-    """stage -> by how many updates a backward predicts ahead; None: backwards do not predict."""
+    """stage -> by how many updates a backward predicts ahead; None: no prediction."""
     optimizers: tuple[str, ...] = ()
-    """The optimizers for which the prediction is defined; empty: all optimizers that can
-    predict."""
+    """Optimizers for which the prediction is defined; empty: all optimizers that can predict."""
     straight: bool = False
     """Whether the policy needs PipeDream's NOAM (N-n forwards in flight at stage n of N),
     mini-batches of one micro-batch, and no replicas."""
@@ -191,10 +187,8 @@ def policy_of(name: str | WeightPolicy) -> WeightPolicy:
 
 
 def policy_for(rule: Rule, name: str = "auto") -> WeightPolicy:
-    """Return the policy with this name; "auto" stands for the rule's default.
-
-    Raises `ScheduleError` if the policy does not fit the rule.
-    """
+    """Return the policy with this name; "auto" stands for the rule's default. Raises
+    `ScheduleError` if the policy does not fit the rule."""
     policy = policy_of(("flush" if rule.flushes else "stash") if name == "auto" else name)
     policy.check_rule(rule)
     return policy

@@ -20,7 +20,7 @@ F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 
 
 def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """1F1B in which stage n runs W n micro-batches late (Qi et al., section 2.1; 3 stages, M = 4).
+    """1F1B whose stage n delays each W by n micro-batches (Qi et al., section 2.1; N = 3, M = 4).
 
         0  F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3
         1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -28,7 +28,7 @@ def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
 
     Every stage keeps min(N, M) micro-batches, as the first stage of 1F1B does, or as many as
     `in_flight` allows. If W <= min(F, I) and M >= N, the bubble is (N-1)(F+I-W) instead of 1F1B's
-    (N-1)(F+I+W), which is a third of it if F = I = W.
+    (N-1)(F+I+W): a third if F = I = W.
     """
     rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
     bounds = np.array(in_flight or [stages] * stages)[:, None]
@@ -45,7 +45,7 @@ def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
 
 
 def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int) -> Schedule:
-    """Two stages per worker in the shape of a V (Qi et al.; 2 workers, M = 4; begin of the rows).
+    """Two stages per worker in the shape of a V (Qi et al.; 2 workers, M = 4; start of the rows).
 
         0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 ...
         1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 ...
@@ -80,7 +80,7 @@ def _vee(worker: int, workers: int, microbatches: int) -> Array:
 
 
 def _vee_order(worker: int, workers: int, microbatches: int) -> list[tuple[int, int]]:
-    """Return the operation's code and the stage of each pass of a row, in order."""
+    """Return, for each pass of a row, the operation's code and the stage."""
     stages = worker, 2 * workers - 1 - worker
     (f_down, f_up), (i_down, i_up), (w_down, w_up) = (
         [[(CODES[op], stage)] for stage in stages] for op in (F, I, W)
