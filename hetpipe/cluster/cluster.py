@@ -25,8 +25,8 @@ from hetpipe.words import short
 class Cluster:
     """Devices in pipeline order, links by pair of ids (in any order), servers and their network.
 
-    An attached device may be absent until its worker starts, which looks it up. A link between two
-    members overrides servers and network. Raises `ClusterError` for impossible values.
+    An attached device is looked up only when its worker starts. A link between two members
+    overrides servers and network. Raises `ClusterError` for impossible values.
     """
 
     members: tuple[Member, ...]
@@ -86,8 +86,8 @@ class Cluster:
     def link(self, one: str, other: str) -> Link:
         """Return the link between two members. Over several hops, latencies add up.
 
-        A latency or bandwidth of None is the transport's own: the cluster does not describe it.
-        Raises `ClusterError` for unknown members, and for a board's link without a bandwidth.
+        A latency or bandwidth is None if the cluster does not describe it. Raises `ClusterError`
+        for unknown members, and for a board's link without a bandwidth.
         """
         first, second = self.member(one), self.member(other)
         if first is second:
@@ -121,8 +121,8 @@ class Cluster:
     def way(self, one: str, other: str) -> tuple[str, ...]:
         """Return the media that a message from one member to another occupies, in order.
 
-        The result is empty if neither messages of other pairs nor opposite messages use the media.
-        Raises `ClusterError` for unknown members.
+        The result is empty if only messages of this pair, in this direction, use the media. Raises
+        `ClusterError` for unknown members.
         """
         if self.member(one) is self.member(other):
             return ()
@@ -139,8 +139,9 @@ class Cluster:
         """Return, for each level, the number of its components and the bandwidth (B/s) between
         them.
 
-        The components are the devices of a server, and then the servers. Raises `ClusterError` if
-        servers or links differ from each other, or if a bandwidth is unknown.
+        The first level's components are the devices of a server, the second level's are the
+        servers. Raises `ClusterError` if servers or links differ from each other, or if a bandwidth
+        is unknown.
         """
         if not self.links:
             return self._layout.levels()
@@ -175,16 +176,13 @@ class Cluster:
 
     @staticmethod
     def published(name: str) -> Cluster:
-        """Return a paper's cluster, such as "pipedream-a" (docs/clusters.md).
-
-        Raises `ClusterError`, with the known names, for an unknown name.
-        """
+        """Return a paper's cluster, such as "pipedream-a" (docs/clusters.md). Raises
+        `ClusterError`, with the known names, for an unknown name."""
         return Cluster(*read_paper_cluster(name))
 
     @staticmethod
     def with_ids(ids: Sequence[str]) -> Cluster:
-        """Return a cluster that has only the ids of its members, for plans from a cost
-        table."""
+        """Return a cluster of members with ids alone, for plans from a cost table."""
         return Cluster(tuple(Member(id, id) for id in ids))
 
     @staticmethod

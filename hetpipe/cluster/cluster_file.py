@@ -21,11 +21,10 @@ from hetpipe.toml import Lines, parse_toml
 from hetpipe.words import short
 
 MOST_DEVICES = 100_000
-USUAL_BPS = (1e6, 25e9)
-"""The slowest and the fastest usual network between servers."""
+USUAL_BPS = (1e6, 25e9)  # the slowest and the fastest usual network between servers
 FASTEST_BPS = 250e9
-"""No network between servers is faster. Above the usual bandwidths, only a bandwidth that the file
-gives in bits, and that is below this one, is accepted without a warning."""
+"""No network between servers is faster. A bandwidth above the usual ones, but below this one, is
+accepted without a warning if the file gives it in bits."""
 
 _TOPOLOGY = {
     "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
@@ -202,7 +201,7 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
 
 
 def _check_devices(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for a [[device]] table with impossible values, and for no device or too
+    """Raise `ClusterError` for impossible values of a [[device]] table, and for none or too
     many."""
     if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
@@ -221,8 +220,8 @@ def _check_devices(tables: _Tables, source: Source) -> None:
 
 
 def _check_backends(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for a [backend.NAME] table if no device of the cluster is of that
-    backend."""
+    """Raise `ClusterError` for a [backend.NAME] table of a backend without a device in the
+    cluster."""
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
     for name in tables.backend:
         if name not in used:
@@ -267,9 +266,8 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
 def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """Yield the members, each with the index of its table.
 
-    All devices of one copy of a server come before the devices of the next copy. Devices with a
-    count get the numbers 0, 1, ... after their prefix; the numbers continue through the whole
-    cluster.
+    All devices of one copy of a server come before the devices of the next copy. The numbers of
+    devices with a count continue through the whole cluster.
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
@@ -280,9 +278,8 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     for index, table in enumerate(tables.device):
         rows = [(index, table)]
         if table.server in copies:
-            rows = together.pop(
-                table.server, []
-            )  # empty if an earlier table of the server yielded its devices
+            # Empty if an earlier table of the server has yielded its devices.
+            rows = together.pop(table.server, [])
         for server in copies.get(table.server, (table.server,)):
             for row, device in rows:
                 for id in _ids(device, table.server in copies, numbers):
@@ -304,8 +301,7 @@ def _member(table: _Device, id: str, server: str) -> Member:
 
 
 def _warn_of_unusual_bandwidth(bandwidth_Bps: float, written: str, where: str) -> None:
-    """Warn of a network with an unusual bandwidth; `written` is the bandwidth's text in the
-    file."""
+    """Warn of a network with an unusual bandwidth, which the file states as `written`."""
     least, most = USUAL_BPS
     in_bits = "b/s" in written
     if least <= bandwidth_Bps < (FASTEST_BPS if in_bits else most):

@@ -31,10 +31,10 @@ def local_members(
     every accelerator joins, and for each memory domain and backend one device of the kind "cpu":
     the device with the lowest `rank`, or without `rank` the first that the backend lists. Emulated
     and reference devices join only if they are named. If neither `devices` nor `backends` is given,
-    a device whose backend is not hetpipe's, or is untried, must also pass its self-test.
+    a device of a foreign or untried backend must also pass its self-test.
 
-    Only the backends that are needed are loaded. Members that compute on the host's cores divide
-    them evenly. `emulate_speed` has the speeds by member id.
+    Only the needed backends are loaded. Members that compute on the host's cores divide them
+    evenly. `emulate_speed` has the speeds by member id.
 
     Raises `ClusterError` for a name without a match, or if no device remains, and `BackendError`
     with the reason for a named device whose backend does not work.
@@ -118,8 +118,8 @@ def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
 
 
 def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
-    """Return members with the ids of the devices; #0, #1, ... follow the id of a device that is
-    named several times."""
+    """Return members with the devices' ids; #0, #1, ... follow the id of a device named several
+    times."""
     total = Counter(info.id for info in chosen)
     used: Counter[str] = Counter()
     members = []
@@ -131,11 +131,9 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 
 
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
-    """Give each member that computes on the host's cores neighbouring cores. The numbers of cores
-    differ by at most one.
-
-    If there are fewer cores than members, each member gets one core, and some share it.
-    """
+    """Divide the cores among the members that compute on the host's cores: to each, neighbouring
+    cores, in numbers that differ by at most one. If there are fewer cores than members, each member
+    gets one core, and some members share a core."""
     cores = available_cores()
     hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]
     shares: dict[str, tuple[int, ...]] = {}

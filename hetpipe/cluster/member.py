@@ -10,9 +10,7 @@ from typing import Any
 
 from hetpipe.errors import ClusterError
 
-MOST_LISTED = 20
-"""A message lists all known names if they are at most this many, and otherwise only similar
-names."""
+MOST_LISTED = 20  # if there are more known names, a message lists only similar ones
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def available_cores() -> tuple[int, ...]:
 
 
 def choices(name: str, known: Sequence[str]) -> str:
-    """Return the known names for an error message; if they are many, only names similar to
+    """Return the known names for an error message; if there are many, only names similar to
     `name`."""
     if len(known) <= MOST_LISTED:
         return ", ".join(known)

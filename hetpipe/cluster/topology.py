@@ -16,8 +16,8 @@ DUPLEXES = ("full", "half")
 
 @dataclass(frozen=True)
 class Link:
-    """The latency and bandwidth of a link, the same in both directions; None: the transport's own.
-    A link between attached devices is emulated."""
+    """The latency and bandwidth of a link, the same in both directions; None: not described. A link
+    between attached devices is emulated."""
 
     latency_s: float | None = None
     bandwidth_Bps: float | None = None
@@ -59,8 +59,7 @@ class Topology:
         return Link(abs(one - other) * self.latency_s, self.bandwidth_Bps)
 
     def media(self, name: str, ends: Sequence[str], one: int, other: int) -> tuple[str, ...]:
-        """Return the media that a message occupies. Their names begin with `name`, the
-        topology's."""
+        """Return the media that a message occupies; `name` begins their names."""
         if self.shape == "bus":
             return (name,)
         if self.shape == "switch":
@@ -96,10 +95,9 @@ class _Meeting(NamedTuple):
 
 
 class Layout:
-    """The places of a cluster's devices in groups. A group is a server, or a single device without
-    a server.
+    """The places of devices in groups: servers, or single devices without a server.
 
-    `devices` are pairs of a device's id and the name of its server, which is empty for a device
+    `devices` are pairs of a device's id and its server's name; the name is empty for a device
     without a server. A message between groups occupies only the network, and no medium inside a
     server.
     """

@@ -13,8 +13,8 @@ from hetpipe.errors import CostError
 def with_sizes_between(
     tables: Mapping[int, CostTable], sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return the measured tables, and an interpolated table for each of `sizes` that is between two
-    measured sizes."""
+    """Return the measured tables, and an interpolated table for each of `sizes` between measured
+    ones."""
     modelled = {
         size: _between(tables[low], tables[high], size)
         for low, high in pairwise(sorted(tables))
@@ -27,7 +27,7 @@ def with_sizes_between(
 def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
     """Return the costs at any size: measured, interpolated, or extrapolated from the nearest two.
 
-    Raises `CostError` for another size than the only measured one.
+    Raises `CostError` if the only measured size is another one.
     """
     if samples in tables:
         return tables[samples]

@@ -37,8 +37,8 @@ class Fabric:
 class Offline:
     """The commands of the vendor's compiler for a board that need not be attached.
 
-    In both commands, `{source}`, `{options}` and `{binary}` are filled in. In `kernel` also
-    `{kernel}`, and in `program` also `{objects}`, the files that the commands `kernel` make.
+    Both commands may contain `{source}`, `{options}` and `{binary}`; `kernel` also `{kernel}`, and
+    `program` also `{objects}`, the files that the `kernel` commands make. All are filled in.
     """
 
     compiler: str  # name of the compiler
@@ -118,8 +118,7 @@ def read_board(path: Path) -> Board:
 
 
 def boards(folder: Path | None = None) -> dict[str, Board]:
-    """Return all boards by id: the boards in `folder`, by default hetpipe's boards. Raises
-    `CostError`."""
+    """Return the boards in `folder` by id; by default hetpipe's boards. Raises `CostError`."""
     if folder is None:
         return dict(_own_boards())
     if not folder.is_dir():

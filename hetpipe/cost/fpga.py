@@ -23,8 +23,7 @@ from hetpipe.cost.design import ProductDesign
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
 
-MEMORY_SHARE = 0.8
-"""The share of the memory's bandwidth that long bursts reach (an estimate)."""
+MEMORY_SHARE = 0.8  # the share of the memory's bandwidth that long bursts reach (an estimate)
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Rates:
 class LayerShape:
     """A layer with weights: the operations of its products for one micro-batch, and its bytes.
 
-    `features_nbytes` are the bytes of its input for one micro-batch; its backward needs them again.
+    `features_nbytes` are the bytes of the layer's input for one micro-batch; the backward needs the
+    input again.
     """
 
     forward_operations: float
@@ -59,11 +59,9 @@ class Kept:
 
 
 def throughput(fabric: Fabric, dtype: str = "float32", working: float | None = None) -> float:
-    """Return the operations per second of all DSPs. `working` is the product u e, by default the
-    board's.
-
-    Raises `CostError` for a dtype without a number of DSPs in the board's file.
-    """
+    """Return the operations per second of all DSPs. `working` is the product u e, by default
+    `usable` times `efficiency`. Raises `CostError` for a dtype without a number of DSPs in the
+    board's file."""
     if dtype not in fabric.dsp_per_mac:
         there = ", ".join(fabric.dsp_per_mac)
         raise CostError(f"no DSPs are given for {dtype}; the board has numbers for {there}")
@@ -132,7 +130,7 @@ def stage_s(
 
 
 def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
-    """Return how many bytes of each entry cross the memory in a micro-batch; their sum is minimal.
+    """Return each entry's bytes to and from the memory in a micro-batch; their sum is minimal.
 
     The chip keeps the entries that save most traffic per byte, and a part of the next entry if
     bytes remain free.

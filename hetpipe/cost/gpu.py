@@ -19,7 +19,7 @@ from hetpipe.errors import CostError
 class Shares:
     """The shares of a board's peak and of its memory's bandwidth that kernels reach.
 
-    `error` is the median relative error of predictions for kernels that were not used to fit them.
+    `error` is the median relative error of predictions for kernels outside the fit.
     """
 
     matrix: float
@@ -29,9 +29,9 @@ class Shares:
 
 V100 = Shares(0.95, 0.30, 0.345)
 """Fitted to every second layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards of
-0.1 ms and more). The error is measured on the layers between, and a test repeats the fit. The error
-of another model may be larger: after a fit to VGG-16 and AlexNet alone, it is 0.50 for
-ResNet-50."""
+0.1 ms and more). The error is measured on the other layers; a test repeats the fit. The error of
+another model may be larger: after a fit to VGG-16 and AlexNet alone, the error for ResNet-50 is
+0.50."""
 
 
 def kernels_s(

@@ -1,4 +1,4 @@
-"""Importers: read other planners' JSON profiles as chains of layers, without torch."""
+"""Importers: read other planners' JSON profiles as chains of layers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class _MetisTimes(OpenRecord):
 
 @dataclass(frozen=True)
 class _MetisProfile(OpenRecord):
-    """The profile of one device, at one tensor-parallel degree and one batch size. Only the name of
-    the file says which."""
+    """One device's profile, at the tensor-parallel degree and batch size that the file's name
+    gives."""
 
     model: _MetisModel
     execution_time: _MetisTimes
@@ -55,17 +55,18 @@ def read_chain(
     unit_s: float = 1e-3,
     cut_nbytes: int | None = None,
 ) -> ChainCosts:
-    """Read the layers of a JSON profile. The content of the file shows its form:
+    """Read the layers of a JSON profile. The profile has one of three formats:
 
-    - Device placement (`placement_chain`). `latency` names the device whose times count. - Piper
-    (`piper_chain`). - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). A time is
-    for both passes, and the forward gets a third of it. The file does not say how many bytes cross
-    a cut: `cut_nbytes` cross each cut. A layer also keeps `cut_nbytes` for its backward, because
-    the file does not divide memory into parameters and activations.
+    - Device placement (`placement_chain`). `latency` names the device whose times count.
+    - Piper (`piper_chain`).
+    - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). A time is for both passes,
+      and the forward gets a third of it. The file does not say how many bytes cross a cut:
+      `cut_nbytes` cross each cut. A layer also keeps `cut_nbytes` for its backward, because the
+      file does not divide memory into parameters and activations.
 
-    `unit_s` is the unit of time in files of the first two forms, in seconds. The files do not state
-    it: it is a millisecond in device placement's files and Piper's ResNet, a second in Piper's
-    BERT.
+    `unit_s` is the unit of time in files of the first two formats, in seconds. The files do not
+    state the unit: a millisecond in device placement's files and Piper's ResNet, a second in
+    Piper's BERT.
 
     Raises `CostError` for a faulty file, with the place in it, and for invalid arguments.
     """

@@ -1,5 +1,4 @@
-"""Published profiles in the format of PipeDream's `graph.txt`, which DAPPLE also uses. It needs no
-torch.
+"""Published profiles in the format of PipeDream's `graph.txt`, which DAPPLE also uses.
 
 A node is a line `name -- description -- forward_compute_time=ms, backward_compute_time=ms,
 activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. The size
@@ -92,9 +91,7 @@ class ProfileGraph:
 
     def order(self) -> tuple[ProfileNode, ...]:
         """Return the nodes with writers before readers, and otherwise in the order of the file.
-
-        Raises `CostError` for a circle.
-        """
+        Raises `CostError` for a circle."""
         import networkx as nx  # type: ignore[import-untyped]
 
         if circle := self.circle():
@@ -113,8 +110,7 @@ class ProfileGraph:
             return ()
 
     def chain(self) -> ChainCosts:
-        """Return the costs of the layers in the order of `order`. Raises `CostError` for a
-        circle."""
+        """Return the layers' costs in the order of `order`. Raises `CostError` for a circle."""
         layers = self.order()
         places = {layer.name: place for place, layer in enumerate(layers)}
         last_reader = dict.fromkeys(places, 0)
@@ -150,10 +146,7 @@ def path_of(circle: Sequence[Edge]) -> str:
 
 
 def read_profile(path: Path) -> ProfileGraph:
-    """Read a profile from a file.
-
-    Raises `CostError` if the file cannot be read, or for a wrong line, with file and line.
-    """
+    """Read a profile from a file. Raises `CostError`, with file and line for a wrong line."""
     text = read_text(path, CostError)
     node_lines: dict[str, int] = {}
     edge_lines: dict[Edge, int] = {}

@@ -25,10 +25,10 @@ def scale_to_boards(
     """Return the modelled costs of a chain at micro-batches of `samples`.
 
     `profiled` is the board on which the chain was measured, and the number of samples in that
-    measurement. Times and activations are proportional to the samples. Times are also divided by
-    the board's sustained rate relative to the profiled board's, and each pass has a fixed part of
-    one launch in addition. Optimizer state is `state_copies` times the parameters: 1 for momentum,
-    2 for Adam.
+    measurement. Times and activations are proportional to the samples. Times are also multiplied by
+    the profiled board's sustained rate over the board's sustained rate, and each pass takes one
+    launch in addition. Optimizer state is `state_copies` times the parameters: 1 for momentum, 2
+    for Adam.
     """
     board, measured = profiled
     share = samples / measured
@@ -76,11 +76,8 @@ def scale_to_boards(
 
 
 def sustained_flops(board: Board) -> float:
-    """Return the float32 operations per second of a board, by which times are scaled to other
-    boards.
-
-    They are a processor's peak, or the throughput of an FPGA's DSPs (`hetpipe.cost.fpga`).
-    """
+    """Return a board's float32 operations per second, by which times are scaled to other boards: a
+    processor's peak, or the throughput of an FPGA's DSPs (`hetpipe.cost.fpga`)."""
     fabric = board.fabric
     if fabric is None:
         return board.peak_flops["float32"]

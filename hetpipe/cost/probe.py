@@ -21,8 +21,8 @@ Relative = Annotated[float, Number(most=1e9)]
 class Probe:
     """Seconds of a fixed matrix product and of a fixed elementwise pass.
 
-    `spread` is the larger of their relative spreads. A relative spread is half the distance between
-    the quartiles, over the median.
+    `spread` is the larger of their relative spreads: half the distance between the quartiles, over
+    the median.
     """
 
     arithmetic_s: AboveZero
@@ -86,10 +86,10 @@ class Drift:
 def drift(then: Probe, now: Probe) -> Drift:
     """Return the drift of a device from probe `then` to probe `now`.
 
-    Even without a drift, two probes differ by their noise. So of a change d (the logarithm of a
-    ratio) with the noise n only the share max(0, 1 - n^2 / d^2) counts: James and Stein's estimate
-    of a change of unknown size ("Estimation with quadratic loss", 1961). Raises `CostError` if the
-    programs of the probes differ.
+    Even without a drift, two probes differ by their noise. So a change d (the logarithm of a ratio)
+    with the noise n is multiplied by max(0, 1 - n^2 / d^2): James and Stein's estimate of a change
+    of unknown size ("Estimation with quadratic loss", 1961). Raises `CostError` if the programs of
+    the probes differ.
     """
     if (then.order, then.nbytes) != (now.order, now.nbytes):
         raise CostError(

@@ -13,9 +13,8 @@ def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: flo
     work.
 
     Both parts read the layer's input. So the input and the first part's output cross a cut between
-    the parts. The times and bytes of the parts are modelled. Raises `CostError` for an unknown
-    layer, for the first layer, because the table lacks the bytes of its input, and for a layer that
-    shares a parameter.
+    the parts. Raises `CostError` for an unknown layer, for the first layer, because the table lacks
+    the bytes of its input, and for a layer that shares a parameter.
     """
     index = next((n for n, each in enumerate(table.layers) if each.name == layer), -1)
     if index < 0:
@@ -44,8 +43,7 @@ def split_costs(table: CostTable, layer: str, names: tuple[str, str], share: flo
 
 
 def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> LayerBytes:
-    """Return the bytes of a part. A part saves as many bytes as the whole layer, mostly the
-    input."""
+    """Return the bytes of a part. It saves as many bytes as the whole layer, mostly the input."""
     params_nbytes, state_nbytes = (
         round(share * nbytes) for nbytes in (whole.params_nbytes, whole.state_nbytes)
     )
@@ -53,8 +51,8 @@ def _bytes(whole: LayerBytes, name: str, share: float, cut_nbytes: int) -> Layer
 
 
 def _row(cost: DeviceCost, index: int, share: float) -> tuple[LayerCost, ...]:
-    """Return the costs of a device's layers. Each part has the whole fixed overhead, and its share
-    of the remaining time."""
+    """Return the costs of a device's layers. Each part has the whole fixed overhead and a share of
+    the remaining time."""
     whole, overhead_s = cost.layers[index], cost.overhead_s
 
     def part(share: float) -> LayerCost:

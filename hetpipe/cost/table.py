@@ -1,4 +1,4 @@
-"""CostTable: the costs of every layer on every device, and of every link. It needs no torch."""
+"""CostTable: the costs of every layer on every device, and of every link."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hetpipe.words import short, words
 
 VERSION = 3
 EARLIER = (1, 2)
-"""Earlier versions that can be read. Both lack `sum_speed`, and 1 also lacks probes and spreads."""
-LONGEST_ID = 1000
-"""Longest device id in letters, so that messages stay short."""
+"""Earlier versions that can be read. Both lack `sum_speed`; version 1 also lacks probes and
+spreads."""
+LONGEST_ID = 1000  # longest device id in letters, so that messages stay short
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
 Ratio = Annotated[float, Number(above=True)]
@@ -99,7 +99,7 @@ class DeviceCost:
     spread: Relative = 0.0
     alone: Factor = 1.0
     probe: Probe | None = None  # from the measurement, while all other devices computed
-    probe_alone: Probe | None = None  # while they were idle
+    probe_alone: Probe | None = None  # while all other devices were idle
 
     def drifted(self, drift: Drift) -> DeviceCost:
         """Return costs and probes after a drift. Raises `CostError` for an impossible factor."""
@@ -169,8 +169,7 @@ class CostTable:
     contention: float = 0.0  # share of the cores that other work used; 0 if it was small
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
-        """Return the seconds of the forward of a stage with layers lo..hi-1; the fixed overhead
-        counts once."""
+        """Return the seconds of the forward of layers lo..hi-1; the fixed overhead counts once."""
         return self._stage_s("forward_s", device, lo, hi)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
@@ -196,7 +195,8 @@ class CostTable:
         return forward_s, backward_s + recompute * forward_s, self.update_s(device, lo, hi)
 
     def link(self, source: str, target: str) -> LinkCost:
-        """Return the link between two devices; a device to itself is free. Raises `CostError`."""
+        """Return the link between two devices; from a device to itself it is free. Raises
+        `CostError`."""
         if source == target:
             return LinkCost(0.0, math.inf)
         if (source, target) not in self.links:

@@ -1,4 +1,4 @@
-"""Work: the operations and bytes of layers, on any device. It needs no torch."""
+"""Work: the operations and bytes of layers, on any device."""
 
 from __future__ import annotations
 

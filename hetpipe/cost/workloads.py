@@ -1,10 +1,10 @@
-"""Workloads: the JSON profiles of two papers. This module needs no torch.
+"""Workloads: the JSON profiles of two papers.
 
 - Device placement (Tarnawski et al., NeurIPS 2020): forward and backward nodes, and edges.
 - Piper (Tarnawski et al., NeurIPS 2021): nodes with times by tensor-parallel degree, and edges.
 
 The READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper describe the fields, but not the
-unit of time. In most published files it is a millisecond.
+unit of time.
 """
 
 from __future__ import annotations
@@ -147,13 +147,14 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
     """Return the chain of a training workload of device placement. Each forward node is a layer.
 
     The time of a backward node goes to the forward nodes of its colour class, in proportion to
-    their times. If it has no such class, its time goes to the layers that share the nearest node's
-    time. A node that takes no time and reads nothing is a parameter, and belongs to the layer of
-    its first reader. If such nodes have bytes, these are all parameters, and the bytes of other
-    nodes are kept for the backward. Otherwise a node's bytes beyond its output are its parameters.
+    their times. Without such a class, its time goes to the layers that share the time of the
+    nearest node. A node that takes no time and reads nothing is a parameter, and belongs to the
+    layer of its first reader. If any such nodes have bytes, they are all the parameters, and the
+    bytes of other nodes are kept for the backward. Otherwise a node's bytes beyond its output are
+    its parameters.
 
-    A chain cannot say that a class must stay on one device. Nodes that load data count as layers,
-    since the file does not mark them. Raises `CostError`.
+    A chain cannot express that a class must stay on one device. Nodes that load data count as
+    layers, since the file does not mark them. Raises `CostError`.
     """
     workload = source.record(_Workload, data)
     _check_ids(source, workload.nodes, workload.edges)
@@ -190,8 +191,7 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
 
 
 def _owners(forward: Mapping[int, _Node], edges: Collection[_SizedEdge]) -> dict[int, int]:
-    """Return the layer of each forward node: the node itself, or the first reader of a
-    parameter."""
+    """Return the layer of each forward node: the node itself, or a parameter's first reader."""
     owners = {id: id for id in forward}
     readers = {edge.destId for edge in edges}
     places = {id: place for place, id in enumerate(forward)}
@@ -253,8 +253,8 @@ def _backward_times(
 
 
 def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
-    """Return the bytes of each node's output: of its largest edge, as all edges carry one
-    output."""
+    """Return the bytes of each node's output: as all its edges carry the output, of the largest
+    edge."""
     output_nbytes: dict[int, int] = {}
     for edge in edges:
         output_nbytes[edge.sourceId] = max(output_nbytes.get(edge.sourceId, 0), edge.nbytes)
@@ -264,7 +264,7 @@ def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
 def _received_gradients(workload: _Workload) -> dict[int, int]:
     """Return, by node, the bytes of the gradients that the backward nodes of its class read.
 
-    They give the size of a forward node's output if no node reads that output.
+    The bytes stand for the size of a forward node's output if no node reads that output.
     """
     nodes = {node.id: node for node in workload.nodes}
     by_class: dict[int | None, int] = {}
@@ -306,7 +306,7 @@ def _check_passes(source: Source, workload: _Workload) -> None:
 
 
 def _names(nodes: Sequence[_Node | _PiperNode]) -> dict[int, str]:
-    """Return names without spaces, by id. If two are equal, the id is added to every name."""
+    """Return names without spaces, by id. If two names are equal, every name gets its id."""
     names = {node.id: "_".join(node.name.split()) or f"node{node.id}" for node in nodes}
     if len(set(names.values())) == len(names):
         return names

@@ -1,5 +1,4 @@
-"""Clock: follows the simulator's rules, which `hetpipe.simulate.simulator` states, for any
-schedule.
+"""Clock: follows the rules of `hetpipe.simulate.simulator`, for any schedule.
 
 Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
@@ -31,8 +30,7 @@ from hetpipe.schedule.action import (
 from hetpipe.simulate.media import ALONE, Channel, Event, Load, Media, Network
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
-COMPUTE, SEND, RECEIVE, SUM = range(4)
-"""The effect of an action on its worker."""
+COMPUTE, SEND, RECEIVE, SUM = range(4)  # the effect of an action on its worker
 
 _SENDS = {
     Op.FORWARD: Op.SEND_FORWARD,
@@ -102,10 +100,9 @@ def _key(action: Action) -> int:
 
 RowWalk = Generator[float | None, float, None]
 """Yields the time at which the row resumes, or None if another row sets that time. When the row
-resumes, it is sent the time."""
+resumes, it receives the time."""
 
-NOTHING, SUMS = -1, -2
-"""Special values for the key of the message that a row waits for."""
+NOTHING, SUMS = -1, -2  # special values for the key of the message that a row waits for
 
 
 class Clock:
@@ -215,7 +212,7 @@ class Clock:
         self._media.begin(row, work_s, (self._workers[row],), now_s)
         return None
 
-    # Results that leave in chunks, beginning with the first.
+    # Results in chunks.
 
     def _is_sent_next(self, row: int, index: int) -> bool:
         """Whether the action after `index` sends the result of the action at `index`."""

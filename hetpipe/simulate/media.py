@@ -17,8 +17,7 @@ Event = tuple[float, int, int]
 """Time in seconds; number of a row or flow; and ALONE, or the state that the flow (or its only
 medium) had when the event was set."""
 
-ALONE = -1
-"""The state of an event whose time never changes."""
+ALONE = -1  # the state of an event whose time never changes
 
 Medium = int | str  # a worker's device, or a shared medium by name
 
@@ -39,9 +38,10 @@ class _Flow:
 class _Shared:
     """A medium. The flows that use no other medium all have the same speed.
 
-    The common work is the work that a flow would have done if it had run since the first of them
-    began. Their ends are stored in common work, so a change of speed does not change them: a flow
-    that begins at 5 s of common work, and would take 2 s alone, ends at 7 s of common work.
+    The common work is the work of a flow that had run since the first of these flows began. The
+    flows' ends are stored in common work, so that a change of speed does not change the stored
+    ends: a flow that begins at 5 s of common work, and would take 2 s alone, ends at 7 s of common
+    work.
     """
 
     flows: dict[int, _Flow] = field(default_factory=dict)  # by number: flows that are not in `ends`
@@ -70,7 +70,7 @@ class Media:
 
     Each flow on several media has an event for its end. On each medium, the flows that use only
     this medium have one event together, for the first of their ends. When the speed of a flow
-    changes, its state changes as well, which makes the earlier event invalid.
+    changes, its state changes as well, so the earlier event becomes invalid.
     """
 
     def __init__(self, events: list[Event]) -> None:
@@ -105,8 +105,7 @@ class Media:
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
-        """Whether the flow ends now: the event has the flow's present state, and the flow is not
-        open."""
+        """Whether the flow ends now: the event has its present state, and the flow is not open."""
         if (shared := self._alone.get(number)) is not None:
             if shared.state != state:
                 return False
@@ -186,7 +185,7 @@ class Load:
 
 
 class Network:
-    """Channels with their queues of loads. A load that is first in all its queues is on its
+    """Channels with their queues of loads. A load that is first in all its queues uses its
     media."""
 
     def __init__(self, media: Media, first_number: int) -> None:
@@ -205,18 +204,16 @@ class Network:
         return number
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """Note that the pass of an open load has ended: the rest of the load takes at least
-        `least_s` from now."""
+        """Note that an open load's pass has ended: the rest of the load takes at least
+        `least_s`."""
         load = self._loads[number]
         load.is_open = False
         if load.start_s is not None:
             self._media.close(number, least_s, now_s)
 
     def leave(self, number: int, now_s: float) -> Load | None:
-        """Free the channels of a load that has left its media, and begin the next loads.
-
-        Returns None if the load still keeps its channels for a time.
-        """
+        """Free the channels of a load that has left its media, and begin the next loads. Returns
+        None if the load keeps its channels for a time."""
         load = self._loads[number]
         if load.hold_s:
             self._media.begin(number, load.hold_s, (), now_s)

@@ -1,7 +1,4 @@
-"""Outcome: the bubble and the memory of each worker in a step, and the bytes on each link.
-
-Also the occupation: why workers do not compute all the time.
-"""
+"""Outcome: the bubbles and memory of workers, the bytes on links, and the occupation of a step."""
 
 from __future__ import annotations
 
@@ -70,10 +67,8 @@ class Outcome:
 
 
 def outcome(timeline: Timeline, memory: Sequence[Memory]) -> Outcome:
-    """Return the outcome of a step, with `memory` by stage.
-
-    Raises `ScheduleError` if `memory` has another number of stages.
-    """
+    """Return the outcome of a step, with `memory` by stage. Raises `ScheduleError` if `memory` has
+    another number of stages."""
     stages = 1 + max((span.action.stage for span in timeline.spans), default=-1)
     if stages != len(memory):
         raise ScheduleError(
@@ -157,7 +152,7 @@ RECEIVES = {
     Op.BACKWARD: Op.RECV_BACKWARD,
     Op.BACKWARD_INPUT: Op.RECV_BACKWARD,
 }
-"""The receive that a pass may need."""
+"""By pass, the receive that it may need."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ class Occupation:
 
 
 def occupation(timeline: Timeline) -> Occupation:
-    """Return the occupation of a step. Without spans, all time is the engine's."""
+    """Return the occupation of a step. Without spans, all time counts as `engine`."""
     if not timeline.spans:
         return Occupation(0.0, 0.0, 1.0, 0.0)
     begin_s, end_s = min(s.start_s for s in timeline.spans), max(s.end_s for s in timeline.spans)
@@ -187,7 +182,7 @@ def occupation(timeline: Timeline) -> Occupation:
     sends = {s.action.message: s for s in timeline.spans if s.action.op.is_send}
     computing_s = transfer_s = waiting_s = 0.0
     for worker in range(len(timeline.workers)):
-        at_s = begin_s  # until then, the worker's time is already counted
+        at_s = begin_s  # the worker's time before this is already counted
         own = [s for s in timeline.spans if s.worker == worker and s.action.op.is_compute]
         for span in sorted(own, key=lambda span: span.start_s):
             receive = of_action.get(_receive_before(span.action))

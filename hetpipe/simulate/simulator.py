@@ -4,14 +4,15 @@ The simulator follows the rules of the engine:
 
 - A worker runs its actions in order. A compute action holds the worker. A send is posted and costs
   the worker nothing. A receive holds the worker until the message has arrived.
-- An edge is one direction between two workers. It carries one message at a time, in the order in
-  which they are posted. A message in chunks holds its edge until the last chunk has left.
+- An edge is one direction between two workers. It carries its messages one at a time, in the order
+  in which they are posted. A message in chunks holds its edge until the last chunk has left.
 - A message uses its media while it holds its edge, but not during its latency. The messages on a
   medium share it: a message's speed is 1 / the largest number of messages on any of its media.
-- The lanes of a worker run at once. While several compute, they share its speed evenly.
+- The lanes of a worker run at once. While several lanes compute, they share the worker's speed
+  evenly.
 - A worker runs one sum over replicas at a time, while it computes the following passes. An update
-  waits for the sums. If each replica has a row, a sum begins when all these rows have reached it. A
-  sum uses its media as a message does.
+  waits for the sums. If each replica has a row, a sum begins when all these rows have reached the
+  sum. It uses its media as a message does.
 - A replica that sends a gradient to all other replicas uses a separate edge to each of them.
 
 Example: two messages, of 2 s each if alone, on separate edges that share a bus. A column is half a
@@ -53,10 +54,10 @@ def simulate(
 
     `workers` are the names of the workers, by default `worker 0`, ... The span of a compute action
     lasts while the action holds the worker. The span of a send begins when the edge takes the
-    message, the span of a receive when the worker reaches the receive. Both end when the message
-    arrives; but if it has arrived before its receive, that span has no length. Raises
-    `ScheduleError` if the schedule deadlocks, if `times` has another number of stages, or if there
-    is not one name for each worker.
+    message, the span of a receive when the worker reaches the receive. Both spans end when the
+    message arrives; but if the message arrived before its receive, the receive's span has no
+    length. Raises `ScheduleError` if the schedule deadlocks, if `times` has another number of
+    stages, or if there is not one name for each worker.
     """
     schedule = columns_of(schedule)
     stages = 1 + int(schedule.stages.max(initial=-1))
@@ -76,8 +77,7 @@ def simulate(
 def _by_clock(
     schedule: Schedule, times: StageTimes, worker_of: Sequence[int], names: Sequence[str]
 ) -> tuple[Span, ...]:
-    """Return the spans of any schedule, by start, end and row. Raises `ScheduleError` for a
-    deadlock."""
+    """Return the sorted spans of any schedule. Raises `ScheduleError` for a deadlock."""
     clock = Clock(schedule, times, worker_of)
     clock.run()
     for row, action in sorted(clock.stuck.items()):
@@ -85,8 +85,7 @@ def _by_clock(
     return tuple(sorted(map(Span._make, clock.spans), key=itemgetter(2, 3, 0)))
 
 
-EXACT = 1e-9
-"""Both bounds of the period count as equal if their relative difference is at most this."""
+EXACT = 1e-9  # relative difference up to which both bounds of the period count as equal
 
 
 def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tuple[float, float]:
@@ -118,8 +117,7 @@ def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tu
 
 
 def _by_mini_batch(timeline: Timeline, mini_batches: int) -> Array:
-    """Return the end times of actions: a row per mini-batch, a column per action of a
-    mini-batch."""
+    """Return the end times of actions: a row per mini-batch, a column per action."""
     codes, stages, numbers, ends_s = _columns(timeline)
     kinds = codes * (1 + int(stages.max(initial=0))) + stages
     order = np.lexsort((ends_s, numbers, kinds))

@@ -29,11 +29,8 @@ class Span(NamedTuple):
 
 
 class SpanColumns(LazySequence[Span]):
-    """The spans of a schedule's actions, as columns. `Span` objects are made only when they are
-    first used.
-
-    `starts_s` and `ends_s` have the actions row by row, as the schedule does.
-    """
+    """The spans of a schedule's actions, as columns. `starts_s` and `ends_s` have the actions row
+    by row, as in the schedule."""
 
     def __init__(self, schedule: Columns, starts_s: Array, ends_s: Array) -> None:
         self.schedule, self.starts_s, self.ends_s = schedule, starts_s, ends_s

@@ -28,12 +28,8 @@ FREE = Transfer()
 
 
 def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -> float:
-    """Return the seconds in which a ring sums `nbytes` over r replicas.
-
-    They are 2 (r - 1) (latency + nbytes / (r bandwidth)).
-
-    Raises `ScheduleError` for impossible numbers.
-    """
+    """Return the seconds in which a ring sums `nbytes` over r replicas: 2 (r - 1) (latency + nbytes
+    / (r bandwidth)). Raises `ScheduleError` for impossible numbers."""
     if replicas < 1 or bandwidth_Bps <= 0:
         raise ScheduleError(
             f"a ring of {replicas} replicas at {bandwidth_Bps} bytes/s: give 1 replica or more, "
@@ -48,8 +44,8 @@ class StageTimes:
 
     `input_s` and `weight_s` are the two halves of a backward, in zero-bubble schedules. `chunks` is
     BaPipe's execution model (section 3.2): with 1, a stage sends the result of a pass after the
-    pass (synchronous); with n, it sends n equal pieces, each right after its computation
-    (asynchronous); with `math.inf`, the pieces are infinitely small. `tied` has the transfers of
+    pass (synchronous); with n, it sends n equal chunks, each right after the chunk's computation
+    (asynchronous); with `math.inf`, the chunks are infinitely small. `tied` has the transfers of
     shared gradients or parameters, by (source stage, target stage). A transfer without an entry is
     free.
     """
@@ -97,8 +93,7 @@ class StageTimes:
         return any(each.media for each in (*links, *self.tied.values(), *self.sums))
 
     def compute_s(self, action: Action) -> float:
-        """Return the seconds of a pass, sum or update that shares its device or media with
-        nothing."""
+        """Return the seconds of a pass, sum or update that is alone on its device or media."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]

@@ -4,9 +4,8 @@ A step begins when the previous step of its row has ended, and the message that 
 has arrived. The message that the step sends leaves when its edge is free. So the walk can compute
 the times of one step after another, in the order of `hetpipe.schedule.order`.
 
-Under a schedule that flushes, this order depends only on the schedule, not on times. So planners
-that price many plans keep the order (`order_of`), and need one walk for each price. Schedules with
-lanes or with sums over replicas are not plain and need the clock.
+This order depends only on the schedule, not on times. So planners that price many plans keep the
+order (`order_of`), and need one walk for each price.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Moments(NamedTuple):
     """When the computation of each step ends, and when its message leaves and arrives.
 
     The steps are in the order of `Order`. The message of a step that sends nothing takes no time.
-    The arrivals begin with an additional 0, which stands for the message of steps that receive
-    nothing.
+    The arrivals begin with an additional 0, for steps that receive nothing.
     """
 
     ends_s: list[float]
@@ -131,8 +129,7 @@ def _with_chunks(order: Order, times: StageTimes) -> Moments:
     return moments
 
 
-KEPT = 256
-"""How many orders are remembered; the most recently used ones."""
+KEPT = 256  # number of remembered orders, the most recently used ones
 
 
 def step_s(order: Order, times: StageTimes) -> float:
@@ -149,12 +146,9 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Order | None:
-    """Return the order of the steps under a rule; None if only the simulator can price its
-    schedule.
-
-    `pairs` are stages that share parameters. Raises `ScheduleError` if the rule raises it, or if
-    its schedule deadlocks.
-    """
+    """Return the order of the steps under a rule; None if only the simulator can price the rule's
+    schedule. `pairs` are stages that share parameters. Raises `ScheduleError` if the rule raises
+    it, or if the schedule deadlocks."""
     if not rule.flushes:
         return None
     passes = columns_of(rule.rows(stages, microbatches, in_flight, workers))
