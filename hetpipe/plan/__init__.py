@@ -1,8 +1,4 @@
-"""Plans: the layers, order and predicted cost of each member's work; and the planners.
-
-Planning needs neither torch nor the devices of the cluster.
-
-"""
+"""Plans and planners. Planning needs neither torch nor the devices of the cluster."""
 
 from typing import TYPE_CHECKING
 

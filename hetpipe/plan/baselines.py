@@ -27,8 +27,8 @@ def even_plan(
 ) -> Plan:
     """Return a plan with equal numbers of layers per device, in the given order.
 
-    If layers remain, the last stages get one more, because they keep fewer micro-batches in flight.
-    Raises `PlanError` if a device cannot run its layers.
+    If layers remain, the last stages get one layer more, as they keep fewer micro-batches in
+    flight. Raises `PlanError` if a device cannot run its layers.
     """
     share, over = divmod(len(table.layers), max(len(devices), 1))
     # With too few layers, make_plan raises.
@@ -51,7 +51,7 @@ def speed_blind_plan(
 ) -> Plan:
     """Return the partition that would be best if all devices were average, with its true price.
 
-    The order is the given one. Layers that a device cannot run stay impossible there. Raises
+    The devices keep their order. Layers that a device cannot run stay impossible there. Raises
     `PlanError` as `make_plan` does.
     """
     for device in devices:
@@ -91,10 +91,7 @@ def link_blind_plan(
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
-    """Return the table in which all `devices` have the same, mean times.
-
-    A layer's mean is over the devices that can run the layer.
-    """
+    """Return the table in which all `devices` have the layers' mean times (see `chain_of`)."""
     costs = [table.devices[device] for device in devices]
     overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
     means = [

@@ -5,13 +5,13 @@ With prefix sums W of a device's times, layers i..j are a stage of at most T sec
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`
 
-so one running maximum of the right side gives the cuts that k stages can reach from the cuts of
-k - 1 stages. Only a band of cuts matters. If only computation counts, the first k devices can
-reach each cut of the band, and the remaining devices can reach the end from this cut. If a device's
-memory may be too small, the search tries all pairs of cuts of two bands. Each partition that it
-finds lowers T to the time of the partition's slowest stage, until no partition is faster. So the
-result is exact, except for rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains without
-transfers and memory.)
+so one running maximum of the right side gives the cuts that a stage can reach from the cuts that
+the stages before it can reach. Only a band of cuts matters: cuts that the first k devices can
+reach, and from which the remaining devices can reach the end, if only computation counts. If a
+device's memory may be too small, the search tries all pairs of cuts of two bands. Each partition
+that it finds lowers T to the time of the partition's slowest stage, until no partition is faster.
+So the result is exact, except for rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains
+without transfers and memory.)
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ STRICTLY = 1 - 1e-12
 ROUNDING = 2.0**-49
 """More than all rounding errors of a stage's time, relative to the prefix sums."""
 
-COARSE = 1e-6
-"""Relative precision of the bound by computation alone, which ignores transfers and memory."""
+COARSE = 1e-6  # relative precision of the bound by computation alone
 
 NEAR = 2e-3
 """If the lower and the upper limit are relatively this near, every second trial is a limit just
 below the best partition's time."""
 
 GALLOP = 4
-"""Factor by which the limit's distance from the bound by computation alone grows, until a partition
-meets the limit."""
+"""Factor by which the limit moves away from the bound by computation alone, until a partition meets
+the limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The costs of one stage of the order, whichever layers i..j it has.
+    """The costs of one stage of the order, for any layers i..j.
 
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
     `overhead_s`; `arrive_s[i]` and `leave_s[j]` are the seconds of transfers at the stage's two
@@ -94,7 +93,7 @@ class Stage:
 
     def farthest(self, lo: int, limit_s: float) -> int:
         """Return the last cut that the stage can reach from `lo` if only computation counts; `lo`
-        if it cannot run a layer."""
+        if it reaches no later cut."""
         end_s = limit_s - self.overhead_s + self.compute_s[lo]
         reached = int(self.compute_s.searchsorted(end_s, "right")) - 1
         return max(lo, min(reached, int(self.blocked[lo])))
@@ -108,7 +107,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Band:
-    """The cuts `low`, `low + 1`, ...; `reached` says which of them the stages so far can reach."""
+    """The cuts `low`, `low + 1`, ...; `reached` says which of these cuts the stages so far can
+    reach."""
 
     low: int
     reached: Array
@@ -123,8 +123,8 @@ def fixed_order(
 ) -> tuple[float, tuple[int, ...]] | None:
     """Return the partition whose slowest stage is fastest: the seconds of this stage, and the cuts.
 
-    None if there is no partition. The stages keep their order, and each has a layer or more. Raises
-    `PlanError` without stages, or for stages with different numbers of layers.
+    None if there is no partition. Each stage has a layer or more. Raises `PlanError` without
+    stages, or for stages with different numbers of layers.
     """
     lengths = sorted({len(stage.compute_s) - 1 for stage in stages})
     if len(lengths) != 1:
@@ -183,10 +183,7 @@ class _Search:
 
     def computed_s(self) -> float:
         """Return a limit just below the lowest limit that a partition meets if only computation
-        counts.
-
-        Infinite if no partition can compute all layers.
-        """
+        counts; infinite if no partition can compute all layers."""
         low_s, high_s = 0.0, self.most_s
         if self._farthest(high_s)[-1] < self.layers:
             return math.inf
@@ -261,10 +258,8 @@ class _Search:
         return np.asarray(fits)
 
     def _reached_by_pairs(self, stage: Stage, before: _Band, ends: Array, limit_s: float) -> Array:
-        """Return which of the cuts `ends` a stage can reach from the band `before`.
-
-        It tries all pairs of cuts that are as near to each other as time and memory require.
-        """
+        """Return which of the cuts `ends` a stage can reach from the band `before`, by trying all
+        pairs of cuts that are as near to each other as time and memory require."""
         first = stage.compute_s.searchsorted(stage.compute_s[ends] - (limit_s - stage.overhead_s))
         roomy = stage.nbytes.searchsorted(stage.nbytes[ends] - stage.capacity)
         longest = int((ends - np.maximum(first, roomy)).max())

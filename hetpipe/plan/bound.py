@@ -5,10 +5,10 @@ takes T = min over x of max_d sum_l x_ld t_ld, a linear programme. Its dual is
 
     T = max over y >= 0, sum y = 1, of sum_l min_d y_d t_ld
 
-so every choice of y gives a lower bound. Steps along the subgradient raise the bound: a device that
+so every choice of y gives a lower bound. Moves along the subgradient raise the bound: a device that
 would have more load than the mean gets a larger y_d. A step takes at least as long as the work of
-all micro-batches, divided in this way. If its schedule flushes, it also takes at least the passes
-of one micro-batch through all layers, each on its fastest device.
+all micro-batches, divided in this way. If the schedule flushes, a step also takes at least the
+passes of one micro-batch through all layers, each layer on its fastest device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from hetpipe.plan.proposal import PlannerOptions, Tables
 from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
-SLOW_S = 1e12
-"""Seconds that stand for a layer that a device cannot run."""
+SLOW_S = 1e12  # stands for a layer that a device cannot run
 
 
 def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
     """Return a lower bound of the seconds of a step on any of these devices.
 
-    It uses the least time per sample over the sizes that have tables. Sizes between them are not
-    needed: whole micro-batches have one of these sizes, and a replica's share costs at least the
-    least time per sample.
+    It uses the least time per sample over the sizes that have tables. Whole micro-batches have one
+    of these sizes, and a replica's share costs at least this time per sample.
     """
     names = list(dict.fromkeys(devices))
     per_sample_s = np.min(

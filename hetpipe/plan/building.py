@@ -1,8 +1,8 @@
 """Building: makes the plan of a proposal, with the rows of its replicas and its predicted step.
 
-Replicas divide micro-batches by their speed. Without flushes the replicas take turns, and the time
-of the slowest replica counts. Under data parallelism every device has all stages, and the same rows
-in each stage.
+Replicas divide micro-batches in proportion to their speeds. Without flushes the replicas take
+turns, and the time of the slowest replica counts. Under data parallelism every device has all
+stages, and the same rows in each stage.
 """
 
 from __future__ import annotations

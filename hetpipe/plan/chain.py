@@ -11,10 +11,8 @@ from hetpipe.errors import PlanError
 
 
 def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
-    """Return the layers' costs on a device with the mean times of these devices.
-
-    A layer's mean is over the devices that can run the layer; it is infinite if none can.
-    """
+    """Return the layers' costs on a device with the mean times of these devices. A layer's mean is
+    over the devices that can run the layer; it is infinite if none can."""
     costs = [table.devices[device] for device in devices]
     rows = list(zip(*(cost.layers for cost in costs), strict=True))
     return ChainCosts(

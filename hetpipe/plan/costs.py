@@ -20,7 +20,7 @@ Objective = Literal["sum", "max"]
 the computation and its sends counts. `sum`: the same for an async device; a sync device sends after
 the computation, so the times are added (BaPipe's 1F1B-SNO)."""
 
-Array = Any  # an index or time, or a numpy array of them
+Array = Any  # an index or a time, or a numpy array of indices or times
 
 
 class StageCosts:
@@ -53,8 +53,8 @@ class StageCosts:
     def memory_nbytes(
         self, lo: Array, hi: Array, in_flight: int, versions: int = 1, share: float = 1.0
     ) -> Array:
-        """Return the bytes of a stage's weights x versions, gradients and optimizer state, of its
-        saved tensors x micro-batches in flight, and of the buffers at its cuts.
+        """Return the bytes of a stage: weights x versions, gradients, optimizer state, saved
+        tensors x micro-batches in flight, and the buffers at the cuts.
 
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
         for the tensors that cross forward and for their gradients. `share` is a replica's share of
@@ -94,8 +94,8 @@ class StageCosts:
         return nbytes
 
     def prefixes(self, device: str) -> tuple[Array, Array, float]:
-        """Return two arrays by cut, for the layers before the cut: their seconds without the fixed
-        overhead, and how many of them the device cannot run. Return the overhead as well."""
+        """Return, by cut, the seconds of all layers before the cut without the fixed overhead, and
+        how many of these layers the device cannot run; also return the overhead."""
         cost = self.table.devices[device]
         kind = id(cost.layers), cost.overhead_s  # devices of one kind share a tuple of layers
         if kind not in self._passes:
@@ -128,10 +128,8 @@ class StageCosts:
     def stage_s(
         self, devices: Sequence[str], stage: int, lo: Array, hi: Array, objective: Objective
     ) -> Array:
-        """Return the seconds for which a micro-batch occupies the stage.
-
-        The sends count by `objective`: activations to the next stage, gradients to the one before.
-        """
+        """Return the seconds for which a micro-batch occupies the stage. Its sends, to the next and
+        to the previous stage, count by `objective`."""
         device = devices[stage]
         compute_s = self.compute_s(device, lo, hi)
         sends_s = []
@@ -154,11 +152,8 @@ class StageCosts:
         bounded: bool = True,
         versions: int = 1,
     ) -> Array:
-        """Return `stage_s` for all [lo, hi].
-
-        The time is infinite for an empty stage and, if `bounded`, for a stage that exceeds the
-        device's memory.
-        """
+        """Return `stage_s` for all [lo, hi]; infinite for an empty stage and, if `bounded`, for a
+        stage that exceeds the device's memory."""
         lo = np.arange(self.count + 1)[:, None]
         hi = np.arange(self.count + 1)[None, :]
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
@@ -167,9 +162,7 @@ class StageCosts:
 
 
 def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
-    """Return two prefix sums over the layers: the seconds of `forwards` forwards and one backward
-    without the fixed overhead, and the number of unsupported layers. Return the overhead as well.
-    """
+    """Return `prefixes` for passes of `forwards` forwards and one backward."""
     seconds, unsupported = [], []
     for layer in cost.layers:
         times_s = (*(layer.forward_s,) * forwards, layer.backward_s)

@@ -22,8 +22,7 @@ FREE = LinkCost(0.0, float("inf"))
 
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
-    """Return why no plan fits: the stage of the best partition that lacks memory, the bytes that it
-    lacks, and a cure."""
+    """Return why no plan fits: the stage that lacks memory, the bytes that it lacks, and a cure."""
     schedules = priced.options.schedules
     if schedules and all(rule_of(name).several_stages for name in schedules):
         return (

@@ -108,7 +108,8 @@ class _Fronts(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """First stages of partial plans on all devices but `used`; arrays have an entry for each."""
+    """First stages of partial plans on all devices but `used`; arrays have an entry for each
+    plan."""
 
     used: Counts
     groups: list[Counts]
@@ -162,8 +163,8 @@ class _Search:
     def fronts(self, used: Counts) -> _Fronts:
         """Return the partial plans on all devices but `used`.
 
-        Servers with equally many devices are interchangeable, so they are first ordered by used
-        devices, the most used server first.
+        If all servers have equally many devices, they are interchangeable. Then they are first
+        ordered by used devices, the most used server first.
         """
         order = self._order(used)
         if order != sorted(order):
@@ -222,8 +223,8 @@ class _Search:
         return best
 
     def _behind(self, used: Counts, groups: list[Counts]) -> Array:
-        """Return the best partial plans of the stages after each of these groups; they include the
-        transfer from the group."""
+        """Return the best partial plans after each of these groups, with the transfer from the
+        group."""
         ends, sent, times_s = [], [], []
         for number, group in enumerate(groups):
             then = tuple(map(sum, zip(used, group, strict=True)))
@@ -277,8 +278,7 @@ class _Search:
     def _best(self, rows: Array) -> Array:
         """Return undominated columns, at most `width` per first layer and group.
 
-        It keeps the columns that may end earliest, if one device runs the backwards of all earlier
-        layers.
+        It keeps the columns that may end earliest if one device runs all earlier layers' backwards.
         """
         compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
         if self.capacity_nbytes < inf:

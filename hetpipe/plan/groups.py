@@ -12,12 +12,9 @@ from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Array, Objective, StageCosts
 from hetpipe.plan.partition import exact
 
-MATRICES = 2**15
-"""With more entries in all matrices of a partition, bisection is faster than the dynamic programme.
-"""
+MATRICES = 2**15  # with more entries in a partition's matrices, bisection is faster
 
-Groups = Sequence[Sequence[str]]
-"""The devices of the replicas of each stage."""
+Groups = Sequence[Sequence[str]]  # the devices of the replicas of each stage
 
 
 def group_matrix(
@@ -32,9 +29,9 @@ def group_matrix(
 ) -> Array:
     """Return the seconds of a micro-batch in a stage, for all [lo, hi]; infinite if impossible.
 
-    Replicas divide a micro-batch by their speed. The ring that sums their gradients once per
-    mini-batch counts in equal parts for all micro-batches. `versions` of the weights exist at once.
-    Stages that exceed the memory are impossible if `bounded`.
+    Replicas divide a micro-batch in proportion to their speeds. The ring that sums their gradients
+    once per mini-batch counts in equal parts for all micro-batches. `versions` of the weights exist
+    at once. Stages that exceed the memory are impossible if `bounded`.
     """
     heads = [group[0] for group in groups]
     group = groups[stage]
@@ -77,8 +74,8 @@ def best_partition(
     """Return the cuts whose slowest stage is fastest, with one stage for each group.
 
     None if no cuts are possible. A bisection solves large problems. The dynamic programme solves
-    small ones, and those with tied parameters, recompute or unlike replicas, whose costs are not
-    additive.
+    small problems, and problems without additive costs: with tied parameters, recompute or unlike
+    replicas.
     """
     alike = all(_alike(costs, group) for group in groups)
     additive = alike and not costs.table.tied and not costs.recompute

@@ -16,8 +16,7 @@ from hetpipe.plan.plan import Plan, Split
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import proposal_of
 
-GAIN = 0.01
-"""A split with a smaller relative gain is not made."""
+GAIN = 0.01  # a split with a smaller relative gain is not made
 
 
 def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
@@ -40,8 +39,8 @@ def split_table(table: CostTable, split: Split, channels: Mapping[str, int]) -> 
 
 
 def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
-    """Yield plans in which the slowest stage gives a share of its first layer to the stage before,
-    or a share of its last layer to the stage after."""
+    """Yield plans in which the slowest stage gives a share of its first layer to the previous
+    stage, or a share of its last layer to the next stage."""
     stages, rule = plan.stages, plan.rule
     if max(map(len, (stage.devices for stage in stages))) > 1 or rule.several_stages:
         return
@@ -53,8 +52,7 @@ def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
         layer = stages[slowest].hi - 1 if after else stages[slowest].lo
         split = _split(plan, priced, slowest, other, layer)
         if split is not None:
-            # Cuts from here on move by one layer, so that the cut of the two stages lies between
-            # the parts.
+            # Cuts from `behind` on move by one layer: the two stages then meet between the parts.
             behind = layer + 2 * after
             cuts = tuple(cut + (cut >= behind) for cut in plan.cuts)
             try:
@@ -86,10 +84,7 @@ def _split(plan: Plan, priced: Priced, slowest: int, other: int, layer: int) -> 
 def _planned(
     plan: Plan, priced: Priced, split: Split, cuts: tuple[int, ...]
 ) -> tuple[Plan, Priced]:
-    """Return the plan after a split, and the prices with the split.
-
-    Raises `CostError` and `PlanError`.
-    """
+    """Return the plan after a split, and the prices with it. Raises `CostError` and `PlanError`."""
     tables = {
         size: split_table(table, split, priced.options.channels)
         for size, table in priced.tables.items()

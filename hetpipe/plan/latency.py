@@ -1,7 +1,8 @@
 """DAPPLE's estimate of a global batch's latency (DAPPLE, sections 4.1 and 4.3).
 
-Transfers count as stages. Up to the pivot the formula is the paper's. For a stage after the pivot,
-only the backwards of the stages between the pivot and this stage are subtracted from its end.
+Transfers count as stages. This estimate differs from the paper's formula in one point: for a stage
+after the pivot, only the backwards of the stages between the pivot and this stage are subtracted
+from its end.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ def published_plans(
 
         latency = (M - 1) block + one micro-batch on one device + transfers + late all-reduces
 
-    Devices are numbered, and stages get them in this order. A transfer to a group on several
-    servers counts at the speed of an all-reduce; r devices of one server sum in r / 2 rings.
+    Stages get the devices in the order of their numbers. A transfer to a group on several servers
+    counts at the speed of an all-reduce; r devices of one server sum in r / 2 rings.
     """
     planner = _Published(chain, machines, samples, global_batch)
     plans = [planner.parallel(), *planner.two_stages()]

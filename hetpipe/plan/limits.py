@@ -17,10 +17,8 @@ from hetpipe.schedule.weights import policy_of
 from hetpipe.words import words
 
 MIB = 2**20
-MISSING = "bytes are missing"
-"""Every reason that more memory would cure contains these words."""
-MOST_REFUSALS = 8
-"""An error lists the reasons of at most this many devices."""
+MISSING = "bytes are missing"  # in every reason that more memory would cure
+MOST_REFUSALS = 8  # an error lists the reasons of at most this many devices
 
 
 def check_able(plan: Plan, table: CostTable) -> None:
@@ -39,8 +37,7 @@ def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
 
 
 def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
-    """Name the first layer that none of `devices` can run, with the reasons; None if there is no
-    such layer."""
+    """Name the first layer that none of `devices` can run, with the reasons; None without one."""
     for index, layer in enumerate(table.layers):
         entries = {device: table.devices[device].layers[index] for device in devices}
         if all(entry.impossible for entry in entries.values()):
@@ -60,11 +57,7 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
 
 
 def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str | None:
-    """Return why a proposal without replicas cannot run; None if it can.
-
-    The reason may be an unsupported layer, too little memory, or a parameter that two stages would
-    update at different times.
-    """
+    """Return why a proposal without replicas cannot run; None if it can."""
     if not rule_of(proposal.schedule).flushes:
         for shared in costs.table.tied:
             if len({bisect_right(proposal.cuts, layer) for layer in shared.layers}) > 1:
@@ -94,7 +87,7 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise `PlanError` if stages lack memory; it names the one that lacks most, and the bytes."""
+    """Raise `PlanError` if stages lack memory; name the stage that lacks most, and the bytes."""
     lacks = [stage.memory_nbytes - stage.capacity_nbytes for stage in plan.stages]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     if lacks[worst] > 0:

@@ -51,8 +51,8 @@ def balance_cuts(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int,
     """Return cuts that are placed by T = 1 / sum(1 / T_n), and then moved by one layer at a time.
 
     `costs` is the same as for `exact`; `whole_s[n]` = T_n. A move must shorten the slowest stage,
-    or leave its time and shorten the next slowest; so moves do not end at two equally slow stages.
-    The result may be slower than the optimum, so BaPipe also considers the cuts of `exact`.
+    or keep its time and shorten the next slowest stage; so moves do not end at two equally slow
+    stages. The result may be slower than the optimum, so BaPipe also considers the cuts of `exact`.
     """
     cuts, layers = _placed(costs, whole_s), costs[0].shape[0] - 1
     while True:
@@ -99,11 +99,8 @@ def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _quickest(costs: Sequence[Array], cuts: Array, layers: int) -> int:
-    """Return the index of the partition whose slowest stage is fastest.
-
-    If several are equal, the next slowest stages decide, and so on; at last the first one wins.
-    `cuts` has a row for each partition.
-    """
+    """Return the index of the partition whose slowest stage is fastest; `cuts` has a row for each.
+    Among equal partitions the next slowest stages decide, and so on; at last the first one wins."""
     ends = np.pad(cuts, ((0, 0), (1, 0)))
     ends = np.pad(ends, ((0, 0), (0, 1)), constant_values=layers)
     times_s = [cost[ends[:, n], ends[:, n + 1]] for n, cost in enumerate(costs)]

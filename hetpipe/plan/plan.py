@@ -1,5 +1,4 @@
-"""Plan: the layers, schedule and predicted costs of all stages. A plan is frozen, converts to JSON
-and back, and prints as a table."""
+"""Plan: the layers, schedule and predicted costs of all stages."""
 
 from __future__ import annotations
 
@@ -158,7 +157,7 @@ class Plan:
 
     @property
     def rule(self) -> Rule:
-        """The rule of its schedule. Raises `ScheduleError` for an unregistered schedule."""
+        """The rule of the schedule. Raises `ScheduleError` for an unregistered schedule."""
         return rule_of(self.schedule)
 
     @property
@@ -193,7 +192,7 @@ class Plan:
 
     @property
     def is_priced(self) -> bool:
-        """Whether its times and memory are predicted, not unknown."""
+        """Whether times and memory are predicted, not unknown."""
         return self.step_s > 0
 
     @property
@@ -209,10 +208,10 @@ class Plan:
 
     @property
     def fill_limit(self) -> float:
-        """The largest share of the step that workers can be busy: M / (M + N - 1) for GPipe, 1F1B.
+        """The largest share of the step in which workers compute; M / (M + N - 1) for 1F1B, GPipe.
 
-        It is simulated, with equal stages, backwards of two forwards' time and no transfers. It is
-        1 without flushes.
+        It is simulated with equal stages, backwards as long as two forwards, and no transfers. It
+        is 1 without flushes.
         """
         from hetpipe.schedule.generators import generate
         from hetpipe.simulate.simulator import simulate

@@ -40,10 +40,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
 
 
 def read_workload(path: Path) -> str:
-    """Read the name by which commands know the model; empty if the file has none.
-
-    Raises `PlanError`.
-    """
+    """Read the name by which commands know the model; empty without one. Raises `PlanError`."""
     return _workload(read_json(path, PlanError), path)
 
 

@@ -1,4 +1,4 @@
-"""The plan with a stage on each of given devices: the order of devices, the cuts, the schedule.
+"""Planner: makes the plan with a stage on each given device: order of devices, cuts, schedule.
 
 The planners in `hetpipe.plan.planners` also choose which devices to use, and replicas.
 """
@@ -74,9 +74,9 @@ def make_pipeline(
 
     Tries every order of up to 4 devices, unless the options or `cuts` (layer indices) fix the
     order; for more devices only the given order. If the schedule allows it, the number of forwards
-    in flight is also chosen: a larger one that hides transfers if this is faster, a smaller one if
-    memory requires it. `tables` are by micro-batch size. Raises `PlanError` if there are more
-    stages than layers, or if no partition fits.
+    in flight is also chosen: a larger number if hiding transfers makes the step faster, a smaller
+    number if memory requires it. `tables` are by micro-batch size. Raises `PlanError` if there are
+    more stages than layers, or if no partition fits.
     """
     priced = Priced(tables, replace(options, replicas=False))
     _check(priced, devices, cuts)

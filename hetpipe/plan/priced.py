@@ -24,7 +24,8 @@ from hetpipe.schedule.weights import FLUSH, policy_for, policy_of
 
 @dataclass(frozen=True)
 class Priced:
-    """Prices proposals by `tables`; keeps prices, because proposals have many stages in common."""
+    """Prices proposals by `tables`; keeps the prices of stages, which many proposals have in
+    common."""
 
     tables: Tables
     options: PlannerOptions
@@ -36,7 +37,7 @@ class Priced:
     )
 
     def plan(self, proposal: Proposal, origin: str) -> Plan:
-        """Return the plan of a proposal. Raises `PlanError` if it cannot run."""
+        """Return the plan of a proposal. Raises `PlanError` if the proposal cannot run."""
         if proposal not in self._plans:
             try:
                 self._plans[proposal] = self._new_plan(proposal)
@@ -48,10 +49,7 @@ class Priced:
         return replace(plan, origin=origin)
 
     def plan_again(self, plan: Plan) -> Plan:
-        """Return a plan with a new price; its replicas keep their rows.
-
-        Raises `PlanError` if it cannot run.
-        """
+        """Return the plan with a new price; replicas keep their rows. Raises `PlanError`."""
         rows = [tuple(map(round, stage.shares)) for stage in plan.stages]
         return replace(self._new_plan(proposal_of(plan), rows), origin=plan.origin)
 
@@ -75,7 +73,7 @@ class Priced:
         return why_impossible(proposal, self.costs(proposal), self.weights(proposal.schedule))
 
     def bound_s(self, proposal: Proposal) -> float:
-        """Return a lower bound of the step; it takes much less time than a price."""
+        """Return a lower bound of the step; this takes much less time than a price."""
         if rule_of(proposal.schedule).replicates:
             return 0.0
         if proposal not in self._bounds_s:

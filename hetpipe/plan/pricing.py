@@ -17,18 +17,15 @@ from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 from hetpipe.simulate.walk import order_of, step_s
 
-ROUNDING = 1e-12
-"""A smaller share of a cut is a rounding error."""
+ROUNDING = 1e-12  # a smaller share of a cut is a rounding error
 NEAR = 1e-3
-"""If the bounds of a stream's period differ relatively by no more, the upper bound is the price."""
-LONGEST = 256
-"""Longest stream that is simulated for a price, as a multiple of the mini-batches in flight."""
+"""If the bounds of a stream's period differ by at most this share, the upper bound is the price."""
+LONGEST = 256  # longest stream to simulate, as a multiple of the mini-batches in flight
 LONG_TURN = 16
-"""Replicas take turns in a pattern of some mini-batches. A pattern longer than this is assumed to
+"""Replicas take turns in a pattern of some mini-batches. A longer pattern than this is assumed to
 repeat with every mini-batch."""
 
-Tied = tuple[tuple[int, tuple[int, ...]], ...]
-"""Stages that share parameters: (owner, other stages)."""
+Tied = tuple[tuple[int, tuple[int, ...]], ...]  # stages that share parameters: owner, others
 
 
 def predict(
@@ -40,8 +37,8 @@ def predict(
 ) -> Timeline:
     """Return the timeline of one step or, without flushes, of `mini_batches`, priced by `table`.
 
-    `mini_batches` is by default a number that fills the pipeline a few times. `times` are by
-    default the table's.
+    `mini_batches` is by default a number that fills the pipeline a few times. By default the table
+    gives the `times`.
     """
     times = times or stage_times(plan, table)
     rule, names, count = plan.rule, plan.devices, 1
@@ -58,7 +55,7 @@ def predict(
 def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
     """Return the seconds per mini-batch; faster than `predict` where no timeline is needed.
 
-    Without flushes this is the period of an endless stream. `times` are by default the table's.
+    Without flushes this is the period of an endless stream. By default the table gives the `times`.
     """
     times = times or stage_times(plan, table)
     if not plan.rule.flushes:
@@ -76,10 +73,8 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
 
 
 def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
-    """Return the period of the plan's stream, at most `NEAR` above the true one.
-
-    The simulated stream grows until its bounds determine the period.
-    """
+    """Return an upper bound of the stream's period. The simulated stream grows until its bounds
+    agree within `NEAR`, or until it is longer than `LONGEST`."""
     turn = math.lcm(*plan.replicas)
     if turn > LONG_TURN:  # a stage's replicas have equal times, so only their sums follow the turn
         turn = 1
@@ -105,10 +100,8 @@ def _filling(plan: Plan) -> int:
 
 
 def _summed(times: StageTimes) -> StageTimes:
-    """Return times in which an update includes its sum over replicas.
-
-    A worker with one stage and without tied parameters does nothing between sum and update.
-    """
+    """Return times in which an update includes its sum over replicas: a worker with one stage and
+    without tied parameters does nothing between the two."""
     sums = map(times.sum_of, range(len(times.update_s)))
     both_s = zip(times.update_s, sums, strict=True)
     update_s = tuple(s + (each.latency_s + each.occupancy_s) for s, each in both_s)
@@ -128,8 +121,8 @@ def tied_stages(plan: Plan, table: CostTable) -> Tied:
 def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
     """Return the times of a plan's stages and links, for a simulation.
 
-    Transfers are priced by `table`; passes also, or by the plan if `as_planned`. A stage has the
-    times of its slowest replica.
+    `table` prices transfers and, unless `as_planned`, the passes of stages on one device. All other
+    passes have the plan's times, which the slowest replica determines.
     """
     devices, rule = plan.devices, plan.rule
     table = table.beside(len(set(plan.all_devices)))
@@ -241,8 +234,7 @@ def _alone_s(transfer: Transfer) -> float:
 
 
 def label_of(table: CostTable, devices: Sequence[str]) -> str:
-    """Return the least certain label of the costs of devices and links: modelled, emulated, or
-    measured."""
+    """Return the least certain label of the costs: modelled, emulated or measured."""
     labels = {table.devices[device].label for device in devices}
     labels |= {table.link(here, there).label for here, there in pairwise(devices)}
     return next((label for label in ("modelled", "emulated") if label in labels), "measured")

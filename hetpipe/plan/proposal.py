@@ -13,12 +13,9 @@ from hetpipe.schedule.generators import max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 
-Tables = Mapping[int, CostTable]
-"""Costs by the samples of a micro-batch."""
-Groups = tuple[tuple[str, ...], ...]
-"""The devices of the replicas of each stage."""
-Cuts = tuple[int, ...]
-"""The first layer of every stage but the first."""
+Tables = Mapping[int, CostTable]  # costs by the samples of a micro-batch
+Groups = tuple[tuple[str, ...], ...]  # the devices of the replicas of each stage
+Cuts = tuple[int, ...]  # the first layer of every stage but the first
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,7 @@ class Proposal:
     groups: Groups
     schedule: str
     microbatches: int
-    in_flight: tuple[int, ...] = ()
-    """By stage; empty: the schedule's own."""
+    in_flight: tuple[int, ...] = ()  # by stage; empty: the schedule's number
     recompute: bool = False
 
     @property
@@ -108,7 +104,7 @@ class Proposal:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The micro-batches in flight by stage; the schedule's own if none are given."""
+        """The micro-batches in flight by stage: `in_flight`, or the schedule's numbers."""
         rule, replicas = rule_of(self.schedule), [len(group) for group in self.groups]
         if self.in_flight:
             return self.in_flight
@@ -143,7 +139,7 @@ def in_flight(
 ) -> tuple[int, ...]:
     """Return, by stage, the micro-batches that a schedule has in flight by default.
 
-    `workers` is their number; by default each has as many stages as the schedule gives a worker.
+    `workers` is by default the number of stages over the rule's `stages_per_worker`.
     """
     rule = rule_of(schedule)
     if not rule.flushes:
@@ -153,8 +149,8 @@ def in_flight(
 
 
 def deep_in_flight(stages: int, microbatches: int) -> tuple[int, ...]:
-    """Return, by stage, 2 (N - n) - 1 micro-batches in flight: enough to hide transfers (DAPPLE's
-    P_B)."""
+    """Return, by stage, 2 (N - n) - 1 micro-batches in flight: DAPPLE's P_B, which hides
+    transfers."""
     return tuple(min(2 * (stages - n) - 1, microbatches) for n in range(stages))
 
 

@@ -35,24 +35,19 @@ from hetpipe.plan.proposal import (
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_of
 
-KNOWN = ("1f1b", "gpipe")
-"""Schedules from which a search chooses if the user names none."""
-FREE_ORDER_DEVICES = 4
-"""Up to this number of devices the planners try all orders."""
+KNOWN = ("1f1b", "gpipe")  # schedules from which a search chooses if the user names none
+FREE_ORDER_DEVICES = 4  # up to this number of devices the planners try all orders
 FEW = 5_000
-"""Up to this number of partitions the bounds of all are compared; if there are more, only a
+"""Up to this number of partitions, all their bounds are compared; if there are more, only a
 partitioner chooses the cuts."""
-PROMISING = 20
-"""How many of the partitions with the lowest bounds become proposals."""
+PROMISING = 20  # how many of the partitions with the lowest bounds become proposals
 SHALLOW = 8
 """With at most this many micro-batches in flight, each lower number is tried; with more, half the
 number."""
 PRICES, FRUGAL_PRICES = 120, 16
 """The most plans that a search prices; and the most if each price takes long."""
-LARGE = 2_000
-"""If stages x layers are more, a partition and a price take long, so fewer of them are tried."""
-GAIN = 1e-6
-"""The search ends when no move has a larger relative gain."""
+LARGE = 2_000  # if stages x layers are more, partitions and prices take long: few are tried
+GAIN = 1e-6  # the search ends when no move has a larger relative gain
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 
@@ -63,11 +58,9 @@ def propose_partitions(
     recompute: bool | None = None,
     limit_s: float = math.inf,
 ) -> Iterator[Proposal]:
-    """Yield proposals with a stage on each of these groups, for all numbers of micro-batches,
-    schedules and depths that the options allow.
-
-    Each has its best cuts. Proposals whose step cannot be below `limit_s` are omitted.
-    """
+    """Yield proposals with a stage on each of these groups, with the best cuts for all numbers of
+    micro-batches, schedules and depths that the options allow. Proposals whose step cannot be below
+    `limit_s` are omitted."""
     options = priced.options
     modes = (False, True) if options.recompute else (False,)
     for count in counts or worth_trying(priced, groups):
@@ -111,8 +104,8 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
     """Return the proposal with its best cuts, for each promising number of forwards in flight.
 
     Cuts that allow no step below `limit_s` are omitted. Fewer forwards in flight need less memory
-    and so allow other cuts. Lower numbers are tried only if memory may be short, and if the
-    schedule works with any number.
+    and so allow other cuts. They are tried only if memory may be short, and if the schedule works
+    with any number.
     """
     alone = max(map(len, bare.groups)) == 1
     found: dict[tuple[int, ...], Proposal] = {}
@@ -142,10 +135,8 @@ def _is_roomy(priced: Priced, bare: Proposal) -> bool:
 
 
 def best_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[tuple[int, ...]]:
-    """Return the cuts whose slowest stage is fastest.
-
-    If there are at most `FEW` partitions, also return those with the lowest bounds.
-    """
+    """Return the cuts whose slowest stage is fastest and, if there are at most `FEW` partitions,
+    the partitions with the lowest bounds."""
     costs, stages = priced.costs(bare), len(bare.groups)
     if stages > costs.count:
         return []
@@ -183,10 +174,8 @@ def _fits(priced: Priced, proposal: Proposal) -> bool:
 
 
 def improve_plan(plan: Plan, priced: Priced, moves_only: bool = False) -> Plan:
-    """Return the plan after changes that each shorten its predicted step.
-
-    With `moves_only` each stage stays on its devices, and only boundary layers move.
-    """
+    """Return the plan after changes that each shorten its predicted step; with `moves_only` only
+    boundary layers move."""
     groups = [stage.devices for stage in plan.stages]
     best, left = plan, FRUGAL_PRICES if is_large(priced, groups) else PRICES
     while left > 0:
@@ -249,11 +238,8 @@ def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
 
 
 def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
-    """Yield the plan's groups with one change.
-
-    The slowest stage exchanges devices, is joined to a neighbour or is divided; or this stage or
-    the fastest one is omitted.
-    """
+    """Yield the plan's groups with one change: the slowest stage exchanges devices, is joined to a
+    neighbour or is divided; or the slowest or the fastest stage is omitted."""
     busy_s = [stage.forward_s + stage.backward_s for stage in plan.stages]
     slowest = int(np.argmax(busy_s))
     count = len(groups)
@@ -302,7 +288,7 @@ def _schedules(
 def _depths(
     schedule: str, weights: str, stages: int, microbatches: int
 ) -> Sequence[tuple[int, ...]]:
-    """Return promising depths: the schedule's own and, if the schedule allows it, a deeper one."""
+    """Return promising depths: the schedule's and, if the schedule allows them, deeper ones."""
     rule, policy = rule_of(schedule), policy_of(weights)
     own = in_flight(schedule, stages, microbatches)
     if rule.flushes:

@@ -67,7 +67,7 @@ class Machines:
 
         Every replica has an equal share of the samples. Samples that both groups have on the same
         server stay inside this server. The server, or the device, that moves most bytes decides:
-        between servers of one device each, m replicas send to n at max(1 / m, 1 / n) of the bytes.
+        between m and n servers of one device each, max(1 / m, 1 / n) of the bytes count.
         """
         return max(fixed + each * nbytes for fixed, each in self.transfer_lines(source, target))
 
@@ -123,10 +123,7 @@ def append_first(counts: Counts, used: Counts, replicas: int) -> Counts:
 
 
 def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
-    """Return the numbers of a group's devices: the next numbers after the used ones of each server.
-
-    Devices are numbered server by server.
-    """
+    """Return the numbers of a group's devices: the next free numbers of each server."""
     first, devices = 0, list[int]()
     for count, taken, more in zip(counts, used, group, strict=True):
         devices += range(first + taken, first + taken + more)

@@ -12,8 +12,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.simulate.times import ring_s
 
-BEYOND = 1.25
-"""Up to this multiple of the largest measured size, extrapolated times are accepted."""
+BEYOND = 1.25  # extrapolated times are accepted up to this multiple of the largest size
 
 
 class ReplicaTimes:
@@ -48,10 +47,7 @@ class ReplicaTimes:
 def times_of(
     costs: Mapping[int, StageCosts], devices: Sequence[str], lo: int, hi: int
 ) -> dict[str, ReplicaTimes]:
-    """Return the times of layers lo..hi on each device.
-
-    Equal devices, whose costs are one tuple, share one object.
-    """
+    """Return the times of layers lo..hi on each device. Equal devices share one object."""
     kinds: dict[tuple[int, ...], ReplicaTimes] = {}
     times = {}
     for device in devices:
@@ -90,7 +86,7 @@ def fastest_rows(times: Mapping[str, ReplicaTimes], samples: int) -> dict[str, i
 def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
     """Divide `samples` into whole numbers in the ratio of `speeds`, each 1 or more if possible.
 
-    The remainder goes to the largest fractions, and among equal ones to the first.
+    The remainder goes to the largest fractions, and among equal fractions to the first.
     """
     if not 0 < sum(speeds) < inf:  # a device cannot run the layers: the price will be infinite
         speeds = [1.0] * len(speeds)

@@ -18,8 +18,7 @@ from hetpipe.plan.pricing import crossing
 from hetpipe.plan.shares import all_reduce_nbytes
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
-Way = tuple[str, str]
-"""(Sending device, receiving device)."""
+Way = tuple[str, str]  # sending device, receiving device
 
 
 def share_media(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
@@ -48,7 +47,7 @@ class _Shared:
         self.plan, self.costs, self.cluster = plan, costs, cluster
 
     def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
-        """Return the message at a cut, from all replicas of a stage to all of the next."""
+        """Return the message at a cut, from all replicas of a stage to all replicas of the next."""
         plan = self.plan
         if not plan.rule.flushes:  # replicas take turns, so one pair moves a message
             parts = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}

@@ -60,10 +60,7 @@ def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield proposals with a stage on each of the fastest devices, for many numbers of devices.
-
-    The stages are in the cluster's order.
-    """
+    """Yield proposals with a stage on each of the fastest devices, in the cluster's order."""
     speeds_s = _whole_s(priced, cluster.ids)
     by_speed = sorted(cluster.ids, key=speeds_s.__getitem__)
     count = len(by_speed)
@@ -115,11 +112,9 @@ def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _all_groups(priced: Priced, members: Sequence[str]) -> tuple[list[Groups], list[Groups]]:
-    """Return all sequences of disjoint groups of members: those with one member per group, and the
-    remaining ones.
-
-    If two sequences differ only by an exchange of equal members, the second one is omitted.
-    """
+    """Return all sequences of disjoint groups of members: first the sequences with one member per
+    group, then all others. If two sequences differ only by an exchange of equal members, the second
+    sequence is omitted."""
     kinds = _kinds(priced.tables, members)
     found: dict[tuple[tuple[int, ...], ...], Groups] = {}
     for size in range(1, len(members) + 1):
@@ -135,7 +130,7 @@ def _all_groups(priced: Priced, members: Sequence[str]) -> tuple[list[Groups], l
 
 
 def _kinds(tables: Tables, members: Sequence[str]) -> dict[str, int]:
-    """Return a number for each member; members with equal costs and links have the same number."""
+    """Return a number for each member; members with equal costs and links have equal numbers."""
     kinds: dict[str, int] = {}
     for number, member in enumerate(members):
         equal = (

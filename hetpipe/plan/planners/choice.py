@@ -19,11 +19,9 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, nearest_tabl
 from hetpipe.plan.sharing import share_media
 from hetpipe.words import words
 
-WORTH_A_NOTE = 0.01
-"""If shared links make the step longer by a smaller share, no note mentions it."""
+WORTH_A_NOTE = 0.01  # a note mentions shared links that make the step longer by a larger share
 
-PLANNERS = ("auto", "bapipe", "dapple", "exact", "pipedream")
-"""Modules of this folder. `auto` considers the proposals of all other planners."""
+PLANNERS = ("auto", "bapipe", "dapple", "exact", "pipedream")  # modules of this folder
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 

@@ -3,7 +3,7 @@
 The paper's devices are equal, so unlike devices count by their mean times. The paper's formula and
 the authors' published program each choose some partitions for some numbers of micro-batches. The
 prediction chooses among these partitions and two depths, P_A and P_B; then it chooses the number of
-micro-batches for the best one.
+micro-batches for the best partition.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ SEARCHED = 4
 CANDIDATES, FEW_CANDIDATES = 8, 2
 """How many plans of the formula are priced per number of micro-batches; and how many if each price
 takes long."""
-PUBLISHED = 2
-"""How many plans of the published program are priced per number of micro-batches."""
+PUBLISHED = 2  # plans of the published program that are priced per number of micro-batches
 
-Shape = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
-"""Cuts, and the devices of each stage."""
+Shape = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]  # cuts, the devices of each stage
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
@@ -124,8 +122,8 @@ def _shapes(
 
 
 def machines_of(table: CostTable, cluster: Cluster) -> Machines:
-    """Return the cluster's servers, with the slowest link inside a server and the slowest link
-    between two servers."""
+    """Return the cluster's servers, with the slowest link inside a server and between two
+    servers."""
     groups = cluster.groups()
     inside = [(a, b) for group in groups for a in group for b in group if a != b]
     heads = [group[0] for group in groups]

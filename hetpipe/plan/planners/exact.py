@@ -32,8 +32,7 @@ from hetpipe.plan.search import best_cuts, is_large, propose_partitions, worth_t
 
 STATES = 2**16
 """The best order is computed if at most this many combinations of counts by kind are possible."""
-EXCHANGES = 60
-"""At most this many exchanges of devices are tried."""
+EXCHANGES = 60  # at most this many exchanges of devices are tried
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
@@ -51,10 +50,8 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the best order of the members if transfers cost nothing.
-
-    The order omits members that make nothing faster. For many kinds it is the given order.
-    """
+    """Return the best order of the members if transfers cost nothing, without members that make
+    nothing faster; for many kinds, the given order."""
     table = priced.table(
         priced.options.size(worth_trying(priced, single_device_groups(members))[-1])
     )
@@ -94,8 +91,8 @@ def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _exchanged(priced: Priced, order: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the order after exchanges of the slowest stage's device that each make the slowest
-    stage faster."""
+    """Return the order after exchanges of the slowest stage's device. Each exchange makes the
+    slowest stage faster."""
     slowest_s, slowest = _slowest(priced, order)
     left, improving = EXCHANGES, True
     while improving and left > 0:
@@ -281,9 +278,9 @@ def _levels(counts: Sequence[int]) -> list[list[Array]]:
     """Return the states by level. A state is a count of devices for each type; level n has n
     devices.
 
-    A level has an array for each type: for each of its states, the place, in the level before, of
-    the state with one device of that type fewer. The place is -1, an additional last entry, if
-    there is no such state.
+    A level has an array for each type. For each state of the level, the array has the place in the
+    previous level of the state with one device of this type fewer; if there is no such state, -1,
+    the place of an additional last entry.
     """
     states = np.indices([count + 1 for count in counts]).reshape(len(counts), -1)
     totals = states.sum(axis=0)

@@ -141,10 +141,8 @@ def _replicated_s(
     rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level, sharing: int
 ) -> Array:
     """Return the paper's T^k: a stage's seconds on `replicas` components. Each component takes
-    `time_s` for a mini-batch.
-
-    By the published code, `sharing` parts of a component divide the synchronisation.
-    """
+    `time_s` for a mini-batch. By the published code, `sharing` parts of a component divide the
+    synchronisation."""
     moved = (replicas - 1) * params / level.bandwidth_Bps
     if rule == "published-code":
         return (time_s + 4 * moved / replicas / sharing) / replicas
@@ -246,8 +244,8 @@ class _Search:
         return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level, sharing)
 
     def _transfer_s(self, level: Level, replicas: int) -> Array:
-        """Return, by layer, the seconds in which the activations and gradients of the cut after the
-        layer are transferred."""
+        """Return, by layer, the seconds to transfer activations and gradients at the cut after
+        it."""
         sharing = replicas if self.rule == "published-code" else 1
         return 2 * self.cut_nbytes / (level.bandwidth_Bps * sharing)
 
@@ -262,8 +260,8 @@ class _Search:
 
 
 def _best_splits(first: int, before_s: Array, stage_s: Array) -> tuple[Array, Array]:
-    """Return, for all runs of layers that begin at `first`, the layer to cut after, and the seconds
-    of the slower side.
+    """Return, for each run of layers from `first` on, the layer before the best cut, and the
+    seconds of the slower side.
 
     `before_s[first, split]` is the time of the part up to the cut, `stage_s[split + 1, last]` the
     time of the part after the cut.
