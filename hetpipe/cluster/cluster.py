@@ -139,8 +139,8 @@ class Cluster:
         """Return, for each level, the number of its components and the bandwidth (B/s) between
         them.
 
-        The first level's components are the devices of a server, the second level's are the
-        servers. Raises `ClusterError` if servers or links differ from each other, or if a bandwidth
+        The components are the devices of a server at the inner level, and the servers at the outer
+        level. Raises `ClusterError` if servers or links differ from each other, or if a bandwidth
         is unknown.
         """
         if not self.links:

@@ -201,8 +201,7 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
 
 
 def _check_devices(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for impossible values of a [[device]] table, and for none or too
-    many."""
+    """Raise `ClusterError` for impossible [[device]] tables, and for no devices or too many."""
     if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
     copies = {table.name: table.count or 1 for table in tables.server} | {"": 1}
@@ -220,8 +219,8 @@ def _check_devices(tables: _Tables, source: Source) -> None:
 
 
 def _check_backends(tables: _Tables, source: Source) -> None:
-    """Raise `ClusterError` for a [backend.NAME] table of a backend without a device in the
-    cluster."""
+    """Raise `ClusterError` for a [backend.NAME] table if the cluster has no device of the
+    backend."""
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
     for name in tables.backend:
         if name not in used:

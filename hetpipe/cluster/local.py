@@ -33,7 +33,7 @@ def local_members(
     and reference devices join only if they are named. If neither `devices` nor `backends` is given,
     a device of a foreign or untried backend must also pass its self-test.
 
-    Only the needed backends are loaded. Members that compute on the host's cores divide them
+    Only the needed backends are loaded. Members that compute on the host's cores divide these cores
     evenly. `emulate_speed` has the speeds by member id.
 
     Raises `ClusterError` for a name without a match, or if no device remains, and `BackendError`
@@ -131,9 +131,9 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 
 
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
-    """Divide the cores among the members that compute on the host's cores: to each, neighbouring
-    cores, in numbers that differ by at most one. If there are fewer cores than members, each member
-    gets one core, and some members share a core."""
+    """Divide the host's cores evenly among the members that compute on them; each member gets
+    neighbouring cores. If there are fewer cores than members, each member gets one core, and some
+    members share a core."""
     cores = available_cores()
     hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]
     shares: dict[str, tuple[int, ...]] = {}

@@ -59,7 +59,7 @@ class Topology:
         return Link(abs(one - other) * self.latency_s, self.bandwidth_Bps)
 
     def media(self, name: str, ends: Sequence[str], one: int, other: int) -> tuple[str, ...]:
-        """Return the media that a message occupies; `name` begins their names."""
+        """Return the media that a message occupies; their names begin with `name`."""
         if self.shape == "bus":
             return (name,)
         if self.shape == "switch":

@@ -27,7 +27,7 @@ def with_sizes_between(
 def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
     """Return the costs at any size: measured, interpolated, or extrapolated from the nearest two.
 
-    Raises `CostError` if the only measured size is another one.
+    Raises `CostError` if only one size was measured, and `samples` is another.
     """
     if samples in tables:
         return tables[samples]

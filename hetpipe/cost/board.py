@@ -37,8 +37,8 @@ class Fabric:
 class Offline:
     """The commands of the vendor's compiler for a board that need not be attached.
 
-    Both commands may contain `{source}`, `{options}` and `{binary}`; `kernel` also `{kernel}`, and
-    `program` also `{objects}`, the files that the `kernel` commands make. All are filled in.
+    `commands` fills in `{source}`, `{options}` and `{binary}`; in `kernel` also `{kernel}`, and in
+    `program` also `{objects}`, the files that the `kernel` commands make.
     """
 
     compiler: str  # name of the compiler

@@ -65,8 +65,8 @@ def read_chain(
       file does not divide memory into parameters and activations.
 
     `unit_s` is the unit of time in files of the first two formats, in seconds. The files do not
-    state the unit: a millisecond in device placement's files and Piper's ResNet, a second in
-    Piper's BERT.
+    state the unit, which is a millisecond in device placement's files and Piper's ResNet, and a
+    second in Piper's BERT.
 
     Raises `CostError` for a faulty file, with the place in it, and for invalid arguments.
     """

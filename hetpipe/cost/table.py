@@ -38,7 +38,8 @@ Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a layer on a device, for one micro-batch; infinite if it cannot run there."""
+    """The cost of a layer on a device, for one micro-batch; infinite if the device cannot run
+    it."""
 
     forward_s: MaybeSeconds
     backward_s: MaybeSeconds
@@ -164,7 +165,7 @@ class CostTable:
     layers: tuple[LayerBytes, ...]
     devices: dict[str, DeviceCost]
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
-    step_overhead_s: float = 0.0  # in which the controller hands out the batch and gathers losses
+    step_overhead_s: float = 0.0  # seconds to hand out the mini-batch and to gather the losses
     tied: tuple[TiedBytes, ...] = ()
     contention: float = 0.0  # share of the cores that other work used; 0 if it was small
 

@@ -149,7 +149,7 @@ def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) 
     The time of a backward node goes to the forward nodes of its colour class, in proportion to
     their times. Without such a class, its time goes to the layers that share the time of the
     nearest node. A node that takes no time and reads nothing is a parameter, and belongs to the
-    layer of its first reader. If any such nodes have bytes, they are all the parameters, and the
+    layer of its first reader. If parameter nodes have bytes, no other bytes are parameters, and the
     bytes of other nodes are kept for the backward. Otherwise a node's bytes beyond its output are
     its parameters.
 
@@ -253,8 +253,7 @@ def _backward_times(
 
 
 def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
-    """Return the bytes of each node's output: as all its edges carry the output, of the largest
-    edge."""
+    """Return, by node, the bytes of its largest edge: all edges of a node carry its output."""
     output_nbytes: dict[int, int] = {}
     for edge in edges:
         output_nbytes[edge.sourceId] = max(output_nbytes.get(edge.sourceId, 0), edge.nbytes)

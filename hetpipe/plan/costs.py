@@ -162,7 +162,7 @@ class StageCosts:
 
 
 def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
-    """Return `prefixes` for passes of `forwards` forwards and one backward."""
+    """Return the result of `prefixes` for `forwards` forwards and one backward."""
     seconds, unsupported = [], []
     for layer in cost.layers:
         times_s = (*(layer.forward_s,) * forwards, layer.backward_s)

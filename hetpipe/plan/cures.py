@@ -112,7 +112,7 @@ def _with(options: PlannerOptions, count: int) -> PlannerOptions:
 
 
 def _another(table: CostTable, member: str) -> CostTable:
-    """Return the table with a copy of a member, whose links cost nothing."""
+    """Return the table with a copy of a member; the copy's links cost nothing."""
     new = f"{member} again"
     links = {pair: FREE for other in table.devices for pair in ((new, other), (other, new))}
     devices = {**table.devices, new: replace(table.devices[member], memory_domain=new)}

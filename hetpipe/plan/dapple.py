@@ -182,7 +182,7 @@ class _Search:
         return self.tails[used]
 
     def _order(self, used: Counts) -> list[int]:
-        """Return the servers, the one with most used devices first; unequal servers unchanged."""
+        """Return the servers, the most used server first; unequal servers keep their order."""
         alike = len(set(self.machines.counts)) == 1
         return sorted(range(len(used)), key=lambda server: -used[server] * alike)
 

@@ -1,4 +1,4 @@
-"""Limits: the reasons why a device cannot run a stage: unsupported layers and too little memory."""
+"""Limits: tells why a device cannot run a stage: unsupported layers, or too little memory."""
 
 from __future__ import annotations
 

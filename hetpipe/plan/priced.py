@@ -24,8 +24,7 @@ from hetpipe.schedule.weights import FLUSH, policy_for, policy_of
 
 @dataclass(frozen=True)
 class Priced:
-    """Prices proposals by `tables`; keeps the prices of stages, which many proposals have in
-    common."""
+    """Prices proposals by `tables`, and keeps all prices, since proposals share many stages."""
 
     tables: Tables
     options: PlannerOptions
@@ -182,7 +181,7 @@ class Priced:
     def table(self, size: int) -> CostTable:
         """Return the costs at a size of micro-batches, modelled if the size was not measured.
 
-        Raises `PlanError` for a size outside the known ones.
+        Raises `PlanError` for a size outside the known sizes.
         """
         tables = self.tables if size in self.tables else with_sizes_between(self.tables, [size])
         if size not in tables:

@@ -37,7 +37,7 @@ class PlannerOptions:
     recompute: bool = False
     """Whether stages may keep only their inputs, and repeat the forward before each backward."""
     free_order: bool = True
-    """Whether stages may use the devices in another order than the cluster's."""
+    """Whether stages may use the devices in an order other than the cluster's order."""
     channels: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Output channels of the layers that may be split between two stages."""
 

@@ -91,8 +91,8 @@ def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
 
 
 def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
-    """Return the allowed numbers of micro-batches; for a large problem only those nearest to 2 and
-    4 times the number of stages."""
+    """Return the allowed numbers of micro-batches; for a large problem only the numbers nearest to
+    2 and 4 times the number of stages."""
     counts = priced.options.counts(priced.tables)
     if not is_large(priced, groups):
         return counts
@@ -124,7 +124,7 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
 
 
 def _is_roomy(priced: Priced, bare: Proposal) -> bool:
-    """Whether each memory has room for the largest stage, for every device that uses the memory."""
+    """Whether each memory has room for the whole model on every device that uses the memory."""
     costs, deepest = priced.costs(bare), max(bare.in_flight)
     largest = max(layer.cut_nbytes for layer in costs.table.layers)
     most = costs.memory_nbytes(0, costs.count, deepest, max(priced.versions(bare)))

@@ -33,10 +33,10 @@ class Order:
     """The steps of a schedule. In one step a worker receives, computes and sends, or does only some
     of the three.
 
-    Actions with the same operation and stage cost the same, so `passes` and `messages` have only
-    one of them. A way leads from row to row over an edge. The first `row_count` ways lead from each
-    row to itself, for steps that send nothing or send within the row. Then comes one way for each
-    of `messages`.
+    Actions with the same operation and stage cost the same, so `passes` and `messages` have one
+    entry for all of them. A way leads from row to row over an edge. The first `row_count` ways lead
+    from each row to itself, for steps that send nothing or send within the row. Then comes one way
+    for each of `messages`.
     """
 
     rows: list[int]
@@ -49,7 +49,7 @@ class Order:
     edges: list[int]  # edge of each way
     row_count: int
     places: Array  # number of each step when steps are counted row by row through the schedule
-    step_of: Array  # for each action, counted row by row: the number of its step, also row by row
+    step_of: Array  # for each action, row by row: the number of its step, counted row by row
     roles: Array  # role of each action, as in `hetpipe.schedule.codes`
 
 

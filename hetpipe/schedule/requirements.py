@@ -1,5 +1,4 @@
-"""Requirements: the actions that a stage must have at its place in the pipeline, and their
-order."""
+"""Requirements: the actions that a stage must have in the pipeline, and their order."""
 
 from __future__ import annotations
 

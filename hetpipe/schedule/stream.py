@@ -77,12 +77,12 @@ class Stream:
         return self.start + self._period
 
     def segment(self, mini_batch: int) -> Segment:
-        """Return the actions that the admission of `mini_batch` adds."""
+        """Return the actions that `mini_batch` adds to the stream."""
         like = self._like(mini_batch)
         return Segment(self._schedules[like], mini_batch - like)
 
     def flush(self, mini_batches: int) -> Segment:
-        """Return the remaining actions after the segments of `mini_batches`."""
+        """Return the remaining actions after the first `mini_batches` segments."""
         count = self._like(mini_batches - 1) + 1
         whole = self._full(count)
         rows = tuple(
@@ -165,8 +165,9 @@ def _segments(
 ) -> list[list[tuple[Action, ...]]]:
     """Divide each row into segments: an action is in the first segment in which it can run.
 
-    An action can run after the previous action on its row and the admission of its mini-batch. A
-    receive also waits for its send, and a sum waits until all its rows have reached the sum.
+    An action can run after the previous action on its row, if its mini-batch has entered the
+    stream. A receive also waits for its send, and a sum waits until all its rows have reached the
+    sum.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     position, at = [0] * len(schedule), [0] * len(schedule)

@@ -22,9 +22,9 @@ def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> s
     """Return the rows of a schedule as text. `marks` has, by row, the index of an action, which is
     printed as `[1F0]`.
 
-    With marks, a row shows only the cells around its mark. A row without a mark shows the cells at
-    the index of the first mark. An index past the end of a row marks the place of a missing action,
-    as `[?]`.
+    With marks, a row shows only the cells around its mark. A row without a mark shows the cells
+    around the index of the first mark. An index past the end of a row marks the place of a missing
+    action, as `[?]`.
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)

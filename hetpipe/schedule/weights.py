@@ -21,7 +21,7 @@ class Keeping(Enum):
     PRESENT = "present"
     """Only the present version, which every pass uses."""
     STASH = "stash"
-    """Each version that a forward used, until the backward has used it as well."""
+    """Each version that a forward used, until the micro-batch's backward has used it as well."""
     RECENT = "recent"
     """The versions that STASH keeps, and all younger versions: a forward may use a version older
     than the present one."""

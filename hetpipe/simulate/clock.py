@@ -2,12 +2,12 @@
 
 Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
-    pass, update        known at once, unless lanes share the device
+    pass, update        the end of the computation; known at once, unless lanes share the device
     receive             the arrival of the message; if it is not sent yet, its send sets the event
     after sums          the end of the last sum; if a sum has not begun, that sum sets the event
 
-If no messages share a medium, the end of a message or sum is known when it is posted. Otherwise
-messages and sums have separate events (`hetpipe.simulate.media`).
+If no messages share a medium, the end of a message or sum is known when the message or sum is
+posted. Otherwise messages and sums have separate events (`hetpipe.simulate.media`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class StageOp:
 
     code: int
     compute_s: float  # of a pass or an update
-    transfer: Transfer | None  # of a message or a sum; None if it depends on the number
+    transfer: Transfer | None  # of a message or a sum; None if the cost depends on the number
     chunks: float  # number of chunks in which the stage sends a result
-    after_sums: bool  # whether its actions wait for the sums that began before them
+    after_sums: bool  # whether the actions wait for the sums that began before them
     sent_by: Op | None  # the operation that sends the result of a pass
     first_key: int  # key of the message, or the sum, with number 0
     key_step: int  # by how much the key grows from one number to the next
@@ -302,7 +302,7 @@ class Clock:
     # Sums over replicas.
 
     def _gather(self, row: int, step: StageOp, action: Action, now_s: float) -> None:
-        """Record that a row has reached a sum; the last row begins it."""
+        """Record that a row has reached a sum; the last row begins the sum."""
         self._sums[row] += 1
         key = step.key(action.number)
         rows = self._gathering.setdefault(key, [])

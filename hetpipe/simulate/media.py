@@ -24,10 +24,10 @@ Medium = int | str  # a worker's device, or a shared medium by name
 
 @dataclass(slots=True)
 class _Flow:
-    """A flow on several media or none, or a flow that is open: it may get more work."""
+    """A flow on several media or on none, or an open flow."""
 
     media: Sequence[Medium]
-    left_s: float  # seconds of work left at `since_s`, on free media
+    left_s: float  # remaining seconds of work at `since_s`, on free media
     since_s: float
     is_open: bool  # more work may come, so the flow does not end yet
     among: int = 1  # the flow's speed is 1 / this number
@@ -38,7 +38,7 @@ class _Flow:
 class _Shared:
     """A medium. The flows that use no other medium all have the same speed.
 
-    The common work is the work of a flow that had run since the first of these flows began. The
+    The common work is the work of a flow that has run since the first of these flows began. The
     flows' ends are stored in common work, so that a change of speed does not change the stored
     ends: a flow that begins at 5 s of common work, and would take 2 s alone, ends at 7 s of common
     work.
@@ -105,7 +105,7 @@ class Media:
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
-        """Whether the flow ends now: the event has its present state, and the flow is not open."""
+        """Whether the flow ends now: `state` is its present state, and the flow is not open."""
         if (shared := self._alone.get(number)) is not None:
             if shared.state != state:
                 return False
@@ -126,7 +126,7 @@ class Media:
         return True
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """Close an open flow: it ends after `least_s` seconds of work from now, or more."""
+        """Close an open flow; at least `least_s` seconds of work remain."""
         flow = self._flows[number]
         done_s = (now_s - flow.since_s) / flow.among
         flow.left_s, flow.since_s = max(flow.left_s - done_s, least_s), now_s
@@ -204,8 +204,7 @@ class Network:
         return number
 
     def close(self, number: int, least_s: float, now_s: float) -> None:
-        """Note that an open load's pass has ended: the rest of the load takes at least
-        `least_s`."""
+        """Record that an open load's pass has ended: the rest takes at least `least_s`."""
         load = self._loads[number]
         load.is_open = False
         if load.start_s is not None:

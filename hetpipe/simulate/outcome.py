@@ -152,7 +152,7 @@ RECEIVES = {
     Op.BACKWARD: Op.RECV_BACKWARD,
     Op.BACKWARD_INPUT: Op.RECV_BACKWARD,
 }
-"""By pass, the receive that it may need."""
+"""For each pass, the receive that the pass may need."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The simulator follows the rules of the engine:
   evenly.
 - A worker runs one sum over replicas at a time, while it computes the following passes. An update
   waits for the sums. If each replica has a row, a sum begins when all these rows have reached the
-  sum. It uses its media as a message does.
+  sum. A sum uses its media as a message does.
 - A replica that sends a gradient to all other replicas uses a separate edge to each of them.
 
 Example: two messages, of 2 s each if alone, on separate edges that share a bus. A column is half a

@@ -30,8 +30,8 @@ from hetpipe.simulate.times import FREE, StageTimes
 class Moments(NamedTuple):
     """When the computation of each step ends, and when its message leaves and arrives.
 
-    The steps are in the order of `Order`. The message of a step that sends nothing takes no time.
-    The arrivals begin with an additional 0, for steps that receive nothing.
+    The steps are in the order of `Order`. A step that sends nothing has a message that takes no
+    time. The arrivals begin with an additional 0, for steps that receive nothing.
     """
 
     ends_s: list[float]
@@ -146,9 +146,9 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Order | None:
-    """Return the order of the steps under a rule; None if only the simulator can price the rule's
-    schedule. `pairs` are stages that share parameters. Raises `ScheduleError` if the rule raises
-    it, or if the schedule deadlocks."""
+    """Return the order of the steps under a rule; None if its schedule needs the clock. `pairs` are
+    stages that share parameters. Raises `ScheduleError` if the rule raises it, or if the schedule
+    deadlocks."""
     if not rule.flushes:
         return None
     passes = columns_of(rule.rows(stages, microbatches, in_flight, workers))

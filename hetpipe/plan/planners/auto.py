@@ -45,8 +45,8 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the other planners' proposals, and proposals on the fastest devices alone and on
-    replicas of one kind."""
+    """Yield the other planners' proposals, proposals on only the fastest devices, and proposals
+    with replicas of one kind."""
     for name in OTHERS:
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
@@ -60,7 +60,7 @@ def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield proposals with a stage on each of the fastest devices, in the cluster's order."""
+    """Yield proposals with a stage on each of the k fastest devices, in the cluster's order."""
     speeds_s = _whole_s(priced, cluster.ids)
     by_speed = sorted(cluster.ids, key=speeds_s.__getitem__)
     count = len(by_speed)

@@ -114,7 +114,7 @@ def _shapes(
         plans = candidates(
             chain, priced_so, samples=size, global_batch=whole, count=few, capacity_nbytes=least
         )
-    except PlanError:  # the formula counts Adam's state; prices count the real optimizer's
+    except PlanError:  # the formula counts Adam's state; prices count the real optimizer's state
         return
     for plan in plans:
         groups = tuple(tuple(members[n] for n in stage.devices) for stage in plan.stages)

@@ -5,10 +5,10 @@ There is one stage on each device. For a fixed order of devices the partition is
 slowest stage faster, and from `free_order`, a search for devices of a few types.
 
 In this search transfers do not count, so only the number of devices of each type matters. The
-farthest cut that p devices of one type and q of another can reach within a time limit follows from
-the farthest cuts of one device fewer. The limit is bisected until no partition is faster than the
-best one; devices may be left out. (Algorithm of section 7 in Benoit, Rehn-Sonigo, Robert 2007 for
-few types; the general problem is NP-complete.)
+farthest cut that p devices of one type and q devices of another type can reach within a time limit
+follows from the farthest cuts of one device fewer. The limit is bisected until no partition is
+faster than the best one; devices may be left out. (Algorithm of section 7 in Benoit, Rehn-Sonigo,
+Robert 2007 for few types; the general problem is NP-complete.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, in_flight, single_device_groups
 from hetpipe.plan.search import best_cuts, is_large, propose_partitions, worth_trying
 
-STATES = 2**16
-"""The best order is computed if at most this many combinations of counts by kind are possible."""
+STATES = 2**16  # the best order is computed for at most this many combinations of counts
 EXCHANGES = 60  # at most this many exchanges of devices are tried
 
 
@@ -139,7 +138,7 @@ below the best partition's time."""
 @dataclass(frozen=True, eq=False)
 class DeviceType:
     """`count` equal devices. `layers_s` has the seconds of each layer, infinite for a layer that
-    these devices cannot run. A stage takes `overhead_s` more.
+    these devices cannot run. A stage takes `overhead_s` in addition.
 
     Raises `PlanError` for numbers below 0.
     """

@@ -244,8 +244,7 @@ class _Search:
         return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level, sharing)
 
     def _transfer_s(self, level: Level, replicas: int) -> Array:
-        """Return, by layer, the seconds to transfer activations and gradients at the cut after
-        it."""
+        """Return, by layer, the seconds to transfer activations and gradients at the next cut."""
         sharing = replicas if self.rule == "published-code" else 1
         return 2 * self.cut_nbytes / (level.bandwidth_Bps * sharing)
 
