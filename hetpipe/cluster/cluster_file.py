@@ -188,7 +188,7 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
     for index, table in enumerate(tables.server):
         total += table.count or 1
         if total > MOST_DEVICES:
-            why = f"makes {total} servers of the cluster; it has at most {MOST_DEVICES}"
+            why = f"makes {total} servers of the cluster; a cluster has at most {MOST_DEVICES}"
             raise source.fault(("server", index), why, "count")
     for index, table in enumerate(tables.server):
         for name in {table.name, *table.copies}:
@@ -214,7 +214,7 @@ def _check_devices(tables: _Tables, source: Source) -> None:
             raise source.fault(("device", index, "server"), why)
         total += (table.count or 1) * copies[table.server]
         if total > MOST_DEVICES:
-            why = f"makes {total} devices of the cluster; it has at most {MOST_DEVICES}"
+            why = f"makes {total} devices of the cluster; a cluster has at most {MOST_DEVICES}"
             raise source.fault(("device", index), why, "count")
 
 

@@ -162,7 +162,7 @@ class Layout:
             if other != size:
                 raise ClusterError(
                     f"the cluster is irregular: {self._names[0]} has {size} devices and {name} "
-                    f"{other}; levels need equally many everywhere"
+                    f"{other}; levels need equal numbers"
                 )
         if size > 1:
             levels.append((size, self._bandwidth_inside()))
@@ -188,7 +188,7 @@ class Layout:
             if bandwidth_Bps != known[0]:
                 raise ClusterError(
                     f"the cluster is irregular: {self._names[0]} has {known[0]:g} B/s inside and "
-                    f"{name} {bandwidth_Bps:g} B/s; levels need the same everywhere"
+                    f"{name} {bandwidth_Bps:g} B/s; levels need equal bandwidths"
                 )
         return known[0]
 

@@ -172,7 +172,7 @@ def read_profile(path: Path) -> ProfileGraph:
         raise CostError(f"{path}:1: the profile has no nodes; give one with a layer or more")
     for edge, number in edge_lines.items():
         if unknown := [name for name in edge if name not in node_lines]:
-            why = f"the edge names {short(unknown[0])}, which is no node; name one of the file's"
+            why = f"the edge names {short(unknown[0])}, which is no node; name a node of the file"
             raise CostError(f"{path}:{number}: {why}")
     graph = ProfileGraph(tuple(nodes), tuple(edge_lines))
     if circle := graph.circle():

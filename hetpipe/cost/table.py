@@ -332,7 +332,7 @@ def _check_references(table: _Table, source: Source) -> None:
             why = f"names {short(absent[0])}; the table has {words(table.devices)}"
             raise source.fault(("links", index), why)
         if pair in pairs[:index]:
-            why = f"is a second one from {pair[0]} to {pair[1]}"
+            why = f"is a second link from {pair[0]} to {pair[1]}"
             raise source.fault(("links", index), why)
     for index, shared in enumerate(table.tied):
         if max(shared.layers) >= count:

@@ -289,7 +289,7 @@ def _check_ids(source: Source, nodes: Sequence[_Node | _PiperNode], edges: Seque
     for index, edge in enumerate(edges):
         for id in (edge.sourceId, edge.destId):
             if id not in places:
-                raise source.fault(("edges", index), f"names {id}, which is the id of no node")
+                raise source.fault(("edges", index), f"names {id}, but no node has this id")
 
 
 def _check_passes(source: Source, workload: _Workload) -> None:

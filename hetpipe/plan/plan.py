@@ -91,8 +91,8 @@ class StagePlan:
             object.__setattr__(self, "shares", (1.0,) * len(self.devices))
         if len(self.shares) != len(self.devices) or min(self.shares) <= 0:
             raise PlanError(
-                f"shares [{words(map(str, self.shares))}] for {len(self.devices)} replicas: give "
-                "one above 0 for each"
+                f"shares [{words(map(str, self.shares))}] for {len(self.devices)} replicas: give a "
+                "share above 0 for each"
             )
 
 
@@ -150,9 +150,9 @@ class Plan:
             if split.layers not in neighbours:
                 first, second = split.layers
                 raise PlanError(
-                    f"splits: {split.layer} after {split.channels} channels is the layers {first} "
-                    f"and {second}, and the plan's {len(self.layers)} layers have no such "
-                    "neighbours: make the plan for the model with its splits"
+                    f"splits: {split.layer} is split after {split.channels} channels, but the "
+                    f"plan's {len(self.layers)} layers have no neighbours {first} and {second}: "
+                    "make the plan for the model with its splits"
                 )
 
     @property

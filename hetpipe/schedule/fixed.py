@@ -76,8 +76,8 @@ def _size(schedule: Schedule) -> tuple[int, int]:
     last = max(actions, key=lambda action: action.stage)
     if last.stage >= max(forwards, 1):
         raise ScheduleError(
-            f"{last} is of stage {last.stage}, but there are {forwards} forwards, one of each "
-            "stage and micro-batch: add the missing forwards, or number stages from 0"
+            f"{last} is of stage {last.stage}, but there are {forwards} forwards, and each stage "
+            "needs one for every micro-batch: add the missing forwards, or number stages from 0"
         )
     stages, late = 1 + last.stage, max(passes, key=lambda action: action.number)
     if late.number >= max(forwards // stages, 1):

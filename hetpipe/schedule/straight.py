@@ -122,8 +122,8 @@ def data_parallel(
     """
     if workers != 1:
         raise ScheduleError(
-            f"data-parallel has one row, which all replicas run, not {workers}: give every stage "
-            "the same devices"
+            f"data-parallel has one worker, not {workers}, and all devices are its replicas: give "
+            "every stage the same devices"
         )
     order = range(stages)
     return (

@@ -55,7 +55,7 @@ class Level:
         if self.count < 1:
             raise PlanError(f"a level has {self.count} components; give 1 or more")
         if not self.bandwidth_Bps > 0:
-            raise PlanError(f"a level's bandwidth is {self.bandwidth_Bps} B/s; give one above 0")
+            raise PlanError(f"a level's bandwidth is {self.bandwidth_Bps} B/s; give more than 0")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def plan_pipedream(
     fastest = plan_pipedream(chain, levels, rule)
     needed_nbytes = max(stage_memory_nbytes(chain, fastest))
     raise PlanError(
-        f"no plan fits {capacity_nbytes} bytes per worker; the fastest one without a limit needs "
+        f"no plan fits {capacity_nbytes} bytes per worker; the fastest plan without a limit needs "
         f"{needed_nbytes}: allow as much, or give more workers"
     )
 

@@ -371,7 +371,7 @@ def test_too_many_servers_are_refused_before_they_are_made(tmp_path, monkeypatch
     path.write_text(tables + '[[device]]\nboard = "v100-pcie-16"\n')
     with pytest.raises(ClusterError) as refused:
         Cluster.load(path)
-    why = "server.1 makes 200000 servers of the cluster; it has at most 100000"
+    why = "server.1 makes 200000 servers of the cluster; a cluster has at most 100000"
     assert str(refused.value) == f"{path}:6: {why}"
 
 
@@ -398,7 +398,7 @@ def test_a_pipe_is_refused_as_a_file(tmp_path):
         ('board = "t4"\n', 'board = "t4"\ndevice = "a:b:0"\n', 5, r"device\.1 has both a dev"),
         ("count = 3", "count = 0", 6, r"device\.1\.count is 0, it should be at least 1; write"),
         ("count = 3", "count = 100001", 6, "count is 100001, it should be at most 100000"),
-        ("count = 3", "count = 60000", 6, "makes 120001 devices of the cluster; it has at most "),
+        ("count = 3", "count = 60000", 6, "makes 120001 devices of the cluster; a cluster has at "),
         ("count = 3", "cores = [4]", 6, r"device\.1\.cores is for attached devices and numerics"),
         ("count = 3", 'device = "a:b:0"\nnumerics = "a:b:0"', 5, r"device\.1 has both a dev"),
         ("count = 3", 'numerics = ""', 6, r"device\.1\.numerics is '', it should be text that is"),
