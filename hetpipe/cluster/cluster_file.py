@@ -265,8 +265,8 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
 def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """Yield the members, each with the index of its table.
 
-    All devices of one copy of a server come before the devices of the next copy. The numbers of
-    devices with a count continue through the whole cluster.
+    All devices of one copy of a server come before the devices of the next copy. The numbers after
+    a prefix continue through the whole cluster.
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}

@@ -1,4 +1,4 @@
-"""Completion: adds to passes what follows from them: transfers, updates, sums, tied parameters."""
+"""Completion: adds transfers, updates, sums and tied parameters, which follow from the passes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def complete_passes(
     of its row.
 
     A stage's sum comes right after its last backward. A worker may own one tied parameter and share
-    another one that a different worker owns. So that the two never wait for each other, a row has
-    all sends of tied gradients before its receives of tied gradients, and likewise for tied
+    another one that a different worker owns. So that the two workers never wait for each other, a
+    row has all sends of tied gradients before its receives of tied gradients, and likewise for tied
     parameters.
     """
     backwards = np.flatnonzero(are(passes.codes, WEIGHTS))[::-1]
