@@ -1,13 +1,13 @@
 // Functions that PoCL computes correctly for one element, but not for 16 at once.
 //
-// If one lane exceeds LARGE, PoCL's sin, cos and tan use for all lanes an algorithm that is wrong for
-// small numbers: sin(1e-8) is 0.01 in a vector with sin(3e38). Its pow and fmod of doubles give wrong
+// If one lane exceeds LARGE, PoCL's sin, cos and tan compute all lanes by an algorithm that is wrong for
+// small numbers: sin(1e-8) is 0.01 in a vector with sin(3e38). PoCL's pow and fmod of doubles give wrong
 // lanes in some vectors.
 
 #define LARGE 10000.0f
 
-// Each macro pastes `exact_##NAME` itself. As an argument of another macro NAME would be expanded, since
-// PoCL's headers define `pow` as a macro; calls for doubles would then reach the function for floats.
+// Each macro pastes `exact_##NAME` itself. As an argument of another macro, NAME would be expanded, since
+// PoCL's headers define `pow` as a macro. Calls for doubles would then reach the function for floats.
 
 #define OF_ONE(NAME, T)                                                                           \
     static inline T __attribute__((overloadable)) exact_##NAME(const T x) { return NAME(x); }

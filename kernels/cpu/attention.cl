@@ -20,7 +20,7 @@
       const int x##_row, const int x##_col
 #define HEAD(x) (x + x##_offset + outer * x##_outer + within * x##_inner)
 #define ALIGNED __attribute__((aligned(64)))
-// LANES floats of a row of such a matrix. (PoCL compiles vstore16 to three stores, and a load waits for all of them.)
+// LANES floats of a row of a private matrix. (PoCL compiles vstore16 to three stores, and a load waits for all of them.)
 #define AT(p) (*(float16*)(p))
 #define FILLED(n) (((n) + LANES - 1) / LANES * LANES)
 #ifndef NARROW

@@ -1,7 +1,7 @@
 // Shared by the CPU kernels; prepended to each of them.
 //
 // Pattern of all CPU kernels: one work-item is a work-group and computes a whole tile or run of memory with
-// float16 registers. So every runtime vectorises it in the same way, and no barrier is needed.
+// float16 registers. So every runtime vectorises a kernel in the same way, and no barrier is needed.
 
 #define WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 #define LANES 16
@@ -14,8 +14,8 @@
 #define PREFETCH_WRITE(p) __builtin_prefetch((const void*)(size_t)(p), 1, 3)
 #endif
 
-// Writes a whole cache line to memory past the caches, for results that are too large for them: then the line need not be
-// read first. `p` is the begin of a line.
+// Writes a whole cache line to memory past the caches, for results that are too large for the caches. So the line is not read
+// first. `p` is the start of a line.
 #define STORE_PAST_CACHES(value, p) __builtin_nontemporal_store(value, (__global float16*)(p))
 
 // The first `count` floats at `p`, then zeros; reads only these floats.
@@ -91,7 +91,7 @@ inline void transpose_rows(float16* r) {
   }
 }
 
-// The same in memory, for callers with edges: their loops over rows need no unrolling, so the code stays small.
+// Transposes a tile in memory, for callers with edges: their loops over rows need no unrolling, so the code stays small.
 inline void transpose16(float* tile) {
   float16 r[LANES];
 #pragma unroll

@@ -32,7 +32,7 @@ inline float16 exp_below_zero(const float16 x) {
 // The larger of a and b, or a if one is NaN. fmax takes longer, since it checks for NaN.
 #define LARGER(a, b) select(a, b, a < b)
 
-// The largest element of a row, or -infinity of an empty one. Four maxima at once, since a maximum takes longer than a load.
+// The largest element of a row, or -infinity if it is empty. Four maxima at once, since a maximum takes longer than a load.
 inline float peak_of(__global const float* x, const int count) {
   float16 a = (float16)(-INFINITY), b = a, c = a, d = a;
   int i = 0;
@@ -56,7 +56,7 @@ inline void log_softmax_row(__global const float* x, const int classes, __global
     store_upto(load_upto(x + i, classes - i) - peak - log_sum, y + i, classes - i);
 }
 
-// Softmax of one row. Returns the largest element of the row at `next`, loaded from memory during the exponentials.
+// Softmax of one row. Returns the largest element of the row at `next`, whose loads run during the exponentials.
 inline float softmax_row(__global const float* x, const int classes, const float peak, __global const float* next,
                          __global float* y) {
 #ifdef PAST_CACHES

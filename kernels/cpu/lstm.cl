@@ -14,7 +14,7 @@
 #define GATES 4
 
 // Cache lines that the next step reads or writes, of two tensors with 4H columns and of two with H. A product prefetches them
-// one by one: many at once would stop it. None are still in a cache, since a step's weights have passed through it.
+// one by one: many at once would stop the product. The lines have left all caches, since a step's weights passed through.
 typedef struct {
   __global const float *wide, *other_wide, *narrow, *other_narrow;
   int stride;  // floats of the wide tensors to prefetch for each LANES of a product's depth

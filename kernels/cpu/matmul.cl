@@ -155,8 +155,8 @@ inline void multiply_rows(__global const float* restrict a, const int a_row, con
 }
 
 // Finishes the first `rows` rows of a tile with `count` columns: adds the sums of earlier blocks of depth; after the last
-// block, also scales and adds the bias. Most products need none of this, so it is not inlined: in a kernel it would take
-// registers from the kernel's stores (3 % of the time in some kernels).
+// block, also scales and adds the bias. Most products need none of this, so the function is not inlined: inlined code would
+// take registers from the kernel's stores (3 % of the time in some kernels).
 __attribute__((noinline)) void finish(float16 sums[ROWS][2], const int rows, const int count, const bool resume,
                    __global const float* carried, const int carried_row, const bool last, const float alpha,
                    const float beta, __global const float* bias, const int bias_row, const int bias_col) {
@@ -226,7 +226,7 @@ inline void pack_rows(__global const float* src, const int stride_k, const int d
   }
 }
 
-// Packs a group of panels, or the panels that exist if these are fewer.
+// Packs a group of panels, or all panels that exist if the group is not full.
 inline void pack_group(__global const float* src, const int stride_k, const int count, const int width,
                        const int depth, __global float* dst) {
   if (width == COLS && count >= GROUP * COLS) {
@@ -293,13 +293,13 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
 }
 
 // Returns a panel of `width` rows, where `count` rows exist; `row` and `k` are its strides in `src`. Panels that are packed, or
-// read in place, stay in `src`. Others are in `room`, and copied there if `is_new`; the first `number` of a group copies all.
+// read in place, stay in `src`. Others are copied to `room` if `is_new`: one by one or, if `contiguous`, a group at a time.
 #define PANEL_ARGUMENTS                                                                                        \
   __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
       const bool is_new, const int number, __global float *room
 inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
 inline __global const float* panel_in_place(PANEL_ARGUMENTS) {
-  // Prefetches the begin of each next row: a processor predicts the rest of a row, but not where it begins.
+  // Prefetches the start of each row of the next tile: a processor predicts the rest of a row, but not its start.
   for (int m = ROWS; m < min(count, 2 * ROWS); m++) {
     PREFETCH_NEAR(src + m * row);
     PREFETCH_NEAR(src + m * row + LANES);
@@ -319,8 +319,8 @@ inline __global const float* panel_strided(PANEL_ARGUMENTS) {
   return room;
 }
 
-// Only columns that are contiguous along k are far apart. The last quarter of the `tiles` prefetches all lines, which are then
-// still in the cache when the panel is packed. `src` is the panel; its columns are `col` apart, and `count` of them exist.
+// Only columns that are contiguous along k need this, since they are far apart. The last quarter of the `tiles` prefetches, so
+// that the lines are still in the cache when panel `src` is packed. Its columns are `col` apart, and `count` of them exist.
 #define FETCH_ARGUMENTS                                                                                           \
   __global const float *src, const int col, const int count, const int depth, const int tile, const int tiles
 inline void fetch_packed(FETCH_ARGUMENTS) {}

@@ -10,8 +10,8 @@
 
 #define MOST_COLS 512
 
-// The place of each column of a block in the first plane of its image, in floats from the first image on; and for each 16
-// columns whether they are equally far apart.
+// `at`: the place of each column of a block in the first plane of its image, in floats from the first image on. `run`: for
+// each 16 columns, whether they are equally far apart.
 typedef struct {
   int at[MOST_COLS];
   int run[MOST_COLS / LANES];
@@ -40,7 +40,7 @@ inline void find_places(Places* places, const int first, const int count, const 
 
 // Loads 16 floats, every `stride`th.
 inline float16 load_every(__global const float* p, const int stride) {
-  if (stride == 2)  // reads nothing behind the last element
+  if (stride == 2)  // reads nothing after the last element
     return __builtin_shufflevector(vload16(0, p), vload16(0, p + LANES - 1), 0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23,
                                    25, 27, 29, 31);
   return load_strided(p, stride, LANES);

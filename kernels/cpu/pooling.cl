@@ -7,7 +7,7 @@
 inline float16 row_lanes(__global const float* row, const int first, const int stride, const int width) {
   if (first >= 0 && first + (LANES - 1) * stride < width) {
     if (stride == 1) return vload16(0, row + first);
-    if (stride == 2)  // reads nothing behind the last element
+    if (stride == 2)  // reads nothing after the last element
       return __builtin_shufflevector(vload16(0, row + first), vload16(0, row + first + LANES - 1), 0, 2, 4, 6, 8, 10, 12,
                                      14, 17, 19, 21, 23, 25, 27, 29, 31);
   }
@@ -19,7 +19,7 @@ inline float16 row_lanes(__global const float* row, const int first, const int s
   return vload16(0, lane);
 }
 
-// The highest value of each window: the first of equals; NaN exceeds all. `index` is h * width + w. 16 windows at a time.
+// The highest value of each window; NaN exceeds all. `index`, h * width + w, is its first place. 16 windows at a time.
 WORK_ITEM __kernel void max_pool(__global const float* restrict x, __global float* restrict y,
                                  __global long* restrict index, const int height, const int width, const int out_h,
                                  const int out_w, const int kernel_h, const int kernel_w, const int stride_h,

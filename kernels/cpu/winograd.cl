@@ -1,7 +1,7 @@
 // 3x3 convolution of stride 1 by minimal filtering, F(4x4, 3x3), on CPUs: 36 products for 16 outputs instead of 144.
 // Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (CVPR 2016).
 //
-//   x        row-major [N][depth][height][width]; tiles of 6x6 pixels, every 4
+//   x        row-major [N][depth][height][width]; a tile of 6x6 pixels begins every 4 pixels
 //   w        3x3 weights, row-major
 //   weights  [36][block][depth][COLS]         transformed, by blocks of output channels
 //   inputs   [36][tiles][depth_stride]        transformed, for the tile rows of this turn

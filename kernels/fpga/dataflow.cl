@@ -11,7 +11,7 @@
 // store  receives the sums by rows and computes the epilogue. With ROWS it sends the results to another kernel (rows.cl).
 //
 // With CHANNELS each of the three is a kernel, and they run concurrently. Otherwise one kernel does their work in turn, and the
-// streams are small arrays on the chip. Both add the same numbers in the same order: the results are equal, bit for bit.
+// streams are small arrays on the chip. Either way the same numbers are added in the same order: equal results, bit for bit.
 //
 //   stream     vectors in a tile                   floats      sent by  received by
 //   a_stream   depth * INTERLEAVE_ROWS             ARRAY_ROWS  load     array
@@ -23,7 +23,7 @@
 // two kernels, both ends take them in the same order. So some kernel can always receive its vector or send one.
 //
 // Parameters (options of the build): ARRAY_ROWS 8, ARRAY_COLS 16, INTERLEAVE_ROWS 8, INTERLEAVE_COLS 8, BLOCK 32,
-// CAPACITY 2048, LOAD_WIDTH 16. The hardware they need, by backends/opencl/fpga/sheet.py:
+// CAPACITY 2048, LOAD_WIDTH 16. backends/opencl/fpga/sheet.py computes the hardware that these values need:
 //
 //   kernel         multiply-adds    block RAM, bytes    interval, cycles    bytes read in a cycle
 //   matmul_load    0                27136               1                   64
