@@ -31,9 +31,9 @@ from .signature import Argument, bind
 from .target import Target
 
 CHEAP = 2
-"""Recomputing an expression of at most this `expr.work` is cheaper than storing and loading it."""
+"""An expression with at most this `work` is cheaper to recompute than to store and load."""
 LARGEST = 48
-"""The most distinct expressions in a fused tree: larger ones are stored, to bound compile time."""
+"""Most distinct expressions in a fused tree; a larger tree is stored, to bound compile time."""
 NEAR = 6
 """A store may join one of the last NEAR kernels."""
 WAITING = 2
@@ -156,7 +156,7 @@ class Builder:
         return self.pool.make(Const, shape or (), dtype, arg)
 
     def results(self, node: fx.Node) -> tuple[Expr | None, ...]:
-        """Return the results of a node as a tuple, also for a single result."""
+        """Return the results of a node as a tuple, even if there is only one."""
         lowered = self._lowered[node]
         return lowered if isinstance(lowered, tuple) else (lowered,)
 

@@ -146,7 +146,7 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     row = body.row_lines("row")
     lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
-    # Sums of earlier blocks are in memory as `c`. The first block does not read `c`: any will do.
+    # Sums of earlier blocks are in memory as `c`. The first block reads none: any tensor serves.
     carries = args["k0"] != 0
     if not carries:
         args["c"] = args["left"]
@@ -255,7 +255,7 @@ def overwritable(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ids of tensors that results may overwrite, and the ids of the kernel's tensors.
 
-    Only the epilogue reads tensors that may be overwritten, each element just before its store.
+    Only the epilogue reads the former tensors, each element just before it is overwritten.
     """
     read = [load for store in group[1:] for load in loads(store.expr)]
     own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))

@@ -66,7 +66,7 @@ class Layout:
         """Return the dimensions by decreasing stride: `permute` by them undoes a permutation."""
         strides = list(self.strides)
         for d in reversed(range(len(strides) - 1)):
-            if self.shape[d] == 1:  # it has no stride, so it keeps its place
+            if self.shape[d] == 1:  # no stride tells its place, so keep it
                 strides[d] = strides[d + 1]
         return sorted(range(len(strides)), key=lambda d: -strides[d])
 
@@ -88,7 +88,7 @@ class Layout:
         return Layout(shape, (*self.strides[:dim], 0, *self.strides[dim:]), self.offset)
 
     def reshape(self, shape: Shape) -> Layout | None:
-        """Return the same elements in the same order as `shape`; None if no strides express it."""
+        """Return a layout of `shape` for these elements; None if no strides express their order."""
         if math.prod(shape) == 0:
             return Layout(shape, (0,) * len(shape), self.offset)
         strides = [0] * len(shape)
@@ -183,8 +183,8 @@ class Apply(Expr):
 class Rows(Expr):
     """A result of a kernel over whole rows. The kernels of the product `source` send the rows.
 
-    `file` has the kernel's source, `arguments` maps its parameters to arguments, and `reads` has
-    the arguments that the kernel reads.
+    `file` has the kernel's source, `arguments` maps the kernel's parameters to arguments, and
+    `reads` loads the tensors among them that the kernel reads.
     """
 
     source: Load

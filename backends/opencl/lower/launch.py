@@ -146,8 +146,8 @@ class Store:
     def joins(self, group: Sequence[Store]) -> bool:
         """Return whether this store can be in one kernel with `group`, and is faster there.
 
-        Both must have the same shape and share tensors. If this store reads a tensor that the group
-        writes, it must read the tensor element by element.
+        The store and the group must have the same shape and share tensors. If the store reads a
+        tensor that the group writes, it must read the tensor element by element.
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False

@@ -91,7 +91,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
-    """Yield the lines that the preprocessor keeps, and add macros; every `#if` counts as true."""
+    """Yield the lines that the preprocessor keeps, and fill `macros`; each `#if` counts as true."""
     kept = [True]
     for line in source.split("\n"):
         word, _, rest = line.strip().partition(" ")

@@ -32,7 +32,7 @@ TILE_WORK, WEIGHT_WORK = 600, 540
 
 
 def suits(g: Geometry, flipped: bool) -> bool:
-    """Return whether minimal filtering can compute the convolution, faster than the direct kernel.
+    """Return whether minimal filtering suits the convolution, and is faster than the direct kernel.
 
     With `flipped`, judge the input gradient. Costs count multiply-adds of vectors. Per input
     channel, the direct kernel needs 9 for a pixel; minimal filtering needs 36 for a tile of 16

@@ -52,7 +52,7 @@ def _floored_quotient(builder: Builder, a: Expr, b: Expr) -> Expr:
     rest = builder.apply("exact_fmod({0}, {1})", a.dtype, a, b, weight=DEAR)
     less = f"select(({{T}})(0), ({{T}})(1), convert_{{M}}({OTHER_SIGN}))"
     share = builder.apply(f"({{2}} - {{0}}) / {{1}} - {less}", a.dtype, rest, b, a, weight=6)
-    plain = builder.apply("{0} / {1}", a.dtype, a, b, weight=4)  # if b is 0, and for the sign of 0
+    plain = builder.apply("{0} / {1}", a.dtype, a, b, weight=4)  # for b = 0 and the sign of 0
     code = "select(rint({0}), copysign(({T})(0), {1}), convert_{M}({0} == ({T})(0)))"
     whole = builder.apply(code, a.dtype, share, plain, weight=2)
     code = "select({0}, {1}, convert_{M}({2} == ({T})(0)))"

@@ -78,7 +78,7 @@ def gather(builder: Builder, node: fx.Node) -> None:
     dim %= len(table)
     strides = _strides(table)
     step, strides[dim] = strides[dim], 0
-    rank = len(node_shape(node))  # may differ from the table's: one element, or an empty index
+    rank = len(node_shape(node))  # may differ from the table's for one element or an empty index
     strides = [*strides, *[0] * rank][:rank]
     index = builder.expr(node.args[2])
     _read(builder, node, builder.value(source), strides, [(index, step, table[dim])])
@@ -171,7 +171,7 @@ def _no_masks(node: fx.Node) -> str | None:
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_no_masks)
 def index_put(builder: Builder, node: fx.Node) -> None:
-    """Add rows of equal index in the order of the values, or keep the last of these rows."""
+    """Add the values of one place in their order; without `accumulate`, keep the last value."""
     indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
     indexed = [d for d, index in enumerate(indices) if index is not None]

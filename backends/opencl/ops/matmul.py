@@ -40,7 +40,7 @@ FEW_ROWS = 4
 SETS, LINE_NBYTES = 64, 64
 """Least sets of a first-level cache, and bytes per line; more sets only spread lines better."""
 MOST_LINES = 6
-"""Most lines of a tile's rows in one of these sets, which hold at least 8 lines."""
+"""Most lines of a tile's rows in one set of the cache; a set holds at least 8 lines."""
 PACKED, IN_PLACE = "packed", "in_place"
 OF_FAMILIES = {"gpu": tiled_product, "fpga": systolic_product}
 THIN_ROWS = 2
@@ -61,7 +61,7 @@ def lower_product(builder: Builder, product: Product) -> Value:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a product's rows and columns, one pair for each work-item."""
+    """Division of a product's rows and columns into parts; a work-item has a part of each."""
 
     rows: int
     """Rows of a part, a multiple of ROWS."""
@@ -105,7 +105,7 @@ def _tiled(builder: Builder, p: Product) -> Value:
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
-    # Panels of A follow a group of panels of B, even if another launch packs B.
+    # In `room`, panels of A follow a group of panels of B, even if another launch packs B.
     own_rows = parts.rows if forms[0] not in (PACKED, IN_PLACE) else 0
     panels = GROUP * COLS + own_rows if own_rows or forms[1] != PACKED else 0
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")

@@ -99,7 +99,7 @@ def mean_pool(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.avg_pool2d_backward.default", supports=why_not_float32, kept=True)
 @lowers("aten._adaptive_avg_pool2d_backward.default", supports=why_not_float32)
 def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
-    """Result: dx. Each dy is shared over its window or bin."""
+    """Result: dx. Each dy is spread over its window or bin."""
     dy = builder.value(arguments(node)[0])
     dx = builder.new(node_shape(node), "float32")
     args: dict[str, Argument] = {
