@@ -83,7 +83,7 @@ class NativeBackend(Backend):
     def describe(self) -> list[Finding]:
         infos, errors = self._devices()
         if not (infos or errors):
-            return [("ok", f"no library of a vendor is named; {LIBRARIES} takes their paths", "")]
+            return [("ok", f"no vendor's library is named: put paths into {LIBRARIES}", "")]
         findings = [("ok", f"{info.id}: {info.name}, {info.driver}", "") for info in infos]
         return [*findings, *(("broken", error, "") for error in errors.values())]
 

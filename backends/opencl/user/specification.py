@@ -122,14 +122,14 @@ def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
         assert index is not None, "checked when it was read"
         if index >= len(tensors):
             kind = "results" if each.output else "tensors"
-            raise BackendError(f"it has {len(tensors)} {kind}, {name} would be number {index}")
+            raise BackendError(f"it has {len(tensors)} {kind}, but {name} is number {index}")
         tensor = tensors[index]
         if tensor.dtype != each.dtype:
-            raise BackendError(f"{name} is {tensor.dtype}, in the specification {each.dtype}")
+            raise BackendError(f"{name} is {tensor.dtype}, but {each.dtype} in the specification")
         shape = (tensor.numel,) if len(each.shape) == 1 else tensor.shape
         if len(shape) != len(each.shape):
             raise BackendError(
-                f"{name} has {len(shape)} dimensions, in the specification {len(each.shape)}"
+                f"{name} has {len(shape)} dimensions, but {len(each.shape)} in the specification"
             )
         for size, number in zip(each.shape, shape, strict=True):
             if size.name is None:

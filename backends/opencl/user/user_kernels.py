@@ -155,7 +155,7 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
             builder.product(out, Tile(out.shape, out.dtype, launches, launch.with_stores))
         else:
             count = len(call.outputs)
-            raise BackendError(f"{where}: an epilogue is for 1 result, it has {count}")
+            raise BackendError(f"{where}: an epilogue needs 1 result, not {count}")
     except BackendError:
         raise
     except Exception as error:
