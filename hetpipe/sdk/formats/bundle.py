@@ -239,7 +239,7 @@ def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
     content = read_file(folder / source.file, BundleError, MOST_NBYTES)
     if (now := sha256_of(content)) != source.sha256:
         raise BundleError(
-            f"{folder / source.file} has changed: its hash is {now}, the manifest's "
+            f"{folder / source.file} has changed: its hash is {now}, but the manifest has "
             f"{source.sha256}; write it again: {manifest.command}"
         )
     return content.decode()
@@ -262,8 +262,8 @@ def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[
     content = read_file(folder / binary.file, BundleError, MOST_NBYTES)
     if (now := sha256_of(content)) != binary.sha256:
         raise BundleError(
-            f"{folder / binary.file} is not the binary that was put there: its hash is {now}, the "
-            f"manifest's {binary.sha256}; compile it again: {build}"
+            f"{folder / binary.file} is not the binary that was put there: its hash is {now}, but "
+            f"the manifest has {binary.sha256}; compile it again: {build}"
         )
     return binary, content
 

@@ -290,7 +290,8 @@ class KernelSpec:
             if not name.isidentifier() or name in named:
                 raise BackendError(
                     f"define has {word(name)}, which is "
-                    f"{'a size of a case' if name in named else 'no name of a macro'}"
+                    f"{'a size of a case' if name in named else 'no name of a macro'}; "
+                    "choose another name"
                 )
         count = len(self.case) * math.prod(map(len, self.define.values()))
         if count > MOST_CASES:

@@ -183,7 +183,7 @@ class _Writer:
             return
         shape, dtype = val
         if len(shape) > MOST_RANK:
-            raise BackendError(f"a tensor has {len(shape)} dimensions; {MOST_RANK} are allowed")
+            raise BackendError(f"a tensor has {len(shape)} dimensions; at most {MOST_RANK} fit")
         self.data += bytes([_dtype_code(dtype), len(shape)])
         for size in shape:
             self._i64(size)
