@@ -71,8 +71,8 @@ class Buffer(ABC):
 
 
 Chunk = tuple[int, int, int, Event]
-"""(output, lo, hi, event): at the event, elements lo..hi of the output, in row-major order, are
-ready."""
+"""(output, lo, hi, event): elements lo to hi - 1 of the output, in row-major order, are ready when
+the event happens."""
 
 
 class Executable(ABC):
@@ -171,7 +171,7 @@ class Device(ABC):
         """
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
-        """Copy elements lo..hi of a buffer, in row-major order, into a flat host array.
+        """Copy elements lo to hi - 1 of a buffer, in row-major order, into a flat host array.
 
         Called for ready chunks, while the pass still computes the rest of the buffer. A device
         with `capabilities.chunks` must override it.
@@ -245,7 +245,7 @@ class Backend(ABC):
 
     @abstractmethod
     def discover(self) -> list[DeviceInfo]:
-        """Return the devices present now, the best first, without opening them.
+        """Return the devices that are present now, the best device first. Open none.
 
         Raises `BackendError` with a cure if the driver is unusable.
         """

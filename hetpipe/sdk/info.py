@@ -30,7 +30,7 @@ class Execution(str, Enum):
     """Whether results leave a device after a pass or during it (BaPipe, section 3)."""
 
     SYNC = "sync"
-    """A result leaves when its pass is complete; one pass at a time."""
+    """A result leaves when its pass is complete, and one pass runs at a time."""
     ASYNC = "async"
     """Results stream while the pass runs; a forward and a backward may run at once."""
 

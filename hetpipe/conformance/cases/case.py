@@ -84,7 +84,7 @@ def feeds(shapes: str) -> Iterator[Feed]:
 def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
     """Return a function of `fn`'s arguments and a tangent.
 
-    It returns `fn`'s value, and the gradients with respect to the first `count` arguments.
+    It returns `fn`'s value and its gradients with respect to the first `count` arguments.
     """
 
     def gradients_too(*args: torch.Tensor) -> Any:
