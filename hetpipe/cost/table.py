@@ -38,8 +38,7 @@ Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a layer on a device, for one micro-batch; infinite if the device cannot run
-    it."""
+    """A layer's cost on a device, for one micro-batch; infinite if the device cannot run it."""
 
     forward_s: MaybeSeconds
     backward_s: MaybeSeconds

@@ -210,7 +210,7 @@ def _backward_times(
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
             classes.setdefault(node.colorClass, {})[owners[node.id]] = None
-    # A group has the layers that share a backward's time: one layer each, then each colour class.
+    # Groups of layers share a backward's time: first each layer alone, then each colour class.
     groups: list[tuple[int, ...]] = [(owner,) for owner in owners.values()]
     group_of = {id: number for number, id in enumerate(owners)}
     backward = {n.id: n for n in workload.nodes if n.isBackwardNode}

@@ -43,7 +43,7 @@ the limit."""
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The costs of one stage of the order, for any layers i..j.
+    """The costs of one stage, for any layers i..j.
 
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
     `overhead_s`; `arrive_s[i]` and `leave_s[j]` are the seconds of transfers at the stage's two

@@ -25,13 +25,14 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import predicted_step_s, stage_times
 
-WIDTH = 1.2816 / 0.6745  # of a normal distribution: half the width of its central 80 % and 50 %
+WIDTH = 1.2816 / 0.6745  # width of the central 80 % of a normal distribution, over the central 50 %
 MOST_CONTENTION = 0.9  # a larger share of the cores counts as this share
 SIMULATOR = 0.02  # spread of measured steps around steps that are simulated with exact costs
 
 
 def with_interval(plan: Plan, table: CostTable) -> Plan:
-    """Return the plan with its interval, from the spreads of the `table` by which it was made."""
+    """Return the plan with its interval, from the spreads of `table`, by which the plan was
+    made."""
     return replace(plan, interval_s=interval_s(plan, table, as_planned=True))
 
 

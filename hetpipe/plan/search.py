@@ -114,7 +114,7 @@ def fit_cuts(priced: Priced, bare: Proposal, limit_s: float = math.inf) -> list[
         for cuts in best_cuts(priced, bare, limit_s):
             if cuts not in found:
                 found[cuts] = replace(bare, cuts=cuts)
-            elif not alone:  # only a price tells the rows of unlike replicas, and so their bytes
+            elif not alone:  # only pricing finds the rows of unlike replicas, and so their bytes
                 others.append(replace(bare, cuts=cuts))
         most = max(bare.in_flight)
         if most == 1 or not rule_of(bare.schedule).any_depth or _is_roomy(priced, bare):

@@ -60,8 +60,7 @@ GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
 PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
 AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-"""Operations that read or change summed gradients. They wait for all sums over replicas that began
-before them."""
+"""Operations that read or change summed gradients, and so wait for all sums that began before."""
 
 
 TIED = frozenset({"G", "P"})  # kinds of messages: tied gradients, tied parameters

@@ -45,8 +45,8 @@ class Rule:
     flushes: bool = True
     """Whether a mini-batch ends with its update before the next mini-batch begins."""
     stages_per_worker: int = 1
-    """The number of stages that a planner gives each worker. If the number is above 1, a user may
-    choose another one."""
+    """The number of stages that a planner gives each worker. If it is above 1, a user may choose
+    another number."""
     averages: bool = True
     """Whether replicas that take turns apply the mean gradient of a round of mini-batches. If not,
     they apply the gradient of each mini-batch separately."""

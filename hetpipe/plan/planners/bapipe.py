@@ -110,7 +110,7 @@ def _between(
 
 
 def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Return BaPipe's cuts, or the exact ones if their slowest stage is faster."""
+    """Return BaPipe's cuts, or the exact cuts if their slowest stage is faster."""
     cuts, other = balance_cuts(compute_s, whole_s), exact(compute_s)
     if other is None or bottleneck(compute_s, cuts) <= bottleneck(compute_s, other):
         return cuts

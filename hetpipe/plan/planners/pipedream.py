@@ -249,7 +249,7 @@ class _Search:
         return 2 * self.cut_nbytes / (level.bandwidth_Bps * sharing)
 
     def _behind(self, depth: int, behind: Fraction, used: int, replicas: int) -> Fraction:
-        """Return `behind` for the components of a stage, if this stage and the earlier ones use
+        """Return `behind` for the components of a stage, if this stage and the earlier stages use
         `used` components of the level."""
         if self.capacity_nbytes is None:
             return Fraction(0)
@@ -314,7 +314,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
-    """Return the cluster's levels; one level with the slowest link if it is irregular."""
+    """Return the cluster's levels; if they are irregular, one level with the slowest link."""
     try:
         return [Level(count, bandwidth_Bps) for count, bandwidth_Bps in cluster.levels()]
     except ClusterError:
