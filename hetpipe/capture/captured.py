@@ -168,7 +168,7 @@ class Captured:
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
     ) -> list[StageGraphs]:
-        """Return the same stages after `model.eval()`: a forward per size, without SAVED outputs.
+        """Return the stages as after `model.eval()`: a forward per size, without SAVED outputs.
 
         Layers have the same names as in training, but CUT slots have other names. Raises
         `CaptureError` if the model has other layers in eval mode.

@@ -24,12 +24,9 @@ from hetpipe.sdk.graph import graph_of_rows, graph_rows
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Names of layers and of buffers that passes read or update, index bounds and a fingerprint.
+    """Names of layers and of buffers that passes read or update, index bounds and a fingerprint."""
 
-    `samples` is the size of the graph from which the summary was made.
-    """
-
-    samples: int
+    samples: int  # number of samples in the graph that is summarized
     layer_names: tuple[str, ...]
     buffers: frozenset[str]
     updated_buffers: frozenset[str]

@@ -188,7 +188,7 @@ class Search:
 
     @cached_property
     def _spreads(self) -> dict[fx.Node, float]:
-        """The largest effect on each node's value that rounding errors in all nodes have."""
+        """For each node, the largest effect of rounding errors in all nodes on its value."""
         inputs = [self.values[node] for node in graph_inputs(self.graph)]
         worst: dict[fx.Node, float] = {}
         for seed in range(NOISY_RUNS):

@@ -1,4 +1,4 @@
-"""A comparison of plans: the plans of all planners, and simple plans as people make by hand."""
+"""A comparison of plans: the plans of all planners, and simple plans that people make by hand."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _number(paths: list[str]) -> tuple[str, ...]:
 
 
 def _merge_shared_buffers(flat: FlatGraph, updated: frozenset[str]) -> None:
-    """Join the layers that use the same updated buffer, so that one stage has all its readers."""
+    """Join the layers that use the same updated buffer, so that a single stage uses the buffer."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # whether layer i is joined with layer i - 1
     for node, (role, name) in flat.inputs.items():

@@ -66,7 +66,7 @@ def _check_modules(root: nn.Module, prefix: str, called: str) -> None:
 
 @contextmanager
 def refuse_lost_gradients() -> Iterator[None]:
-    """Inside the block, let code whose gradient export would drop raise `CaptureError`."""
+    """Inside the block, raise `CaptureError` for code whose gradient would be lost in export."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
     autograd: Any = torch.autograd

@@ -21,7 +21,8 @@ COMPILER_SKIPS = "__dynamo_disable"
 def without_compiler() -> Iterator[None]:
     """Keep torch's Python shape functions from importing its compiler.
 
-    At its first call, each of these functions imports the compiler only to tell it to skip them.
+    At the first call of such a function, torch imports the compiler only to let it skip the
+    function.
     """
     marked = [] if "torch._dynamo" in sys.modules else list(_hidden_from_compiler())
     for function in marked:
