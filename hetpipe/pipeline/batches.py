@@ -27,8 +27,8 @@ def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
 
 
 def parts_of(samples: Sequence[int], plan: Plan) -> list[int]:
-    """Return how many samples each loss of a mini-batch is computed from: a micro-batch's samples
-    or, under a schedule that flushes, a replica's rows."""
+    """Return the number of samples behind each loss of a mini-batch: a micro-batch's samples or,
+    under a schedule that flushes, a replica's rows."""
     if not plan.rule.flushes:
         return list(samples)
     return [rows for size in samples for rows in divide(size, plan.stages[-1].shares)]

@@ -17,8 +17,8 @@ class Delivery:
     """The steps and runs of a training. Between mini-batches it moves layers if a move is due.
 
     Under a schedule without flushes only one run at a time can have results to come. Other calls
-    between two results of the run may flush. The results that such a call collects are kept for the
-    run; if there is no run, they are dropped.
+    between two results of the run may flush. They keep the results that they collect for the run,
+    or drop them if there is no run.
     """
 
     def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
@@ -30,7 +30,7 @@ class Delivery:
 
     @contextmanager
     def at_rest(self, call: str) -> Iterator[None]:
-        """Guard a public call, and before it wait until all mini-batches are applied."""
+        """Guard a public call, and begin it after all mini-batches are applied."""
         with self._guard(call):
             self.settle()
             yield
@@ -45,7 +45,7 @@ class Delivery:
         while True:
             try:
                 self.settle()
-            except NotFiniteError:  # the mini-batch that raised it is collected now
+            except NotFiniteError:  # its mini-batch is collected now
                 continue
             return
 
@@ -62,10 +62,7 @@ class Delivery:
             return result
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
-        """Train on mini-batches, and yield a result for each, in order.
-
-        Raises `HetpipeError` while another run of a stream has results to come.
-        """
+        """Train on mini-batches, and yield a result for each, in order; see `Pipeline.run`."""
         if not self._training.streams:
             for x, y in batches:
                 with self._guard("run"):

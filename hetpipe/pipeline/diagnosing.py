@@ -1,4 +1,4 @@
-"""Diagnosing: compares a training at rest with torch, without changing it."""
+"""Diagnosing: compares a training at rest with torch; the training does not change."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
 
 
 def _apart(setup: Setup, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
-    """Describe how the pipeline's loss or gradients differ from the results of the single programs;
-    return an empty text if they agree."""
+    """Describe how the pipeline's loss or gradients differ from the programs' results; return an
+    empty text if nothing differs."""
     precision = setup.captured.precision
     digits = half_digits(precision.compute, precision.cut)
     if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):

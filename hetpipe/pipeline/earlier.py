@@ -1,8 +1,7 @@
-"""Earlier plans: a start uses the plan of an earlier start, unless a new plan is clearly better.
+"""Earlier plans: a start keeps the plan of an earlier start, unless a new plan is clearly better.
 
 The costs of two starts differ by noise and drift, so the faster of two nearly equal plans may
-change from one start to the next. The programs of the earlier plan are already compiled and on the
-disk, but a new plan must compile its programs.
+change from one start to the next. The earlier plan's programs are already compiled and stored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hetpipe.plan.proposal import PlannerOptions, nearest_table
 from hetpipe.profile import cache
 
 GAIN = 0.05
-"""A new plan must save more than this share of the earlier plan's step."""
+"""A new plan must save at least this share of the earlier plan's step."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,9 @@ class EarlierPlans:
     def kept(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
     ) -> Plan | None:
-        """Return the earlier plan for these options, with a new price.
+        """Return the earlier plan for these options, priced by `tables`.
 
-        None if there is no such plan, if it no longer fits, or if `best` saves more than `GAIN` of
-        its step.
+        None if there is no such plan, if it no longer fits, or if `best` is faster by `GAIN`.
         """
         earlier = _load(self._entry(best.mini_batch, asked), tables)
         if earlier is None or best.step_s <= (1 - GAIN) * earlier.step_s:
@@ -65,6 +63,6 @@ def _priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
     Raises `KeyError` for a size of micro-batches without costs, and `PlanError`.
     """
     priced = Priced(tables, PlannerOptions(plan.mini_batch, weights=plan.weights))
-    alone = max(plan.replicas) == 1  # only the times of replicas are interpolated
+    alone = max(plan.replicas) == 1  # without replicas no time is interpolated
     table = tables[plan.share_samples] if alone else nearest_table(tables, plan)
     return with_interval(priced.plan_again(plan), table)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exportable:
-    """A training to be exported; its options decide which programs the stages have."""
+    """A training to export; its options decide which programs the stages have."""
 
     captured: Captured
     plan: Plan
@@ -108,10 +108,10 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards` has, by member of the plan, the board with its vendor's commands; `command` is the
-    command that repeats the export. A stage on a device that exports nothing has a reason instead
-    of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan names
-    unknown members.
+    `boards` gives members of the plan a board, which has its vendor's commands. `command` is the
+    command line that repeats the export. A stage on a device that exports nothing has a reason
+    instead of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan
+    names unknown members.
     """
     plan, infos = training.placed, workers.infos
     lacking = _lacking(plan, infos)
@@ -137,10 +137,7 @@ def export(
 
 
 def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
-    """Return the members whose devices export nothing, with reasons.
-
-    Raises `PlanError` for a member that the cluster lacks, and `BackendError` if no device exports.
-    """
+    """Return the members whose devices export nothing, with reasons; raise what `export` raises."""
     for number, stage in enumerate(plan.stages):
         for member in stage.devices:
             if member not in infos:

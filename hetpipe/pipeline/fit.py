@@ -49,16 +49,15 @@ def check_costs(planned: PlanOptions) -> None:
     """Raise `HetpipeError` if costs are given without the plan that was made with them."""
     if planned.costs is not None and planned.plan is None:
         raise HetpipeError(
-            "costs must be those with which a plan was made, but no plan is given: give plan as "
-            "well, or leave costs out"
+            "the option costs belongs to a given plan, but no plan is given: give plan as well, or "
+            "leave costs out"
         )
 
 
 def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
     """Return why no layer of a plan with these options may move; empty if layers may move.
 
-    `boards` are the boards of the cluster. Raises `HetpipeError` if layers may not move, but the
-    options ask for `rebalance`.
+    `boards` are the cluster's boards. Raises `HetpipeError` if `rebalance` asks for moves anyway.
     """
     rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
     if boards:
@@ -156,7 +155,7 @@ def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) 
 
 
 def check_policy(plan: Plan, optimizer: Optimizer) -> None:
-    """Raise `HetpipeError` if policy, schedule, depth and optimizer do not fit together."""
+    """Raise `HetpipeError` if the policy does not fit the plan's schedule or the optimizer."""
     policy = plan.policy
     policy.check(plan.rule, plan.in_flight, plan.microbatches, plan.replicas)
     if policy.optimizers and not (optimizer.name in policy.optimizers and optimizer.state):

@@ -13,24 +13,22 @@ from types import FrameType
 from hetpipe.errors import HetpipeError
 
 HELD = (signal.SIGINT, signal.SIGTERM)
-"""Signals whose handlers wait for the end of a call, if the handler is a Python function."""
+"""Signals that wait for the end of a call, if their handlers are Python functions."""
 
 
 class Guard:
     """`with guard("step"):` surrounds a public call.
 
-    A call in a forked process raises an error. So does a call while another thread is in a call; it
-    does not wait for that thread. An interrupt (Ctrl-C, a notebook's stop button) waits until the
-    outermost call has ended, so every mini-batch is trained completely or not at all. A second
-    interrupt aborts the call: `abort(call)` then closes the pipeline, and returns the message for
-    all later calls.
+    A call in a forked process raises an error, and so does a call while another thread is in a
+    call. An interrupt (Ctrl-C, a notebook's stop button) waits until the outermost call has ended,
+    so every mini-batch is trained completely or not at all. A second interrupt aborts the call:
+    `abort(call)` then closes the pipeline, and returns the message for all later calls.
     """
 
     def __init__(self, abort: Callable[[str], str]) -> None:
         self._abort = abort
         self._owner = os.getpid()
-        # Held during every public call of a pipeline; calls of the same thread may be nested.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a thread may make a call within a call
         self._closed = ""  # the reason, after a second interrupt
         self.checks: list[Callable[[str], None]] = []
         """Functions that get the name of a call, and raise `HetpipeError` if it must not begin."""
@@ -75,8 +73,7 @@ class Guard:
 
     @property
     def owns(self) -> bool:
-        """Whether this process itself, and not a process that it was forked from, made the
-        pipeline."""
+        """Whether this process made the pipeline; False in a fork of that process."""
         return os.getpid() == self._owner
 
 
@@ -95,7 +92,7 @@ class _HeldSignals:
         """Whether the handler of a second signal has raised."""
 
     def hold(self) -> None:
-        """Begin to hold signals; hold none if the handler of an earlier signal raises meanwhile."""
+        """Begin to hold signals; hold none if a handler raises an error meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         try:

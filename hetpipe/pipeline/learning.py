@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
 
 WINDOW = 8
-"""Costs are learned from this many mini-batches, the last ones."""
+"""Costs are learned from the latest mini-batches, this many."""
 LEAST = 3
 """Costs are learned only from at least this many mini-batches with valid times."""
 FARTHEST = 1e3
-"""If a device seems to be this many times slower or faster than its profile, its clock is wrong."""
+"""A device that seems this many times slower or faster than its profile has a wrong clock."""
 # Looked up only once, because a look-up in an enum for every pass takes too long.
 FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
 
@@ -99,15 +99,14 @@ class Learning:
 
 
 class Hysteresis:
-    """Counts windows of mini-batches. Layers move after two windows in a row that promise enough.
+    """Counts windows of mini-batches. Layers move if a plan saves enough in two windows in a row.
 
-    The window after a move shows whether the move kept its promise. Then a pause follows: of one
-    window, or twice as long as the last pause if the move did not keep its promise.
+    The window after a move shows whether the move kept its promise. Then a pause of one window
+    follows or, after a broken promise, a pause twice as long as the last one.
     """
 
     def __init__(self) -> None:
-        self.pause = 1
-        """Length of the pause, in windows."""
+        self.pause = 1  # length in windows
         self._left = 0
         self._streak = 0
 
@@ -122,7 +121,7 @@ class Hysteresis:
         self._left, self._streak = self.pause, 0
 
     def moves(self, promises: bool) -> bool:
-        """Whether to move now, after a window; `promises`: whether its best plan saves enough."""
+        """Whether to move after a window; `promises` says whether its best plan saves enough."""
         self._streak = self._streak + 1 if promises else 0
         return self._streak > 1
 
@@ -133,8 +132,8 @@ def ratios_of(
     """Return, by device, the measured seconds of its passes divided by the predicted seconds, one
     ratio for each mini-batch.
 
-    A device has no ratio for a mini-batch without forwards or backwards of its stage, or with an
-    invalid time: NaN, zero or less, or impossibly long or short.
+    A mini-batch gives a device no ratio if forwards or backwards of its stage are missing, or if
+    their time is NaN, not above 0, or impossibly long or short.
     """
     predicted = [_predicted(stage, table) for stage in plan.stages]
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -183,8 +182,7 @@ def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean of the middle half of the values, so that a few slow steps or wrong clocks do
-    not count."""
+    """Return the mean of the middle half of the values, which a few slow steps do not change."""
     ordered = sorted(values)
     aside = len(ordered) // 4
     return fmean(ordered[aside : len(ordered) - aside])
@@ -201,7 +199,7 @@ def scale_costs(
 ) -> CostTable:
     """Return the table with every device's times multiplied by the device's factor, by default 1.
 
-    `emulated` devices get the label `emulated`. Without factors the table stays unchanged.
+    If there are factors, `emulated` devices get the label `emulated`.
     """
 
     def device_of(name: str, cost: DeviceCost) -> DeviceCost:

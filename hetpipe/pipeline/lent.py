@@ -1,4 +1,4 @@
-"""Notes of a plan about the operators that a companion or a user's kernel runs."""
+"""Adds notes to a plan about the operators that a companion or a user's kernel runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ FUNCTION = "hetpipe.sdk.host.companion:lent_operators"
 
 
 def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
-    """Return the plan with a note for each operator that a companion runs, and for each of the
-    user's kernels: its layers, and its calls per micro-batch and per update.
+    """Return the plan with notes about companions and user's kernels. A note names an operator and
+    its layers, and counts its calls in one program.
 
-    Asks only workers whose backend has a companion. Traces nothing if no backend has a companion or
-    a user's kernel.
+    Traces nothing if no backend has a companion or a user's kernel.
     """
     members = [stage.devices[0] for stage in plan.stages]
     backends = [get_backend(crew.infos[member].backend) for member in members]
@@ -63,8 +62,7 @@ def _programs(stage: StageGraphs, samples: int) -> dict[str, Program]:
 def _notes_of_kernel(
     kernel: UserKernel, stage: StageGraphs, member: str, samples: int
 ) -> list[str]:
-    """Return a note for each program of the stage that runs the user's kernel; if no program does,
-    one note that says so."""
+    """Return a note for each program that runs the kernel, or one note that no program does."""
     from hetpipe.sdk.graph import graph_calls, operator_name
 
     notes = []

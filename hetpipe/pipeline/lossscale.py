@@ -48,10 +48,7 @@ class ScaleState:
 
 
 class Scaling:
-    """The present scale. A `rule` adapts it; without a rule it is fixed.
-
-    `skipped` counts the updates that were skipped.
-    """
+    """The present scale. A `rule` adapts it; without a rule it is fixed."""
 
     def __init__(self, rule: LossScale | None, scale: float) -> None:
         self.rule = rule
@@ -114,8 +111,8 @@ def choose_scaling(
 def watch_gradients(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
     """Return `clip`, extended to look for gradients that are not finite.
 
-    An update with such gradients is skipped; an asynchronous schedule makes it and reports it.
-    Raises `HetpipeError` if `clip` does not fit an adapting loss scale.
+    An update with such gradients is skipped; an asynchronous schedule applies and reports it.
+    Raises `HetpipeError` if `clip` does not fit a loss scale that adapts.
     """
     norm = math.inf if clip is None else clip.norm
     if asynchronous:

@@ -30,8 +30,8 @@ MODELLED = "modelled"
 class Measurements:
     """The timelines and bytes of the last mini-batches.
 
-    All properties raise `HetpipeError` before the first mini-batch. If the plan has boards,
-    `timeline` and `modelled_step_s` are modelled from the plan's `costs`.
+    A property raises `HetpipeError` if it needs a mini-batch and none has run. If the plan has
+    boards, `timeline` and `modelled_step_s` are modelled from the plan's `costs`.
     """
 
     def __init__(self, training: Training, costs: CostTable | None) -> None:
@@ -93,10 +93,9 @@ class Measurements:
 class BoardTime:
     """The modelled times of a plan with boards; `costs` are the costs that made the plan.
 
-    The schedule that ran is simulated. A pass on a board takes its modelled seconds, a pass on an
-    attached device the mean of its measured seconds in the last mini-batches, and a link the
-    seconds of the costs. The schedule fixes the order of all actions, so the speed of the numerics
-    changes neither numbers nor modelled times.
+    The executed schedule is simulated. A pass on a board takes its modelled seconds, a pass on an
+    attached device the mean of its last measured seconds, and a transfer the seconds of the costs.
+    The schedule fixes the order of all actions, so the numerics' speed changes no modelled time.
     """
 
     setup: Setup
@@ -105,9 +104,8 @@ class BoardTime:
     def timeline(self, ran: Ran, walls: Sequence[Timeline]) -> Timeline:
         """Return the modelled timeline of the last run, whose measured timelines are `walls`.
 
-        A stream's timeline has one mini-batch for each of `walls`, and starts with an empty
-        pipeline. Raises `HetpipeError` if the plan has replicas and the mini-batch has another size
-        than the plan's.
+        A stream's timeline has as many mini-batches as `walls`, and starts with an empty pipeline.
+        Raises `HetpipeError` if the plan has replicas and is made for mini-batches of another size.
         """
         plan, costs, times = self._priced(ran, walls)
         if ran.schedule is None:
@@ -178,8 +176,8 @@ class BoardTime:
 
 
 def effort_of(captured: Captured, profiles: Iterable[Effort]) -> dict[str, int]:
-    """Return the counts of the model's exports and traces, and for its profile on all devices the
-    counts of layers, unlike layers, compilations and runs."""
+    """Return the counts of the model's exports and traces and, after a profile, of layers, unlike
+    layers, compilations and runs."""
     counts = {"exports": captured.exports, "traces": captured.traces.count}
     for profile in profiles:
         counts |= {

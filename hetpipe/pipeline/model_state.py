@@ -31,7 +31,7 @@ class ModelState:
     """A model's `state_dict`, with the present values of trained entries.
 
     It keeps copies of the remaining entries: buffers that no operator reads, and modules' extra
-    state. `captured` has these names with `prefix` before them.
+    state. In `captured`, the names of all entries begin with `prefix`.
     """
 
     def __init__(self, state: Mapping[str, Any], captured: Captured, prefix: str) -> None:

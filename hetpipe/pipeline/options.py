@@ -57,13 +57,12 @@ class PlanOptions:
     """Options of the plan. Raises `HetpipeError` for options that no plan can satisfy."""
 
     plan: Plan | None = None
-    """A whole plan; it replaces `cuts`, `replicas`, `microbatches`, `schedule`, `weights`, `split`.
-    """
+    """A plan; it replaces `cuts`, `replicas`, `microbatches`, `schedule`, `weights` and `split`."""
     costs: CostTable | None = None
-    """The costs with which `plan` was made; without them stored costs are used, or measured ones if
-    an option needs them."""
+    """The costs with which `plan` was made. Without this option hetpipe uses stored costs, or
+    measures costs if `priced` or `rebalance` is given."""
     cuts: Sequence[int] | None = None
-    """The first layer of every stage but the first."""
+    """The number of the first layer of every stage but the first."""
     replicas: Sequence[int] | None = None
     """The number of replicas of each stage; stages take the cluster's members in order."""
     microbatches: int | None = None
@@ -71,8 +70,7 @@ class PlanOptions:
     weights: str = "auto"
     """The policy for versions of the weights, see `hetpipe.schedule.weights`."""
     split: Mapping[str, int] | None = None
-    """Layers to split in two, each with the output channels of its first part; see
-    `hetpipe.plan.plan`."""
+    """Layers to split in two, and the output channels of the first part of each layer."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None
@@ -119,7 +117,7 @@ class PlanOptions:
 
     @property
     def channels(self) -> dict[str, int]:
-        """By name of a layer to split, the output channels of its first part."""
+        """The output channels of the first part of each split layer, by its name."""
         splits = splits_of(self.split) if self.plan is None else self.plan.splits
         return {split.layer: split.channels for split in splits}
 
@@ -135,8 +133,7 @@ class PlanOptions:
         return {name: getattr(self, name) for name in decided}
 
     def _check_one_stage(self) -> None:
-        """Raise `PlanError` for several stages under a schedule whose replicas do not average
-        gradients, because it has only one stage."""
+        """Raise `PlanError` for several stages under a schedule that has only one."""
         rule, replicas = rule_of(self.schedule), list(self.replicas or ())
         if not rule.averages and (self.cuts or len(replicas) > 1):
             raise PlanError(
@@ -146,8 +143,8 @@ class PlanOptions:
             )
 
     def _check_names(self) -> None:
-        """Raise `HetpipeError` if the schedule or the policy of weights is unknown, or if they do
-        not fit together."""
+        """Raise `HetpipeError` for an unknown schedule or policy, or if schedule and policy do not
+        fit."""
         for name in ("schedule", "weights"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -207,7 +204,7 @@ class UpdateOptions:
     """The number of mini-batches whose mean gradient makes one update."""
     loss_scale: float | LossScale | None = None
     changed: Sequence[str] = ()
-    """Names of settings that may differ from the settings of the checkpoint."""
+    """Names of settings that may differ from the checkpoint's settings."""
 
     def __post_init__(self) -> None:
         if isinstance(self.changed, str):

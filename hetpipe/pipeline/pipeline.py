@@ -128,7 +128,8 @@ class Pipeline:
         yield from self._delivery.run(batches)
 
     def rebalance(self, steps: int = HORIZON) -> Rebalanced:
-        """Move layers if the best plan by `costs` saves more in `steps` steps than the move costs.
+        """Move layers if the best plan saves more than 5 % of a step, and more seconds in `steps`
+        steps than the move takes.
 
         Flushes. Raises `HetpipeError` if the plan is fixed, or gradients are accumulated.
         """
@@ -199,10 +200,11 @@ class Pipeline:
     ) -> Pipeline:
         """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
-        It has the checkpoint's plan unless you give `plan` or a part of one (`cuts`, `split` and so
-        on). On one machine, training then gives the same weights, bit for bit, as a pipeline that
-        was flushed and never saved. Raises `CheckpointError` for damaged files, for another model
-        or optimizer, and for a changed setting (such as `seed`) that `changed` does not name.
+        It has the checkpoint's plan unless you give `plan` or a part of a plan (`cuts`, `split` and
+        so on). With the checkpoint's plan, on one machine, training gives the same weights, bit for
+        bit, as if the pipeline had only been flushed. Raises `CheckpointError` for damaged files,
+        for another model or optimizer, and for a changed setting (such as `seed`) that `changed`
+        does not name.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         return cls(model, loss_fn, example, resume=saved, **options)
@@ -279,7 +281,7 @@ class Pipeline:
 
     @property
     def effort(self) -> dict[str, int]:
-        """The work of the start, in counts; see `effort_of` in `hetpipe.pipeline.measurements`."""
+        """Counts of exports, traces, compilations and so on that the start took."""
         return effort_of(self._captured, self._efforts)
 
     @property
@@ -294,7 +296,7 @@ class Pipeline:
             return self._rebalancer.corrected()
 
     def _break_off(self, call: str) -> str:
-        """Close after a second interrupt. Returns the error message for later calls."""
+        """Close after a second interrupt, and return the error message for later calls."""
         self.close()
         where = f"closed this pipeline at step {self.steps}; {self._training.last_save}"
         return f"a second interrupt in {call}() {where}"

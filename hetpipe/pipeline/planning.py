@@ -40,14 +40,14 @@ STAGED_MICROBATCHES = 8
 
 
 def microbatches_of(asked: PlanOptions) -> int:
-    """Return the number of micro-batches that the options give, or else the first one to try."""
+    """Return the number of micro-batches that the options give, or else the first number to try."""
     if asked.plan is not None:
         return asked.plan.microbatches
     return asked.microbatches or EXPLORED_MICROBATCHES[0]
 
 
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
-"""A function that returns the costs at given micro-batch sizes, which begin with the largest."""
+"""Returns the costs at each of the given micro-batch sizes; the largest size comes first."""
 
 
 def planning_for(
@@ -58,10 +58,9 @@ def planning_for(
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> Planning:
-    """Return the `Planning` for a model on a crew; it profiles only if costs are needed.
+    """Return the `Planning` for a model on a crew. `report` gets the effort of a profile.
 
-    `report` gets the effort of a profile. If the cluster has boards, no plan is kept for later
-    starts, because the boards' costs are modelled and do not vary.
+    If the cluster has boards, no plan is kept for later starts, because modelled costs do not vary.
     """
     measured = captured, crew, optimizer
     if crew.cluster.described:
@@ -96,7 +95,7 @@ class Planning:
     """Whether results depend on how replicas divide a micro-batch, as with batch norms."""
     earlier: EarlierPlans | None = None
     noted: Callable[[Plan], Plan] = lambda plan: plan
-    """Adds notes about the programs of a plan's stages."""
+    """Returns a plan with notes about the programs of its stages."""
 
     @property
     def members(self) -> list[str]:
@@ -104,11 +103,10 @@ class Planning:
         return list(self.cluster.ids)
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
-        """Return the fastest predicted plan that meets the options, or the plan that they contain;
-        and its costs.
+        """Return a plan and its costs: the user's plan, or the fastest that meets the options.
 
-        If the options decide everything and do not ask for measured costs, nothing is measured: the
-        costs are stored ones, or None. Raises `PlanError`.
+        If the options decide everything and do not ask for measured costs, nothing is measured;
+        then the costs are stored costs or None. Raises `PlanError`.
         """
         if asked.plan is not None:
             return asked.plan, self._check(asked.plan, asked)
@@ -132,11 +130,11 @@ class Planning:
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
     ) -> tuple[Plan, CostTable | None]:
-        """Return the fastest plan that meets the options; with `cuts`, stages are on the first
-        members."""
+        """Return the fastest plan that meets the options; with `cuts`, the first members have a
+        stage each."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
-            counts = [1]  # the earliest updates
+            counts = [1]  # one micro-batch per update makes updates early
         if asked.cuts is None:
             return self._searched(asked, rule, policy, counts)
         prices = self._stored if asked.decided and not asked.priced else self._profiled
@@ -173,7 +171,7 @@ class Planning:
             if kept or size in tables or min(best.replicas) > 1:
                 break
             measured = self.tables([size])
-            if size not in measured:  # given costs do not include this size
+            if size not in measured:  # the user's costs lack this size
                 break
             tables |= measured
         if self.earlier and not kept:
@@ -196,8 +194,8 @@ class Planning:
         return without_price(plan)
 
     def _check(self, plan: Plan, asked: PlanOptions) -> CostTable | None:
-        """Return the costs for a user's plan: the user's, measured ones if the options need them,
-        stored ones, or None.
+        """Return the costs for a user's plan: costs that the user gives, measured costs if the
+        options need measured costs, stored costs, or None.
 
         Raises `PlanError` if the plan belongs to another model or cluster, or if a device cannot
         run its layers.
@@ -242,8 +240,7 @@ class Planning:
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """Return the plan with the cuts and `replicas` that the user gives, on the members in their
-        order."""
+        """Return the plan with the user's cuts and these `replicas`, on the members in order."""
         members = list(self.members)
         if sum(replicas) > len(members):
             raise PlanError(

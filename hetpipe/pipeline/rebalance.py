@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 HORIZON = 1000
-"""In this many steps a move must save more than it costs."""
+"""A move must save more seconds in this many steps than the move takes."""
 CHANGE = 0.1
 """If the devices' relative speeds change by more than this, plans are compared at once."""
 PLANNING_SHARE = 0.005
 """Comparisons of plans without such a change take at most this share of the time."""
 REORDERING_GAIN = 0.08
-"""The share that another order of the devices must save beyond the best plan in the present order.
-"""
+"""Another order of the devices must save this share of the best step in the present order."""
 
 log = logging.getLogger("hetpipe")
 
@@ -57,7 +56,7 @@ class Rebalanced:
 
 @dataclass(frozen=True)
 class Move:
-    """The best plan by learned costs, and the present plan, priced by the same costs."""
+    """The best plan and the present plan, both priced by the learned costs."""
 
     present: Plan
     best: Plan
@@ -70,8 +69,8 @@ class Move:
         return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
 
     def pays(self, steps: int) -> bool:
-        """Whether the best plan saves more than `GAIN` of a step, and in `steps` steps more than
-        the move takes."""
+        """Whether the best plan saves more than `GAIN` of a step, and more seconds in `steps` steps
+        than the move takes."""
         saved_s = steps * (self.present.step_s - self.best.step_s)
         return self.promised > GAIN and saved_s > self.move_s
 
@@ -106,7 +105,7 @@ class Rebalancer:
 
     @property
     def costs(self) -> CostTable | None:
-        """The learned costs; the plan's costs if nothing was learned."""
+        """The learned costs, or the plan's costs if nothing was learned."""
         if self._learning is None:
             return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
@@ -129,8 +128,7 @@ class Rebalancer:
         return self._planned_by
 
     def corrected(self) -> Correction:
-        """Return the plan's prediction, corrected by its last passes; by probes if there are not
-        enough passes yet."""
+        """Return the plan's prediction, corrected by its last passes or else by probes."""
         from hetpipe.profile.drift import corrected_now  # it loads torch
 
         by_passes = None if self._learning is None else self._learning.corrected()
@@ -142,10 +140,7 @@ class Rebalancer:
         return self._next is not None and not self._training.accumulated
 
     def rebalance(self, steps: int) -> Rebalanced:
-        """Move layers, at rest, if the best plan saves more in `steps` steps than the move costs.
-
-        Raises `HetpipeError` if the plan is fixed, or gradients are accumulated.
-        """
+        """Move layers, at rest, if the best plan pays; see `Pipeline.rebalance`."""
         if self._fixed:
             raise HetpipeError(f"rebalance: {self._fixed}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -169,7 +164,7 @@ class Rebalancer:
         return Rebalanced(True, why, *times_s, self._training.stages.took_s)
 
     def follow(self) -> None:
-        """Move layers, at rest, when `due`."""
+        """Make the move that is `due`, at rest."""
         move, self._next = self._next, None
         assert move is not None
         try:
@@ -212,7 +207,7 @@ class Rebalancer:
             self._consider()
 
     def _has_changed(self) -> bool:
-        """Whether to compare plans, because speeds have changed much or enough time has passed."""
+        """Whether speeds have changed much, or enough time has passed, to compare plans again."""
         assert self._learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
@@ -287,10 +282,9 @@ class Rebalancer:
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:
-    """Return the fastest plan with a stage on each member of `plan`, so that all members are still
-    measured.
+    """Return the fastest plan that uses all members of `plan`, so that all are still measured.
 
-    Another order of members moves layers to devices that never had them, so it must save
+    Another order of members moves layers to devices that never had these layers, so it must save
     `REORDERING_GAIN`.
     """
     make = partial(

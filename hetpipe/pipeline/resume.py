@@ -25,7 +25,7 @@ ROLES = (PARAM, BUFFER, STATE)
 
 
 class Saved(Protocol):
-    """A training, as far as a checkpoint keeps it. The training must be at rest."""
+    """The part of a training that a checkpoint keeps. The training must be at rest."""
 
     steps: int
     not_finite: str | None
@@ -46,11 +46,8 @@ def write(
     settings: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Save a training.
-
-    Unless `force`, raises `CheckpointError` if a value is not finite, or if a loss or gradient that
-    was not finite has been applied.
-    """
+    """Save a training. Without `force`, raises `CheckpointError` if a value is not finite, or if a
+    loss or gradient that was not finite has been applied."""
     if training.not_finite is not None and not force:
         raise CheckpointError(
             f"the content of {directory} is not replaced: {training.not_finite} This "
@@ -123,8 +120,8 @@ class Progress:
     def updates_under(self, plan: Plan) -> list[int]:
         """Return the updates so far, by stage of `plan`.
 
-        If the schedule, the replicas or the number of stages differ from the saved plan's, every
-        stage gets the highest saved number.
+        If the schedule, the replicas or the number of stages have changed, every stage gets the
+        highest saved number.
         """
         same = self.plan.replicas == plan.replicas and self.plan.schedule == plan.schedule
         if same and len(self.updates) == len(plan.stages):
@@ -132,10 +129,7 @@ class Progress:
         return [max(self.updates)] * len(plan.stages)
 
     def check_settings(self, present: Mapping[str, Any], changed: Sequence[str]) -> None:
-        """Raise `CheckpointError` if a setting differs from the present one and is not `changed`.
-
-        A checkpoint of an early version has no settings.
-        """
+        """Raise `CheckpointError` for a setting that has changed and is not named by `changed`."""
         saved = self.settings
         if unknown := sorted(set(changed) - present.keys()):
             raise CheckpointError(

@@ -1,6 +1,5 @@
-"""Schedules of a plan: of one mini-batch, with all or some kinds of actions, and of a stream, in
-which mini-batches follow each other without flushes (station 1 of
-docs/life-of-a-micro-batch.md)."""
+"""Schedules of a plan, for one mini-batch or for a stream of mini-batches without flushes (station
+1 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 class Schedules:
     """The schedules of one plan. Each is made only once, because a crew recognises a schedule by
-    the identity of the object, and sends it to its workers only once."""
+    the identity of the object, and sends no schedule twice."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan
@@ -49,7 +48,7 @@ class Schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
             whole = self._whole(microbatches, in_flight, self._tied)
             rows = [tuple(a for a in row if a.op in ops) for row in whole]
-            if not self._plan.rule.flushes:  # a row for each replica; only first replicas run
+            if not self._plan.rule.flushes:  # one row per replica, but only first replicas run
                 turns = places(self._plan.replicas)
                 self._schedules[key] = tuple(
                     rows[n] if replica == 0 else () for n, replica in turns
@@ -88,7 +87,7 @@ class Schedules:
 
 
 def _lanes(rows: Sequence[tuple[Action, ...]], workers: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Return the lanes of each worker that have actions; one empty lane if none of them has."""
+    """Return each worker's lanes that have actions, or one empty lane if no lane has actions."""
     kept: list[tuple[Action, ...]] = []
     for worker in sorted(set(workers)):
         lanes = [row for row, at in zip(rows, workers, strict=True) if at == worker]
@@ -108,7 +107,7 @@ class Streaming:
 
     @property
     def window(self) -> int:
-        """How many mini-batches must be under way to keep all workers busy."""
+        """The number of mini-batches under way that keeps all workers busy."""
         return self._stream.window
 
     def admit(self, request: StepRequest) -> None:
@@ -148,6 +147,6 @@ class Streaming:
         return StreamPart(first, begins, self._stream.microbatches, self._closing)
 
     def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
-        """Return, by micro-batch, how many updates ahead its forward predicts the weights."""
+        """Return how many updates ahead the forward of each micro-batch predicts the weights."""
         stream, ahead = self._stream, self._policy.ahead
         return tuple(ahead(stream, stage, m) for m in stream.microbatches_of(mini_batch))

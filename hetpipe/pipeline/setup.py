@@ -50,10 +50,10 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a training, as JSON values, without the learning
-        rate and the plan. A checkpoint keeps them, and a resume must have the same settings.
+        rate and the plan. A resume must have the settings of its checkpoint.
 
-        If the model has batch norms, whose statistics depend on the micro-batches, the number of
-        micro-batches is a setting.
+        The number of micro-batches is a setting only if the model has batch norms, whose statistics
+        depend on it.
         """
         captured, optimizer, updates = self.captured, self.optimizer, self.updates
         rule = updates.loss_scale
@@ -135,7 +135,8 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
     """
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
         raise HetpipeError(
-            f"captured has {captured.precision}, not {passes.dtypes}: capture the model with these"
+            f"captured has {captured.precision}, not {passes.dtypes}: capture the model with these "
+            "dtypes"
         )
     if passes.sync_batch_norm and not captured.sync_batch_norm:
         raise HetpipeError("captured has sync_batch_norm=False: capture the model with True")

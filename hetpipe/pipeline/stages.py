@@ -38,7 +38,7 @@ def loading_of(
 ) -> Loading:
     """Return the `Loading` of a plan for training, with this `clip` of gradients."""
     if plan.recompute and recompute == "none":
-        recompute = "inputs"  # without it the plan's memory may not be enough
+        recompute = "inputs"  # without recomputation the plan may not fit the memory
     needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": clip.takes_norms}
     needed["finite"] = not clip.takes_norms
     extras = tuple(extra for extra, is_needed in needed.items() if is_needed)
@@ -47,7 +47,7 @@ def loading_of(
 
 @dataclass(frozen=True)
 class Loading:
-    """Traces the graphs of a plan for a crew. `recompute` is a mode, or a mode per stage."""
+    """Traces the graphs of a plan for a crew. `recompute` is one mode, or one mode per stage."""
 
     captured: Captured
     plan: Plan
@@ -60,7 +60,7 @@ class Loading:
 
     @property
     def shares(self) -> Shares:
-        """The replicas' shares of micro-batches, or their turns without flushes."""
+        """The replicas' shares of micro-batches; without flushes, the replicas' turns."""
         weights = tuple(stage.shares for stage in self.plan.stages)
         rule = self.plan.rule
         return Shares(weights, not rule.flushes, rule.averages)
@@ -86,14 +86,15 @@ class Loading:
     def whole(self, number: int, sizes: Collection[int]) -> list[StageGraphs]:
         """Return all stages, with passes for all rows of micro-batches of these sizes.
 
-        A stage has the operators of its replica `number`, or of its last one if it has fewer.
+        A stage has the operators of its replica `number`, or of its last replica if `number` is
+        too high.
         """
         counts = [len(stage.devices) for stage in self.plan.stages]
         replicas = [Replica(n, min(number, count - 1)) for n, count in enumerate(counts)]
         return self._traced(replicas, sorted(sizes, reverse=True), set())
 
     def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
-        """Return the numbers of replicas, first those with a member that compiles ahead."""
+        """Return the replica numbers; numbers with a member that compiles ahead come first."""
 
         def waits(number: int) -> bool:
             own = [names[number] for names in devices if number < len(names)]
@@ -109,9 +110,9 @@ class Loading:
     def _traced(
         self, replicas: Sequence[Replica], rows: Sequence[int], evaluated: set[int]
     ) -> list[StageGraphs]:
-        """Trace all stages, each in the operators of its replica of `replicas`.
+        """Trace all stages. `replicas` has one replica per stage, whose operators the stage gets.
 
-        Passes are for these numbers of rows; forwards of evaluation, for the rows of every replica.
+        Passes are traced for each number in `rows`, evaluation for the rows of every replica.
         """
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
@@ -153,8 +154,6 @@ class Loading:
 
 @dataclass(frozen=True)
 class _Traced:
-    """The graphs of a plan's stages, and their schedules."""
-
     graphs: list[list[StageGraphs]]
     shares: Shares
     schedules: Schedules
@@ -165,20 +164,17 @@ class Stages:
     """The loaded stages of a plan, with programs for the sizes of micro-batches in use."""
 
     def __init__(self, setup: Setup, progress: Progress, clip: Clip) -> None:
-        """Load nothing yet. `clip` is the clip of the training's gradients."""
+        """Load nothing yet."""
         self._clip = clip
         self._setup, self._crew = setup, setup.crew
         self._crew.pass_limit_s = setup.passes.pass_limit_s
         self._progress = progress
         self.plan = setup.plan
-        self.sizes: set[int] = set()
-        """Sizes of micro-batches in training."""
-        self.evaluated: set[int] = set()
-        """Sizes of micro-batches in evaluation."""
+        self.sizes: set[int] = set()  # of micro-batches in training
+        self.evaluated: set[int] = set()  # of micro-batches in evaluation
         self.schedules: Schedules
         self.streaming: Streaming | None
-        self.took_s = 0.0
-        """Seconds of the last load or move."""
+        self.took_s = 0.0  # seconds of the last load or move
         self._own_load = 0
 
     def check_own(self) -> None:
@@ -194,7 +190,7 @@ class Stages:
     def load(self, values: Checkpoint | None, updates: Sequence[int], step: int) -> None:
         """Load the stages on the workers, with the values of a checkpoint, if there is one.
 
-        `updates` are the updates so far, by stage, and `step` the mini-batches so far.
+        `updates` counts the updates so far, by stage; `step` counts the mini-batches so far.
         """
         setup, crew, begin_s = self._setup, self._crew, time.monotonic()
         self._progress("compiling stages", 0, 1)
@@ -221,8 +217,8 @@ class Stages:
     def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
         """Change to the stages of another plan, at rest.
 
-        The values of a layer that stays on its member are not sent. Raises `HetpipeError` before
-        anything has moved, and `WorkerError` if a worker fails.
+        The values of a layer that stays on its member are not sent. Raises `WorkerError` if a
+        worker fails. At any other `HetpipeError` nothing has moved.
         """
         begin_s = time.monotonic()
         self._progress("moving layers", 0, 1)

@@ -39,16 +39,15 @@ if TYPE_CHECKING:
 
 NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
-"""The timelines of this many mini-batches, the last ones of a run, are kept."""
+"""A run keeps the timelines of this many mini-batches, the latest."""
 
 
 @dataclass(frozen=True)
 class Result:
     """One mini-batch of a run.
 
-    By stage, `versions` has the number of mini-batches that were applied to the weights of its
-    forward (the last one, if it has several), and `live_versions` the most versions that were alive
-    at once.
+    `versions`: by stage, how many mini-batches had been applied to the weights that its last
+    forward used. `live_versions`: by stage, the most versions that existed at once.
     """
 
     index: int
@@ -59,14 +58,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Ran:
-    """The last run: its schedule (None for a stream), and the samples of its micro-batches."""
+    """The last run: its schedule (None for a stream), and the samples of each micro-batch."""
 
     schedule: Schedule | None
     samples: tuple[int, ...]
 
 
 class Training:
-    """The state of a training on a crew's workers. A new size of micro-batches loads stages again.
+    """The state of a training on a crew's workers. For a new micro-batch size it loads the stages
+    again.
 
     Under a schedule that flushes, `step` trains a mini-batch. Under any other schedule, `admit`
     hands a mini-batch in, and `collect` returns its result later.
@@ -90,11 +90,10 @@ class Training:
         self.stages = Stages(setup, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None
-        """The latest run; None before the first."""
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
         """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
-        """The message for the first loss or gradient that was applied although not finite."""
+        """The message of the first error about a mini-batch that was applied anyway."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, sizes
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # each mini-batch's count since the last update
@@ -113,7 +112,7 @@ class Training:
 
     @property
     def under_way(self) -> int:
-        """The number of mini-batches that were handed in and not yet collected."""
+        """The number of mini-batches that were handed in and are not yet collected."""
         return len(self._handed_out)
 
     @property
@@ -123,7 +122,7 @@ class Training:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough mini-batches are under way, so that one should be collected."""
+        """Whether a mini-batch should be collected, because enough are under way."""
         streaming = self.stages.streaming
         return streaming is not None and self.under_way > streaming.window
 
@@ -177,7 +176,7 @@ class Training:
 
     def collect(self) -> Result:
         """Return the result of the oldest mini-batch under way. Raises `NotFiniteError` if loss or
-        gradients are not finite; they were applied, and `not_finite` keeps the message."""
+        gradients are not finite; the mini-batch was applied, and `not_finite` has the message."""
         streaming = self.stages.streaming
         assert streaming is not None
         self.stages.check_own()
@@ -264,7 +263,7 @@ class Training:
         )
 
     def _prepare(self, sizes: set[int], ready: set[int]) -> None:
-        """Load stages that also have passes for these sizes, unless all are in `ready`."""
+        """Load stages that also have passes for these sizes, unless `ready` contains all sizes."""
         if sizes <= ready:
             return
         self.flush()
@@ -279,16 +278,14 @@ class Training:
             raise
 
     def move(self, plan: Plan) -> None:
-        """Change to a plan with other cuts or members, at rest; nothing may be accumulated.
-
-        Raises `HetpipeError` before anything has moved, and `WorkerError` if a worker fails.
-        """
+        """Change to another plan; see `Stages.move`. No gradients may be accumulated."""
         self.stages.check_own()
         self.flush()
         self.stages.move(plan, self.updates, self.steps)
 
     def _accumulating(self) -> tuple[str, ...]:
-        """Sum accumulated gradients on their owners; return the roles to keep: GRAD, or none."""
+        """Sum accumulated gradients of tied parameters on the owners; return (GRAD,), or () if
+        nothing is accumulated."""
         if not self._accumulated:
             return ()
         if max(self.plan.replicas) > 1:
@@ -312,7 +309,7 @@ class Training:
             self._record(result)
 
     def _record(self, result: StepResult) -> None:
-        """Count an update that was made, or one that was skipped."""
+        """Count an update that was made or skipped."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
 
@@ -322,8 +319,8 @@ def gradients_of(
 ) -> tuple[float, dict[str, Array]]:
     """Return loss and gradients of one mini-batch, by parameter, at rest.
 
-    If the loss is a sum with a count, the gradients are of the mean; with `summed` they are of the
-    sum, as the stages have them.
+    If the loss is a sum with a count, these are the gradients of the mean or, with `summed`, the
+    gradients of the sum.
     """
     crew = training.setup.crew
     buffers = training.read(BUFFER)
