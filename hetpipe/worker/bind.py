@@ -71,7 +71,7 @@ class Binding:
     """Inputs that are parameters."""
 
     def donate_also(self, entries: Collection[int]) -> Binding:
-        """Return the same binding, which also donates these entries of the frame."""
+        """Return this binding with these entries of the frame donated as well."""
         places = enumerate(self.sources)
         more = {i for i, (table, at) in places if table is Table.FRAME and at in entries}
         return replace(self, donate=self.donate | more)
@@ -116,15 +116,14 @@ class StageBinding:
             for program in graphs.programs.values()
             for slot in (*program.inputs, *program.outputs)
         }
-        self.sizes = dict.fromkeys(Table, 0)
-        """Number of entries of each table."""
+        self.sizes = dict.fromkeys(Table, 0)  # number of entries of each table
         self.places: dict[Key, Place] = {}
         for key, slot in self.slots.items():
             table = TABLE_OF.get(slot.role, Table.FRAME)
             self.places[key] = Place(table, self.sizes[table])
             self.sizes[table] += 1
+        # With `late`, by samples: the backwards, or their halves, that create gradients.
         self._firsts: dict[int, list[Program]] = {}
-        """With `late`, by samples: the backwards, or their halves, that create gradients."""
         for samples, passes in graphs.passes.items() if late else ():
             self._firsts[samples] = list(map(first_gradients, passes.backwards))
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
@@ -160,8 +159,8 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """Return the bindings that every training uses. Few trainings use the backwards that add to
-        late gradients."""
+        """Return the bindings that every training uses. Backwards that add to late gradients are
+        left out, because few trainings use them."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]

@@ -1,6 +1,6 @@
-"""Adds the operator and the layer to a device's error, whatever text the device gives it.
+"""Adds the operator and the layer to a device's error.
 
-If the text names no operator, the graph is compiled or run again, operator by operator.
+If the error's text names no operator, the graph is compiled or run again, operator by operator.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def summary(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback as text."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
@@ -97,7 +96,7 @@ def _names_operator(error: Exception, graphs: Sequence[fx.GraphModule]) -> bool:
 def _compile_error(
     device: Device, graphs: Sequence[fx.GraphModule], error: Exception
 ) -> BackendError:
-    """Return the error that names the first operator, of the first graph, that does not compile."""
+    """Return an error that names the first failing operator of the first failing graph."""
     end_s = time.monotonic() + SEARCH_S
     for graph in graphs:
         try:
@@ -166,7 +165,7 @@ def _zeros(device: Device, node: fx.Node) -> Buffer:
 
 
 def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
-    """Return whether other kinds of operators also fail; their inputs are zeros."""
+    """Return whether operators of other kinds also fail, on inputs of zeros."""
 
     def fails(unit: Unit) -> bool:
         if (part := part_of(graph, [unit])) is None:
@@ -181,7 +180,7 @@ def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
 
 
 def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
-    """Yield each unit of a graph as a separate graph, until the time `end_s`."""
+    """Yield each unit of a graph as a separate graph, until `end_s` on the clock."""
     for unit in units_of(graph):
         if time.monotonic() > end_s:
             return

@@ -1,8 +1,5 @@
-"""Compiles and exports the programs of stages. If a pass exchanges values with other replicas, its
-program is divided into segments: an executable for each segment, and exchanges between them.
-
-`hetpipe.capture.passes.division` says where a program is divided.
-"""
+"""Compiles and exports the programs of stages. A program that exchanges values with other replicas
+is divided at each exchange (`hetpipe.capture.passes.division`) into several executables."""
 
 from __future__ import annotations
 
@@ -36,7 +33,8 @@ class Within(Action):
 
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
-    """Return the messages between replicas in passes. Raises `HetpipeError` if passes differ."""
+    """Return the messages that replicas exchange in passes. Raises `HetpipeError` if the replicas'
+    exchanges differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
         sums = layouts(program)
@@ -67,7 +65,7 @@ def compile_programs(
 
 
 def mark_results(program: Program) -> fx.GraphModule:
-    """Return the graph for one replica; it marks the results that are read together later."""
+    """Return the graph for one replica, with a mark on the results that are read together later."""
     graph = of_one_replica(program.graph)
     together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
     graph.graph.output_node().meta["together"] = frozenset(together)
@@ -75,8 +73,6 @@ def mark_results(program: Program) -> fx.GraphModule:
 
 
 class _CompiledSegment:
-    """A segment of a program, compiled for a device."""
-
     def __init__(self, device: Device, part: Segment) -> None:
         self.part = part
         self._device = device
@@ -87,8 +83,8 @@ class _CompiledSegment:
     def run(
         self, env: dict[str, Buffer], lent: frozenset[str], after: Sequence[Event], queue: int
     ) -> Event | None:
-        """Take inputs from `env` and put results there. A `lent` value's last reader may overwrite
-        it."""
+        """Take inputs from `env` and put results there; the last reader of a `lent` value may
+        overwrite the value."""
         if self.executable is None:
             return None
         part = self.part
@@ -108,8 +104,6 @@ class _CompiledSegment:
 
 
 class _DividedProgram(Executable):
-    """The segments of a program, and the exchanges between them."""
-
     def __init__(self, device: Device, division: Division, meet: Meet) -> None:
         self._device = device
         self._division = division
@@ -174,11 +168,11 @@ def _text(layouts: Sequence[Layout]) -> str:
 
 
 def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
-    """Let the device begin to compile supported programs; loading refuses the others later."""
+    """Let the device begin to compile supported programs; unsupported ones are refused at load."""
     graphs = []
     for stage in stages:
         for program in stage.programs.values():
-            if has_sums(program):  # its segments depend on the replicas
+            if has_sums(program):  # its division depends on the replicas
                 continue
             graph = mark_results(program)
             try:
@@ -206,8 +200,7 @@ def export(
 ) -> tuple[Exported, dict[str, str]]:
     """Return the kernels of all programs that a training compiles, and the facts of the device.
 
-    `more` has further graphs, written by `dump_graph`. Raises `BackendError` if the backend has no
-    export.
+    `more` has further graphs, written by `dump_graph`. Raises `BackendError` without an export.
     """
     if not device.info.capabilities.exports:
         raise BackendError(f"backend {device.info.backend!r} does not export kernels")

@@ -1,10 +1,10 @@
-"""Emulates a slower device: stretches compute actions to the time that they would take there
-(station 7 of docs/life-of-a-micro-batch.md).
+"""Emulates a slower device: stretches each compute action to the time that the slower device would
+take (station 7 of docs/life-of-a-micro-batch.md).
 
 A worker keeps its core awake while it waits, since the first action after an idle pause is slower.
-Workers that share a core sleep instead, and each counts its time on the core. If their speeds sum
-to less than 1, no worker slows down another (here both have speed 0.4; = computes, . waits for the
-core, - sleeps):
+Workers that share a core sleep instead, and each stretches only its own time on the core. If their
+speeds sum to less than 1, no worker slows down another. Below, both workers have speed 0.4
+(= computes, . waits for the core, - sleeps):
 
     a  ====------====------
     b    ..====----   ..====----
@@ -21,14 +21,13 @@ AWAKE_S = 1e-4
 
 
 class Moment(NamedTuple):
-    """The begin of an action, by the clock and by the time that the process has spent on cores."""
+    """The start of an action: the clock, and the seconds that the process has spent on cores."""
 
     clock_s: float
     cores_s: float
 
     @staticmethod
     def now() -> Moment:
-        """Return the present moment."""
         return Moment(time.monotonic(), time.process_time())
 
     def later(self, seconds: float) -> Moment:
@@ -45,11 +44,11 @@ class Emulation:
     """Whether other workers compute on the worker's core."""
 
     def stretch(self, begin: Moment) -> float:
-        """Wait until an action that began then has its emulated duration; return the end."""
+        """Wait until an action that began at `begin` has its emulated duration; return the end."""
         return self.wait_until(begin.clock_s + self.lasts_s(begin))
 
     def lasts_s(self, begin: Moment) -> float:
-        """Return the emulated duration of an action that began at this moment and ends now."""
+        """Return the emulated duration of an action that began at `begin` and ends now."""
         own_s = time.monotonic() - begin.clock_s
         if self.shares_core:
             own_s = min(own_s, time.process_time() - begin.cores_s)

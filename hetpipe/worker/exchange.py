@@ -39,7 +39,6 @@ class Routes:
         receivers: Mapping[Edge, Receiver],
     ) -> None:
         self.own = {stage: Replica(stage, number) for stage, number in numbers.items()}
-        """The worker's replica of each of its stages."""
         self._shares = shares
         self._senders, self._receivers = senders, receivers
         self._routes: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
@@ -99,8 +98,7 @@ class Routes:
 
 
 Expected = tuple[Action, int | None, Kind, int]
-"""A receiving action, and the message's sending stage (None: the same stage), kind and mini-batch.
-"""
+"""A receiving action, then the sending stage (None: the same stage), the kind, the mini-batch."""
 
 
 class Exchange:
@@ -123,12 +121,11 @@ class Exchange:
         self._aside: dict[tuple[int, int], dict[Key, Array]] = {}
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
-        self.waited_s = 0.0
-        """Seconds spent in exchanges within passes."""
+        self.waited_s = 0.0  # in exchanges within passes
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
-        """Tell the receivers which messages will come, in the order of each sending stage."""
+        """Tell the receivers which messages will come, each sending stage's messages in order."""
         routes = self._routes
         for action, _, kind, _ in messages:
             if isinstance(action, Within):
@@ -147,7 +144,7 @@ class Exchange:
             receiver.expect(order)
 
     def transfer(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> None:
-        """Send an action's message to its peers, or receive it. `kind`: of a whole micro-batch."""
+        """Send or receive an action's message; `kind` is for the whole micro-batch."""
         routes = self._routes.of(action, message, kind, mini_batch)
         if action.op.is_send:
             self._send(action, message, kind, routes)
@@ -178,8 +175,8 @@ class Exchange:
         return leave
 
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
-        """Multiply the gradients by `scale`, and sum them over the replicas. All replicas add in
-        the same order, so all sums are equal."""
+        """Multiply the gradients by `scale`, and sum the products over the replicas. All replicas
+        add in the same order, so all sums are equal."""
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         if not layout:
@@ -218,8 +215,7 @@ class Exchange:
             self._stages[update.stage].put(key, array)
 
     def within(self, action: Action, letter: str) -> list[Expected]:
-        """Return the sums over replicas inside a pass (`letter`: its operation), as `expect` takes
-        them."""
+        """Return the sums over replicas in a pass of operation `letter`, as `expect` takes sums."""
         n, op, number = action.stage, action.op, action.number
         kinds = self._kinds_within.get((n, letter))
         if kinds is None:
@@ -229,7 +225,7 @@ class Exchange:
         return [(Within(n, op, number, kind.number), None, kind, number) for kind in kinds]
 
     def sum(self, n: int, terms: list[Array]) -> list[Array]:
-        """Do the next exchange within a pass of stage `n`: sum the terms over the replicas."""
+        """Make the next exchange within a pass of stage `n`: sum the terms over the replicas."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
         sums = self._sum_replicas(n, action, kind, terms)

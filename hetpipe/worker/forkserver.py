@@ -28,7 +28,7 @@ from hetpipe.worker.service import Service
 
 PR_SET_PDEATHSIG = 1
 PR_SET_TIMERSLACK = 29
-TIMERSLACK_NS = 1000  # the default, 50 us, would delay emulated links and speeds
+TIMERSLACK_NS = 1000  # the default, 50 us, would lengthen emulated passes and transfers
 CHANNEL = 3  # a worker's descriptors are 0 to 3
 FIRST_FREE = 4
 SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for the compute thread
@@ -76,7 +76,7 @@ def main(fd: int, controller: int) -> None:
 
 
 def _fork(request: Fork, descriptors: list[int]) -> int | None:
-    """Return the worker's process id; None if no process can start, which the controller learns."""
+    """Return the worker's process id. If no process can start, report that and return None."""
     server, channel = os.getpid(), descriptors[0]
     try:
         pid = os.fork()

@@ -58,7 +58,7 @@ def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_return_errors
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
-    """Compile a dumped graph, and keep it by a name. Return None or the error."""
+    """Compile a dumped graph, and keep it under a name. Return None or the error."""
     loaded = load_graph(graph)
     (executable,) = device.compile_all([loaded])
     _kept.setdefault(device, {})[name] = executable, len(graph_outputs(loaded))

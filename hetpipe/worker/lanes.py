@@ -13,9 +13,9 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:
-    """Hands micro-batches from one lane of a worker to another: messages K and V.
+    """Hands micro-batches from one lane of a worker to another, by messages K and V.
 
-    They carry no tensor, because both lanes share the stage, which has the tensors.
+    The messages carry no tensors, because both lanes share the stage, which has the tensors.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,6 @@ class HandOver:
         self._closed = False
 
     def give(self, message: Message) -> None:
-        """Hand a message over."""
         with self._changed:
             self._handed_over.add(message)
             self._changed.notify_all()
@@ -46,7 +45,7 @@ class HandOver:
 
 
 def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnError) -> None:
-    """Walk all lanes to their ends, the first one on this thread; raise the first error.
+    """Walk all lanes to their ends, the first lane on this thread; raise the first error.
 
     An error is reported at once, since only the controller can end the waits of the other lanes.
     """
@@ -72,7 +71,7 @@ def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnE
 
 
 class Sums:
-    """Runs sums on a separate thread, one after the other, in the order of the calls of `begin`."""
+    """Runs sums on a separate thread, one after another, in the order of the calls of `begin`."""
 
     def __init__(self, on_error: OnError) -> None:
         self._on_error = on_error
@@ -84,7 +83,7 @@ class Sums:
         self._begun.append(self._thread.submit(self._guarded, add))
 
     def wait(self) -> None:
-        """Wait until all sums that have begun are done. Raises the error of one of them."""
+        """Wait until all sums that have begun are done. Raises the error of a sum that failed."""
         for begun in self._begun:
             begun.result()
         self._begun.clear()

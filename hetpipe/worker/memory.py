@@ -33,18 +33,16 @@ class Memory:
 
     Right after a pass nothing is dropped yet, so its inputs count as well as its outputs. The
     memory of running programs and of transfers does not count. Shapes are static, so two sizes of a
-    frame are computed once for every number of samples and pass: the size right after the pass, and
-    the size while the frame waits for the next pass. Each lane's thread settles its own frames:
-    it replaces the first size by the second.
+    frame are computed once for each `Pass`: the size right after the pass, and the size while the
+    frame waits for the next pass. Each lane's thread replaces the first size of its frames by the
+    second.
     """
 
     def __init__(
         self, buffers: Iterable[Buffer | None], version_nbytes: int, late_nbytes: int
     ) -> None:
-        """Start with the lasting `buffers`. Each further version adds `version_nbytes`.
-
-        Late gradients count at all times, as they do in plans.
-        """
+        """Start with the lasting `buffers`; each further version adds `version_nbytes`. Late
+        gradients count at all times, as in plans."""
         self._steady_nbytes = nbytes_of(buffers) + late_nbytes
         self._version_nbytes = version_nbytes
         self._versions = 1
@@ -56,7 +54,6 @@ class Memory:
         self._most_in_flight = self._peak_nbytes = 0
 
     def stay(self, buffer: Buffer) -> None:
-        """Add a lasting buffer."""
         self._steady_nbytes += buffer.nbytes
 
     def passed(
@@ -75,7 +72,6 @@ class Memory:
             self._latest[threading.get_ident()] = _Latest(microbatch, which, frame, awaited)
 
     def updated(self, versions: int) -> None:
-        """Record an update."""
         with self._lock:
             self._settle(*self._latest)
             self._versions = versions
@@ -113,8 +109,8 @@ class Memory:
                 self._in_flight += held.in_flight
 
     def _reach(self, held: Held) -> None:
-        """Record the total of all frames and `held`. Count frames of other lanes' passes now, since
-        they change."""
+        """Record the total of all frames and `held`. The frames of other lanes' passes change, so
+        they are counted now."""
         running = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in running)

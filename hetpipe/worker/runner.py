@@ -40,11 +40,11 @@ ScriptStep = tuple[Action, Message | None]
 
 @dataclass(frozen=True)
 class Script:
-    """The steps of a part. Their numbers are relative to the part's first mini-batch."""
+    """The steps of one worker or lane in a part, numbered from the part's first mini-batch."""
 
     steps: tuple[ScriptStep, ...]
     arrivals: tuple[Message, ...]
-    """The messages that arrive at the worker during the part, in the order of each sender."""
+    """The messages that arrive at the worker during the part, each sender's messages in order."""
     closing: Closing
 
     @classmethod
@@ -57,7 +57,6 @@ class Script:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions, in order."""
         return tuple(action for action, _ in self.steps)
 
     def numbered(self, first: int, microbatches: int) -> Iterable[ScriptStep]:
@@ -157,7 +156,7 @@ class Runner:
                 self._pass(action, lane, following)
             if (action.stage, action.op) in script.closing:
                 self._stages[action.stage].release(action.number)
-        self._doing.pop(lane, None)  # it has no action if its row is empty
+        self._doing.pop(lane, None)  # a lane with an empty row had no action
 
     def _pass(self, action: Action, lane: int, following: ScriptStep | None) -> None:
         """Run a forward, or a backward or half of one."""
@@ -218,10 +217,7 @@ class Runner:
 
     def _leaving(self, action: Action, following: ScriptStep | None) -> Leaving | None:
         """Return a function that sends a pass's outputs while the pass runs, if the next action
-        sends them.
-
-        Return None at an emulated speed: outputs are then ready later than the device says.
-        """
+        sends them. None at an emulated speed: outputs are then ready later than the device says."""
         if following is None or not self._exchange.streams or self._emulation.speed != 1.0:
             return None
         send, message = following
@@ -281,7 +277,7 @@ class Runner:
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:
-        """Return a stage's losses since the last call, means times the replica's share of rows."""
+        """Return a stage's losses since the last call; means are weighted by the share of rows."""
         losses = self._stages[n].results.take(LOSS)
         parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:

@@ -33,7 +33,7 @@ from hetpipe.worker.updates import MiniBatches, Updates
 
 
 class Service:
-    """One worker. `serve` runs on its compute thread, `deliver` on any other."""
+    """One worker. `serve` runs on the compute thread; another thread calls `deliver`."""
 
     def __init__(
         self,
@@ -111,8 +111,7 @@ class Service:
         self._answer(say.Failure(self.doing, self._summary(error), trace_of(error)))
 
     def _summary(self, error: BaseException) -> str:
-        """Return one line; for an exception of the device, with the device and the failed
-        operation."""
+        """Return the error in one line, with the device and its method if the device raised it."""
         if isinstance(error, EdgeClosedError):
             return f"the connection to a neighbouring worker is lost {error}".rstrip()
         if isinstance(error, HetpipeError) or not (method := failing_method(error)):
@@ -184,10 +183,7 @@ class Service:
         ]
 
     def _drop_stages(self, message: say.Load) -> dict[Key, Buffer]:
-        """Free the present stages before new ones take memory, except the stages that stay.
-
-        Return the values that new stages need.
-        """
+        """Free the stages that do not stay. Return the values that new stages need."""
         keys = {key for load in message.stages for key in load.held}
         held = {
             key: buffer

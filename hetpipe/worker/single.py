@@ -21,10 +21,7 @@ NOTHING: Crossing = MappingProxyType({})
 
 
 class SingleStage:
-    """A stage that trains micro-batches of one size, one after the other.
-
-    `feed` has the leaves of the batch by name.
-    """
+    """A stage that trains one micro-batch after another; `feed` has the batch's leaves by name."""
 
     def __init__(
         self,
@@ -34,7 +31,6 @@ class SingleStage:
         keep: Keep,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """Load the stage, as `Stage` does."""
         self.stage = Stage(device, graphs, values, np.zeros, keep, held=held)
         self.loss = 0.0
         """Mean loss of the last forward; 0 on a stage without the loss."""
@@ -45,8 +41,7 @@ class SingleStage:
     def forward(
         self, samples: int, feed: Mapping[str, Array], activations: Crossing = NOTHING
     ) -> Crossing:
-        """Run the forward on the previous stage's activations; return the activations for the next
-        stage."""
+        """Run the forward; return the activations for the next stage."""
         passes = self._passes[samples]
         inputs = [slot for program in passes.programs for slot in program.inputs]
         self._arrive(_slots(inputs, CUT), activations)
@@ -60,8 +55,7 @@ class SingleStage:
     def backward(
         self, samples: int, feed: Mapping[str, Array], tangents: Crossing = NOTHING
     ) -> Crossing:
-        """Run the backward on the next stage's tangents; return the tangents for the previous
-        stage."""
+        """Run the backward; return the tangents for the previous stage."""
         backward = self._passes[samples].backward
         if backward is None:
             return {}

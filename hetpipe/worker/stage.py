@@ -39,8 +39,8 @@ class Pass(NamedTuple):
 
     `feed` has the leaves of the batch, `rng` is (seed, step, index of the first sample); `lag` and
     `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
-    `loss_tangent` is the gradient of the loss. `queue` is the number of the lane's queue on the
-    device.
+    `loss_tangent` is the gradient from which the last stage's backward starts. `queue` is the
+    number of the lane's queue on the device.
     """
 
     op: Op
@@ -73,7 +73,7 @@ class Stage:
         meet: Meet | None = None,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """Load the stage. `held` values are on the device already, and replace `values`."""
+        """Load the stage. `held` values are on the device already; they go before `values`."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet
@@ -106,7 +106,7 @@ class Stage:
         return self.results.has(COUNT)
 
     def run(self, which: Pass, leaving: Leaving | None = None) -> None:
-        """Run a pass. `leaving` is called with the outputs when the device begins to make them."""
+        """Run a pass. When the device begins to make the outputs, `leaving` gets the outputs."""
         if which.evaluates:
             self._evaluate(which)
         elif which.op is Op.FORWARD:
@@ -153,7 +153,6 @@ class Stage:
         self.results.keep(which.microbatch, frame)
 
     def update(self, lr: float, grad_scale: float) -> None:
-        """Apply the optimizer."""
         binding = self._binding.update
         if binding is None:
             return
@@ -206,16 +205,13 @@ class Stage:
         return arrays
 
     def release(self, microbatch: int) -> None:
-        """Forget a micro-batch: drop its frame."""
         self.frames.release(microbatch)
         self.memory.forget(microbatch)
 
     def get(self, key: Key) -> Array:
-        """Return the present value of a parameter, buffer, gradient or state, on the host."""
         return self.store.get(key)
 
     def put(self, key: Key, value: Array) -> None:
-        """Replace a parameter, buffer, gradient or state."""
         if (buffer := self.store.put(key, value)) is not None:
             self.memory.stay(buffer)
 
@@ -237,8 +233,8 @@ class Stage:
         queue: int = 0,
         leaving: Leaving | None = None,
     ) -> Version:
-        """Run a program on the parameters `params`, and return the version with new parameters:
-        `into` if given, else `params`."""
+        """Run a program on `params`. Write new parameters into the version `into`, or else into
+        `params`, and return that version."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
         if id(binding) not in self._executables:  # only some trainings use this program
@@ -275,7 +271,6 @@ class Stage:
             self.memory.stay(buffer)
 
     def _account(self, number: int, which: Pass, frame: Entries, version: Version) -> None:
-        """Count the buffers that are held after pass `number` of a micro-batch."""
         awaited = self._binding.passes[which.samples].awaited[number]
         live = self.weights.live(version)
         self.memory.passed(which.microbatch, (which.samples, number), frame, awaited, live)
@@ -288,7 +283,7 @@ class Stage:
         return Memory([*present, *self.store.entries], nbytes_of(trained), late)
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
-        """Begin to upload a pass's leaves of the batch."""
+        """Begin to upload the leaves of the batch that a pass reads."""
         values = [(index, which.feed[name]) for name, index in feeds]
         if self._rng is not None:  # a model may also draw numbers in evaluation
             values.append((self._rng, np.asarray(which.rng, np.int64)))

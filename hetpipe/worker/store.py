@@ -33,8 +33,8 @@ Entries = list[Any]
 class Store:
     """A stage's buffers, constants, gradients, optimizer state and scalars, and first parameters.
 
-    Gradients start at zero, state starts at `state_init(shape, dtype)`; `held` values stay in their
-    buffers on the device. Late gradients that are zero have no buffer.
+    Gradients start at zero, state starts at `state_init(shape, dtype)`. `held` values are on the
+    device already and are not copied. Late gradients that are zero have no buffer.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class Store:
                 tables[place.table][place.entry] = held[key]
             elif slot.role in makers and not self._is_late(place):
                 tables[place.table][place.entry] = self.upload(makers[slot.role](slot))
-        self.parameters: Version = tables[Table.PARAMS]
-        """The first version of the parameters."""
+        self.parameters: Version = tables[Table.PARAMS]  # the first version
         self.entries: Entries = tables[Table.STORE]
         buffers = [place for key, place in self._places.items() if key[0] == BUFFER]
         self._buffer_indices = [place.entry for place in buffers if place.table is Table.STORE]
@@ -110,7 +109,6 @@ class Store:
         return [buffer for buffer in new if buffer is not None]
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
         for key, slot in self._slots.items():
             if slot.role == GRAD:
                 self.put(key, _zeros(slot))
@@ -121,8 +119,8 @@ class Store:
         return next((key[1] for key in gradients if not np.isfinite(self.get(key)).all()), "")
 
     def begins_gradients(self) -> bool:
-        """Return whether the next backward creates the late gradients. If it adds to them, give
-        missing gradients a buffer."""
+        """Return whether the next backward creates the late gradients. If it adds to gradients,
+        make the missing ones."""
         if self._late and all(self.entries[index] is None for index in self._late):
             return True
         self.make_gradients()
@@ -140,10 +138,8 @@ class Store:
             self.entries[index] = None
 
     def buffers(self) -> list[Buffer]:
-        """Return the present buffers, such as batch norms' statistics.
-
-        Passes replace buffers by new ones, so the returned buffers keep their values.
-        """
+        """Return the model's buffers, such as batch norms' statistics. Their values stay as they
+        are, because a pass writes new buffers."""
         return [self.entries[index] for index in self._buffer_indices]
 
     def restore(self, buffers: list[Buffer]) -> None:
@@ -185,7 +181,7 @@ class Frames:
         self._frames: dict[int, Entries] = {}
 
     def of(self, microbatch: int) -> Entries:
-        """Return the frame of a micro-batch; an empty one the first time."""
+        """Return the frame of a micro-batch, an empty frame the first time."""
         frame = self._frames.get(microbatch)
         if frame is None:
             frame = self._frames[microbatch] = self.empty()
@@ -213,7 +209,6 @@ class Frames:
         return buffers
 
     def release(self, microbatch: int) -> None:
-        """Forget a micro-batch."""
         self._frames.pop(microbatch, None)
 
     @staticmethod
@@ -233,7 +228,7 @@ class Results:
         self._results: dict[str, dict[int, Buffer | float]] = {LOSS: {}, COUNT: {}}
 
     def has(self, role: str) -> bool:
-        """Return whether the stage makes losses, or counts."""
+        """Return whether the stage makes losses (LOSS) or counts (COUNT)."""
         return self._indices[role] is not None
 
     def keep(self, microbatch: int, frame: Entries) -> None:

@@ -20,8 +20,8 @@ from hetpipe.worker.stage import Stage
 
 
 class Position(NamedTuple):
-    """The position of a micro-batch: the number of its mini-batch, the mini-batch itself, and the
-    index in it. `samples` counts the whole micro-batch, over all replicas."""
+    """The position of a micro-batch: index `place` of `batch`, which is mini-batch `mini_batch` of
+    the stream. `samples` counts the samples of all replicas."""
 
     mini_batch: int
     batch: Batch
@@ -32,16 +32,16 @@ class Position(NamedTuple):
 class MiniBatches:
     """Mini-batches by number in the stream.
 
-    Lanes read mini-batches at the same time; only the thread of the walk begins and drops them.
+    Lanes may read a mini-batch at the same time. It is added before the lanes start, and dropped
+    after its last update.
     """
 
     def __init__(self) -> None:
-        self.microbatches = 1
-        """Number of micro-batches in each mini-batch."""
+        self.microbatches = 1  # in each mini-batch
         self._updates: dict[int, Apply] = {}
         self._firsts: dict[int, list[int]] = {}  # the index of each micro-batch's first sample
         self._forwarded: Counter[tuple[int, int]] = Counter()  # by stage and mini-batch
-        self._applied: Counter[int] = Counter()  # by mini-batch: stages that have applied it
+        self._applied: Counter[int] = Counter()  # by mini-batch: number of stages that applied it
 
     def begin(self, step: Step) -> None:
         """Add the mini-batch, or the bare update, that comes with a part of a schedule."""
@@ -51,11 +51,9 @@ class MiniBatches:
             self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
 
     def update(self, number: int) -> Apply:
-        """Return the update of a mini-batch."""
         return self._updates[number]
 
     def at(self, microbatch: int) -> Position:
-        """Return the position of a micro-batch."""
         number, place = divmod(microbatch, self.microbatches)
         batch = self._updates[number]
         assert isinstance(batch, Batch)
@@ -83,7 +81,6 @@ class MiniBatches:
                     table.pop(number, None)
 
     def clear(self) -> None:
-        """Forget all mini-batches; none is under way any more."""
         for table in (self._applied, self._updates, self._firsts):
             table.clear()
 
@@ -93,9 +90,9 @@ class Updates:
     """The updates of a worker's stages; `replicas[n]` is the worker's replica of stage n.
 
     `scale` returns the factor of a mini-batch's gradients, NaN if a loss is not finite. `clip`
-    returns the factor that clips them, given the sum of their squares on this worker and the name
-    of a gradient that is not finite. Both may wait for the controller. `culprit` names a gradient
-    that was applied although it is not finite.
+    returns the factor that clips the gradients; it gets the sum of this worker's squares, and the
+    name of a gradient that is not finite. Both functions may wait for the controller. `culprit`
+    names a gradient that was applied although it is not finite.
     """
 
     stages: Mapping[int, Stage]
@@ -106,10 +103,10 @@ class Updates:
     scale: Callable[[Apply], float]
     clip: Callable[[Apply, float, str], float]
     culprit: str = ""
-    _clipped: dict[int, float] = field(default_factory=dict)  # factor of the present mini-batch
+    _clipped: dict[int, float] = field(default_factory=dict)  # clip's factor, by `serial`
 
     def apply(self, action: Action) -> Moment:
-        """Apply a stage's gradients, or drop them. Return when this began, after all waits."""
+        """Apply or drop a stage's gradients. Return the moment when this began, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
         # Replicas that take turns have scaled their gradients before the sum.
@@ -169,7 +166,7 @@ class Updates:
 
 
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
-    """Return the sum of the stages' `square`, and the name of a gradient that is not finite."""
+    """Return the sum of the stages' `square`, and what is not finite in it, if anything."""
     squares = [stage.square(scale) for stage in stages]
     for stage, square in zip(stages, squares, strict=True):
         if not math.isfinite(square):

@@ -46,7 +46,7 @@ class Weights(ABC):
         self.number += 1
 
     def live(self, version: Version) -> int:
-        """Return the number of versions on the device, including one that a pass reads."""
+        """Return the number of versions on the device, including `version`, which a pass reads."""
         return len({id(self.present), id(version)})
 
     def take_most_live(self) -> int:
@@ -143,8 +143,8 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """Return the versions of a stage under a policy. Raises `HetpipeError` if the policy needs
-    `predict` and it is None."""
+    """Return the versions of a stage under a policy. Raises `HetpipeError` if `predict` is None and
+    the policy needs a function."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:
