@@ -1,9 +1,9 @@
 """Saves and loads checkpoints; at every moment the folder contains a complete checkpoint.
 
 A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names these
-files. A file's name contains its checksum, so new files never overwrite the old files. A save
-replaces the manifest last, in one rename, when all new files are on the disk; then it removes the
-old files. However a save ends, the folder has the previous checkpoint or the new checkpoint.
+files. A file's name contains its checksum, so new files never overwrite the old files. When all new
+files are on the disk, a save replaces the manifest in one rename, and then removes the old files.
+However a save ends, the folder has the previous checkpoint or the new checkpoint.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Checkpoint:
 
     manifest: dict[str, Any]
     tensors: dict[str, dict[str, Array]]
-    directory: Path | None = None
-    """The folder that the checkpoint was read from, if any."""
+    directory: Path | None = None  # the folder that the checkpoint was read from
 
 
 def save(
@@ -52,13 +51,13 @@ def save(
 ) -> None:
     """Write a checkpoint into `directory`, replacing the present one.
 
-    `tensors`: by role (param, buffer, state), then by the model's names; the name of a state is
-    "slot/parameter". A bfloat16 tensor is saved and loaded as its int16 view. `manifest`: JSON
-    values, among them "step", the number of steps done.
+    `tensors`: by role (param, buffer, state), then by the model's names; a state has a name such as
+    "momentum/fc.weight". Give a bfloat16 tensor as its int16 view. `manifest`: JSON values, among
+    them "step", the number of steps done.
 
-    Raises `CheckpointError`, before it writes anything, for values that the files cannot contain.
-    Raises it also if the folder cannot be written to, or if another process or thread is saving
-    into it. After an error the previous checkpoint stays, and no new files remain.
+    Raises `CheckpointError`, before anything is written, for values that the files cannot contain.
+    Raises `CheckpointError` as well if the folder cannot be written to, or if another process or
+    thread is saving into it. After an error the previous checkpoint stays, without new files.
     """
     check_values(manifest)
     check_tensors(tensors)
@@ -125,7 +124,8 @@ def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Arra
 def _sweep(directory: Path, before: Collection[str] | None = None) -> None:
     """Remove files of replaced or interrupted saves: our files that the manifest does not name.
 
-    Without a readable manifest, remove only files that are not in `before`; without it, none.
+    If the manifest cannot be read, remove our files that are not in `before`; if `before` is None
+    as well, remove nothing.
     """
     try:
         manifest = read_manifest(directory / MANIFEST)

@@ -78,8 +78,8 @@ def check_values(values: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest at `path`.
 
-    Raises `CheckpointError` if there is none, if it was altered, for another version, and for a key
-    that is unknown, missing or of a wrong type.
+    Raises `CheckpointError` for a manifest that is missing, altered or of another version, and for
+    a key that is unknown, missing or of a wrong type.
     """
     try:
         raw = read_bytes(path)
@@ -174,7 +174,7 @@ def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
-    """Read the tensors in `path`. Raises `CheckpointError` if it is missing or was changed."""
+    """Read the tensors in `path`. Raises `CheckpointError` for a missing or changed file."""
     try:
         nbytes = path.stat().st_size
         if nbytes != file.nbytes:

@@ -2,8 +2,7 @@
 docs/life-of-a-micro-batch.md).
 
 Only the controller knows all losses and all gradients. Workers report whether their losses are
-finite, and the norms of their gradients. Their updates wait for a factor that is the same for all
-workers.
+finite, and the norms of their gradients. Updates wait for one factor, which all workers get.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ class Answers:
         self._reporters, self._workers = reporters, workers
         self._losses: list[Losses] = []
         self._squares: list[float] = []
-        self.culprit = ""
-        """Names a gradient that is not finite; the update is therefore left out."""
-        self.skipped = False
-        """Whether the update is left out."""
+        self.culprit = ""  # a gradient that is not finite, so the update is left out
+        self.skipped = False  # whether the update is left out
 
     def to(self, news: News) -> Scale | None:
-        """Return the answer to all workers; None while reports of other workers are missing."""
+        """Return the answer to all workers; None while reports are missing."""
         if isinstance(news, Losses):
             self._losses.append(news)
             if not self._all_reported():
@@ -57,7 +54,6 @@ class Answers:
         return Scale(news.serial, not isinstance(news, Losses), value)
 
     def _all_reported(self) -> bool:
-        """Return whether all necessary reports have arrived."""
         request = self._request
         assert isinstance(request, StepRequest)
         losses = sum(report.finite is not None for report in self._losses)
@@ -91,7 +87,7 @@ class Posted:
 def result_of(
     reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
 ) -> StepResult:
-    """Return the result of all workers' reports; its times are relative to `origin_s`."""
+    """Combine the reports of all workers to a result, with times relative to `origin_s`."""
     culprits = [answers.culprit, *(report.culprit for report in reports)]
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [

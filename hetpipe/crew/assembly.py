@@ -1,5 +1,5 @@
-"""Gives each worker its stages, values, wires, and its part of each mini-batch (stations 2 and 3 of
-docs/life-of-a-micro-batch.md)."""
+"""Gives each worker its stages, values and wires, and its part of each mini-batch (stations 2 and 3
+of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import host_dtype
 
 PARTS = 16
-"""Most parts in which a message of a streaming member travels."""
+"""The most pieces in which a message of a streaming member travels."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -74,7 +74,7 @@ class Assembly:
         shares: Shares,
         sizes: Collection[int] = (),
     ) -> None:
-        """Check the stages. Without `values`, the workers have the values already."""
+        """Check the stages. If `values` is None, the workers have the values already."""
         self.stages = [list(replicas) for replicas in stages]
         self.shares = shares
         self._values = values or {}
@@ -94,7 +94,6 @@ class Assembly:
         if values is not None:
             self._check_values()
         self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT)}
-        """Number of workers that report the losses, and the counts, of a mini-batch."""
 
     @property
     def has_count(self) -> bool:
@@ -102,6 +101,7 @@ class Assembly:
         return self.reporters[COUNT] > 0
 
     def _reporters(self, role: str) -> int:
+        """Return how many workers report the losses, or the counts, of a mini-batch."""
         for replicas in self.stages:
             forwards = [passes.forward for passes in replicas[0].passes.values()]
             if any(slot.role == role for program in forwards for slot in program.outputs):
@@ -117,7 +117,7 @@ class Assembly:
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
         """Return each member's ends of all wires, and their descriptors.
 
-        `streaming` members send while they compute, so their messages travel in parts. A wire
+        `streaming` members send while they compute, so their messages travel in pieces. A wire
         between two stages of one member is a single entry, without a port.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
@@ -160,7 +160,7 @@ class Assembly:
         return own_feeds
 
     def batch(self, request: Request, serial: int, own: Sequence[Replica]) -> Apply:
-        """Return a worker's part of a request. `own` are its replicas that take part."""
+        """Return a worker's part of a request; `own` are the worker's replicas that take part."""
         if isinstance(request, UpdateRequest):
             return Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
         none = (0,) * len(request.samples)
@@ -226,7 +226,7 @@ class Assembly:
         return dict(sorted(owned.items()))
 
     def kept(self, stage: int) -> list[tuple[str, str]]:
-        """Return role and name of the values of a stage that can be read."""
+        """Return the role and the name of each value of a stage that can be read."""
         return [key for key in self._slots[stage] if key[0] in READABLE]
 
     def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:

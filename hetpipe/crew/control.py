@@ -19,9 +19,7 @@ logger = logging.getLogger("hetpipe")
 
 TICK_S = 1.0
 PAUSE_TICKS = 3
-"""A loop that misses more ticks than this was itself stopped, and so were all workers."""
-
-
+"""A loop that takes longer than this many ticks was itself stopped, and so were all workers."""
 NOTICE_S = 60.0
 """Seconds without progress until a notice says what every worker does; the next notice takes ten
 times as long."""
@@ -61,9 +59,9 @@ class RemoteTraceError(Exception):
 
 
 class Control:
-    """Collects the workers' messages, from any thread; `gather` waits for them.
+    """Collects the workers' messages, on any thread; `gather` waits for replies.
 
-    `labels` name the workers in messages to the user. After the first failure every call raises it.
+    `labels` name the workers in messages to the user. `check` and `gather` raise the first failure.
     `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that reports
     the failure.
     """
@@ -86,7 +84,6 @@ class Control:
 
     @property
     def failed(self) -> bool:
-        """Whether the run has failed."""
         return self._error is not None
 
     @property
@@ -95,7 +92,6 @@ class Control:
         return os.getpid() == self._owner
 
     def arrived(self, worker: int, message: Any) -> None:
-        """Record a message of a worker."""
         if isinstance(message, Failure):
             where = f" at {message.doing}" if message.doing != "idle" else ""
             self.fail(f"{self.labels[worker]} failed{where}: {message.summary}", message.trace)
@@ -139,9 +135,9 @@ class Control:
     ) -> list[Any]:
         """Wait for one reply from each of these workers.
 
-        News that arrive before the last reply go to `on_news`; without it they are kept. Raises
-        `WorkerError` if a worker fails, or if no worker moves for `patience_s` or, while a worker
-        is in a pass, for `pass_limit_s`. Time in which this process itself was stopped does not
+        News that arrive before the last reply go to `on_news`; without `on_news`, news are kept.
+        Raises `WorkerError` if a worker fails, or if no worker moves for `patience_s` or, while a
+        worker is in a pass, for `pass_limit_s`. Time in which this process was stopped does not
         count.
         """
         moved_s, positions = time.monotonic(), self._positions(workers)
@@ -197,7 +193,7 @@ class Control:
 
 
 def _passes(doing: str) -> list[re.Match[str]]:
-    """Return the actions that compute, one for each lane that has one."""
+    """Return the present passes, one for each lane that is in a pass."""
     return [match for lane in doing.split(" and ") if (match := _PASS.fullmatch(lane))]
 
 

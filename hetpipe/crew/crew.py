@@ -33,7 +33,7 @@ Members = str | Sequence[str]
 
 
 class Scripts:
-    """The schedules that workers have, by number. Both sides forget the oldest first."""
+    """The schedules that workers have, by number. Both ends forget the oldest schedule first."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, Schedule]] = {}  # by `id`; kept alive, so ids stay unique
@@ -48,17 +48,11 @@ class Scripts:
         return serial, schedule
 
     def clear(self) -> None:
-        """Forget all schedules, since workers have other stages now."""
         self._sent.clear()
 
 
 class Crew(Workers):
-    """Workers with their devices open, and their stages. A context manager; no process outlives
-    `close`.
-
-    The first failure of a worker ends all workers. The present call and every later call raise it
-    as `WorkerError`.
-    """
+    """Workers with their devices open, and the stages of the workers."""
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
         self._assembly: Assembly | None = None
@@ -66,14 +60,11 @@ class Crew(Workers):
         self._scripts = Scripts()
         self._posted: deque[Posted] = deque()  # requests under way
         self._answers: Answers  # for the latest request
-        self.load_count = 0
-        """Number of loads so far. A pipeline reads it to know whether its stages are still loaded.
-        """
+        self.load_count = 0  # by this count a pipeline knows whether its stages are still loaded
         self._serial = 0
-        self._origin_s = 0.0  # time 0 of timelines: the begin of the step or stream
+        self._origin_s = 0.0  # time 0 of timelines: the start of the step or stream
         self._patience = Patience()
-        self.pass_limit_s: float | None = None
-        """Seconds after which a pass counts as stuck; None for never."""
+        self.pass_limit_s: float | None = None  # after which a pass counts as stuck; None: never
         super().__init__(cluster, fleet, start_timeout_s)
 
     def load(
@@ -143,11 +134,8 @@ class Crew(Workers):
         keep: say.Keep,
         state_init: Callable[..., Array],
     ) -> None:
-        """Load the stages of these replicas; all other stages stay.
-
-        Raises `UnsupportedOperatorError`, before anything changes, for a stage that its device
-        cannot run.
-        """
+        """Load the stages of these replicas; all other stages stay. Raises
+        `UnsupportedOperatorError`, before anything changes, if a device cannot run its stage."""
         workers = [self._worker(member) for member in placement.row_of]
         with self._conversation():
             streaming = {member for member, info in self.infos.items() if streams(info)}
@@ -184,9 +172,8 @@ class Crew(Workers):
         """Run one mini-batch to its end.
 
         `timeout_s` limits the time in which nothing moves. By default the limit is `pass_limit_s`
-        while a worker is in a pass, and otherwise 20 times the longest step so far, at least 60 s.
-        Raises `WorkerError`; `HetpipeError` before anything runs if the request does not fit the
-        stages.
+        while a worker is in a pass, and else `Patience.limit_s`. Raises `WorkerError`;
+        `HetpipeError` before anything runs if the request does not fit the stages.
         """
         self.post(request)
         return self.collect(timeout_s)
@@ -195,8 +182,8 @@ class Crew(Workers):
         """Hand out a mini-batch, without waiting for it (station 2 of
         docs/life-of-a-micro-batch.md).
 
-        With a `part` of a stream, workers may begin the next part before this part is done; without
-        a part, they wait until all messages are sent.
+        With a `part` of a stream, workers may begin the next part before this part is done. Without
+        a part, workers first wait until all messages are sent.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False
@@ -207,7 +194,7 @@ class Crew(Workers):
                 raise HetpipeError("grad_scale is None, but the loss has no count: give it a value")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
-        # A custom schedule may leave out micro-batches, but it still has one mini-batch.
+        # A custom schedule that leaves out micro-batches is still one mini-batch.
         place = part or StreamPart(0, 0, microbatches, closing(request.schedule))
         with self._conversation():
             now_s = time.monotonic()
@@ -231,10 +218,7 @@ class Crew(Workers):
                 self._fleet.send(self._index[member], message)
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
-        """Wait for the oldest mini-batch under way.
-
-        This is station 16 of docs/life-of-a-micro-batch.md.
-        """
+        """Wait for the oldest mini-batch under way (station 16)."""
         limits_s = self._patience.limit_s, self.pass_limit_s
         patience_s, pass_limit_s = limits_s if timeout_s is None else (timeout_s, timeout_s)
         with self._conversation():
@@ -245,7 +229,7 @@ class Crew(Workers):
 
     @property
     def under_way(self) -> int:
-        """Number of mini-batches that were handed out and not collected."""
+        """The number of mini-batches that were handed out and are not collected."""
         return len(self._posted)
 
     def read(

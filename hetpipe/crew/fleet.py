@@ -31,7 +31,7 @@ logger = logging.getLogger("hetpipe")
 LEAVE_S = 2.0
 """Seconds that a worker may take to end before it is killed."""
 LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Error numbers of a send that fails because of this process itself, not because of the worker."""
+"""Error numbers of a send that fails because of this process, not because of the worker."""
 
 
 class Fleet(ABC):
@@ -112,11 +112,11 @@ def _close(device: Device) -> None:
 
 
 class ProcessFleet(Fleet):
-    """Workers as processes. A thread of the controller, the watcher, starts them, receives all
-    their messages and ends them.
+    """Workers as processes. A thread of the controller, the watcher, starts the workers, receives
+    all their messages and ends them.
 
-    A message may be sent before its worker has started: it waits in the channel. Only the watcher
-    changes lists. Other threads change only `_closing`, and ring the bell, which wakes the watcher.
+    A message may be sent before its worker has started; it waits in the channel. Threads other than
+    the watcher change only `_closing`, and ring the bell, which wakes the watcher.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ProcessFleet(Fleet):
             return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if threading.current_thread() is not self._thread:  # else the watcher has freed the crew
+        if threading.current_thread() is not self._thread:  # the watcher itself may free the crew
             self._thread.join()
         self.keep = None
 

@@ -1,4 +1,4 @@
-"""Starts workers through fork servers, processes that have imported torch already.
+"""Starts workers through fork servers: processes that have imported torch already.
 
     controller                     fork server                    worker
     Popen ------------------------> import torch
@@ -45,7 +45,7 @@ class WorkerProcess:
     """A worker's process, as the controller sees it."""
 
     def __init__(self, status: int) -> None:
-        self._status = status  # the reading end of its pipe
+        self._status = status  # the reading end of the worker's pipe
         self._pid: int | None = None
         self._code: int | None = None
 
@@ -56,8 +56,8 @@ class WorkerProcess:
         return self._pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return the exit status, or minus the number of the signal that killed the worker; None if
-        it still runs at the timeout."""
+        """Return the exit status, or minus the number of the signal that killed the worker; None
+        after the timeout."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._code is None:
             left_s = end_s - time.monotonic()
@@ -113,7 +113,6 @@ class ForkServer:
 
     @property
     def runs(self) -> bool:
-        """Whether the process is alive."""
         return self._process.poll() is None
 
     def fork(
@@ -132,16 +131,16 @@ class ForkServer:
         return WorkerProcess(ours)
 
     def close(self) -> None:
-        """End the server, and all its workers."""
+        """End the server and its workers."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
 
 
 _servers: dict[tuple[int, tuple[tuple[str, str], ...]], ForkServer] = {}
-"""The servers, by (process id of the owner, variables). A fork of the controller starts others."""
-# Held while a server is looked up or started, so that two crews do not start the same one; never
-# while anyone waits for a worker.
+"""The servers, by (process id of the owner, variables). A fork of the controller starts its own."""
+# Held while a server is looked up or started, so that two crews do not start the same server; never
+# held while a thread waits for a worker.
 _starting = threading.Lock()
 
 
@@ -154,7 +153,7 @@ def start_worker(
 
 
 def server_for(settings: Mapping[str, str]) -> ForkServer:
-    """Return the server for workers with `settings`; start it if necessary."""
+    """Return the server for workers with `settings`; start the server if necessary."""
     variables = {**os.environ, **settings}
     early = {name: text for name, text in variables.items() if name.startswith(READ_WHEN_LOADED)}
     key = os.getpid(), tuple(sorted(early.items()))

@@ -117,7 +117,7 @@ def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
             return _Worker(member, _info(member))
         backend, info = _reference(member), _info(member)
         settings = settings_of(member, info)
-        server_for(settings)  # the server imports torch during the search for the next device
+        server_for(settings)  # imports torch while the next member's device is searched
         return _Worker(member, info, backend, settings)
     except HetpipeError as error:
         if place is None:
@@ -169,7 +169,8 @@ step."""
 
 
 def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
-    """Return the variables for a member's worker; its backend may override a companion's values."""
+    """Return the variables for a member's worker. Values of the member's backend replace values of
+    a companion."""
     cores = len(member.cores) or len(os.sched_getaffinity(0))
     settings = usual_settings(cores)
     if companion := companion_of(info.backend):
@@ -183,7 +184,7 @@ def _backend_settings(info: DeviceInfo, cores: int) -> dict[str, str]:
 
 
 def usual_settings(cores: int) -> dict[str, str]:
-    """Return the variables of a worker with `cores` cores, before its backend changes any."""
+    """Return the variables of a worker with `cores` cores, before backends change them."""
     # Members share this host, so gloo need not look up the host's name to find an interface.
     gloo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     return dict.fromkeys(THREADS, str(cores)) | KEEP_MEMORY | gloo

@@ -41,7 +41,7 @@ class StepRequest:
 class UpdateRequest:
     """Only sums and updates, for the gradients that earlier mini-batches have accumulated.
 
-    Gradients are multiplied by `grad_scale`; NaN drops them, and restores the buffers too.
+    Gradients are multiplied by `grad_scale`; NaN drops the gradients and restores the buffers.
     """
 
     schedule: Schedule
@@ -58,8 +58,8 @@ Request = StepRequest | UpdateRequest
 class StreamPart:
     """A part of a stream; it begins with mini-batch `begins`.
 
-    The schedule's numbers are relative to mini-batch `first` of the stream. `closing` has each
-    stage's last operations with a micro-batch, in the whole stream.
+    The schedule's numbers are relative to mini-batch `first` of the stream. `closing` has the
+    operations after which a stage is done with a micro-batch.
     """
 
     first: int
@@ -70,22 +70,17 @@ class StreamPart:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and counts per micro-batch, and the measured timeline; other tuples are by stage."""
+    """Losses and counts per micro-batch, and the measured timeline; other tuples: by stage."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...] | None
     timeline: Timeline
-    versions: tuple[int, ...] = ()
-    """The versions that the last forwards used, counted in updates."""
-    live_versions: tuple[int, ...] = ()
-    """The most versions that existed at once."""
+    versions: tuple[int, ...] = ()  # used by the last forwards, counted in updates
+    live_versions: tuple[int, ...] = ()  # the most that existed at once
     most_in_flight: tuple[int, ...] = ()
-    """The most micro-batches that were in flight at once."""
     peak_nbytes: tuple[int, ...] = ()
     """The most bytes that a replica had on its device at once, see `hetpipe.worker.memory`."""
-    skipped: bool = False
-    """Whether the update was left out."""
+    skipped: bool = False  # whether the update was left out
     device_nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes in use at the end, programs included, by member, for devices that count bytes."""
-    culprit: str = ""
-    """Names a gradient that is not finite; empty if there is none."""
+    culprit: str = ""  # a gradient that is not finite; empty if there is none

@@ -52,7 +52,7 @@ def wires(
 
 
 def gradients(stage: StageGraphs) -> Layout:
-    """Return the gradients that the replicas of a stage must sum."""
+    """Return the gradients that the replicas of a stage sum."""
     update = stage.update
     return () if update is None else tuple(s for s in update.inputs if s.role == GRAD)
 
@@ -128,7 +128,7 @@ class _Crossing:
         return kind, _common(left, right, role, ends)
 
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Yield name, rows and shape of each tensor that crosses, at all row counts."""
+        """Yield name, rows and shape of each tensor that crosses, for every number of rows."""
         left, right = (self._sides[n][0] for n in self._stages)
         sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}
         read = {s.name for p in right.passes.values() for s in _inputs(p) if s.role == CUT}
@@ -140,7 +140,7 @@ class _Crossing:
 
 
 def _matching(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
-    """Yield the slots whose key is also in `others`, each once."""
+    """Yield the slots whose key is also in `others`, each key once."""
     keys = {slot.key for slot in others}
     yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
 
@@ -151,10 +151,8 @@ def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
 
 
 def _common(sent: Sequence[Slot], read: Sequence[Slot], role: str, ends: tuple[int, int]) -> Layout:
-    """Return the slots of a role that one stage sends and the other reads.
-
-    Raises `HetpipeError` if they differ.
-    """
+    """Return the slots of a role that stage `ends[0]` sends and stage `ends[1]` reads. Raises
+    `HetpipeError` if both have a slot of one name and the slots differ."""
     by_name = {slot.name: slot for slot in sent if slot.role == role}
     layout: dict[str, Slot] = {}
     for slot in read:

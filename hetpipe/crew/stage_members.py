@@ -1,5 +1,5 @@
-"""Assigns members to stages and rows, and plans moves: workers get other stages of the same model,
-while values stay on the members that have them (station 2 of docs/life-of-a-micro-batch.md)."""
+"""Assigns members to stages and rows, and plans moves: members get other stages of the same model,
+and keep the values that they still need (station 2 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class StageMembers:
         self.row_of = {
             member: row for row, replicas in enumerate(self._groups) for member in replicas
         }
-        """The row of each member, in the order of the rows."""
 
     @property
     def rows(self) -> int:
-        """Number of rows that a schedule must have."""
+        """The number of rows that a schedule must have."""
         return len(self._groups)
 
     def replicas_of(self, member: str) -> list[Replica]:
@@ -64,12 +63,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class StageMove:
-    """How a stage gets its values: its member has `held` already, and `comes` arrive."""
+    """How a stage gets its values."""
 
-    stays: bool
-    """Whether the member keeps the stage, compiled."""
-    held: tuple[Key, ...]
-    comes: tuple[Key, ...]
+    stays: bool  # whether the member keeps the stage, compiled
+    held: tuple[Key, ...]  # values that the member has already
+    comes: tuple[Key, ...]  # values that travel to the member
 
 
 def stage_moves(

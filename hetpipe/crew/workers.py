@@ -41,9 +41,8 @@ class Workers:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._opened: dict[str, DeviceInfo] | None = None
-        self._pending_calls: deque[Callable[[], object]] = (
-            deque()
-        )  # calls whose replies are still to come
+        # Calls whose replies are still to come.
+        self._pending_calls: deque[Callable[[], object]] = deque()
         self._start_timeout_s = start_timeout_s
 
     @classmethod
@@ -105,8 +104,7 @@ class Workers:
         return list(self.call_each(function, dict.fromkeys(members, args)).values())
 
     def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Do the same as `call`, with different arguments for each member. Return results by
-        member."""
+        """Do the same as `call`, with `arguments` for each member; return results by member."""
         return self.begin_each(function, arguments)()
 
     def begin_each(
@@ -115,8 +113,8 @@ class Workers:
         """Begin `call_each`, and return a function that waits for its results.
 
         The workers may still be starting. Later requests to the workers wait for these calls. If
-        the workers are threads of this process, this returns only when the calls are done: a trace
-        on this thread would share state of torch with them.
+        the workers are threads of this process, `begin_each` itself waits for the results, because
+        calls and a trace on this thread would share torch's global state.
         """
         workers = [self._worker(member) for member in arguments]
         try:
@@ -144,10 +142,7 @@ class Workers:
         return self._fleet.apart and self.infos[member].capabilities.compiles_ahead
 
     def compile_ahead(self, stages: Mapping[str, Sequence[StageGraphs]]) -> None:
-        """Let members begin to compile stages, without waiting for them.
-
-        Members that cannot compile ahead do nothing.
-        """
+        """Let members begin to compile stages. Members that cannot compile ahead do nothing."""
         able = {
             member: (stage_list,)
             for member, stage_list in stages.items()

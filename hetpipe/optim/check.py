@@ -27,8 +27,8 @@ def check_optimizer(value: object, parameters: Collection[object] = ()) -> Optim
     """Return `value`, if it is one of hetpipe's optimizers.
 
     Raises `HetpipeError` for everything else, with the line to write. For an optimizer of
-    `torch.optim` the line has the optimizer's settings; if hetpipe lacks some of them, the error
-    names the lacking settings instead. `parameters` are the model's trained parameters.
+    `torch.optim` the line has the optimizer's settings; if hetpipe lacks some of these settings,
+    the error names them instead. `parameters` are the model's trained parameters.
     """
     if isinstance(value, Optimizer):
         return value

@@ -22,10 +22,8 @@ TINY = 1e-30
 
 
 def check(lr: LearningRate, **settings: float) -> None:
-    """Raise `HetpipeError` for a setting that is negative, not finite or no number.
-
-    The learning rate may be a function.
-    """
+    """Raise `HetpipeError` for a setting that is negative, not finite or no number; `lr` may be a
+    function."""
     if not callable(lr):
         settings = {"lr": lr, **settings}
     for name, value in settings.items():

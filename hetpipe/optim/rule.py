@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class Optimizer:
     """An optimizer. `update` works on one parameter; `state` names its state tensors.
 
-    Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d) counts
-    updates from 1; `lr` is 0-d, and both are float64 for a float64 parameter, else float32. The
-    field `lr` may be a function of the update's number.
+    Every state tensor has its parameter's shape and dtype and starts at zero. The arguments `step`,
+    which counts updates from 1, and `lr` are 0-d tensors, float64 for a float64 parameter and else
+    float32. The field `lr` may be a function of the update's number.
 
     `predict(param, state, step, lr, ahead)` returns the weights expected after `ahead` (0-d) more
     updates, from the state after `step` updates; `param` itself if `step` or `ahead` is 0. The
     field is None if the state has no direction to predict from. `predict_steps` predicts every
     single update: see `multi_step`.
 
-    Parameters whose names `decay_exclude` picks follow `undecayed`: see `rule_for`.
+    If `decay_exclude` returns True for a parameter's name, `undecayed` updates the parameter.
     """
 
     name: str
@@ -55,10 +55,8 @@ class Optimizer:
             object.__setattr__(self, "lr", as_number("lr", self.lr))
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of update number `step`; the first update has number 1.
-
-        Raises `HetpipeError` for an invalid rate.
-        """
+        """Return the learning rate of update number `step`; the first update has number 1. Raises
+        `HetpipeError` for an invalid rate."""
         value: object = self.lr(step) if callable(self.lr) else self.lr
         rate = _only_element(value)
         rate = float(rate) if isinstance(rate, Real) else math.nan
@@ -69,17 +67,15 @@ class Optimizer:
         return rate
 
     def rule_for(self, name: str) -> Optimizer:
-        """Return the optimizer for the parameter `name`: this one, or `undecayed`."""
+        """Return the optimizer for the parameter `name`: this optimizer, or `undecayed`."""
         if self.undecayed is not None and self.decay_exclude is not None:
             return self.undecayed if self.decay_exclude(name) else self
         return self
 
 
 def as_number(name: str, value: object) -> float:
-    """Return a setting as a number; for a tensor or array, its only element.
-
-    Raises `HetpipeError` for anything else.
-    """
+    """Return a setting as a number; for a tensor or array, its only element. Raises `HetpipeError`
+    for anything else."""
     number = _only_element(value)
     if isinstance(number, Real):
         return number  # type: ignore[return-value]
@@ -115,18 +111,18 @@ def exclude_from_decay(
 
 
 def multi_step(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer`, predicting every update ahead instead of repeating the last one.
+    """Return `optimizer`, which then predicts every update ahead instead of repeating the last.
 
-    Like FTPipe (Eliad et al., ATC'21), it expects further gradients to be zero except for weight
-    decay, so the momentum m fades. With s = ahead, b the momentum's factor, w the weight decay, p
-    the weights and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
+    Like FTPipe (Eliad et al., ATC'21), the prediction expects further gradients to be zero except
+    for weight decay, so the momentum m fades. With s = ahead, b the momentum's factor, w the weight
+    decay, p the weights and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
 
     - sgd: p - lr V, V = A m + w p (s - A) / (1 - b); with nesterov p - lr (b V + s w p);
     - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
     - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
 
-    It expects squared gradients to equal v_hat again, so v_hat stays. Bias corrections, lr and the
-    p in a sum stay at their present values; FTPipe instead computes their value for each update.
+    Squared gradients are expected to equal v_hat, so v_hat stays. Bias corrections, lr and the p in
+    a sum stay at their present values; FTPipe instead computes their value for each update.
 
     Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
     """
@@ -141,6 +137,6 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """Return the optimizer with one more hyperparameter, so that caches tell the two apart."""
+    """Return the optimizer with one more hyperparameter, by which caches tell both apart."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

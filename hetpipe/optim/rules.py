@@ -39,8 +39,8 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent, `torch.optim.SGD` without dampening.
 
-    Prediction: dW is the velocity v. Nesterov's direction g + u v also equals v, for a momentum u
-    and the gradient g = (1 - u) v. Without momentum there is neither state nor prediction.
+    Prediction: dW is the velocity v. With momentum u and equal gradients g, v is g / (1 - u), so
+    Nesterov's direction g + u v equals v too. Without momentum there is no state and no prediction.
     """
     check(lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and momentum == 0:

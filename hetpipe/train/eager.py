@@ -12,14 +12,14 @@ from hetpipe.capture.export.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
 
-Tree = Any  # a tensor, or tuples, lists and dicts of them
+Tree = Any  # a tensor, or tuples, lists and dicts of tensors
 
 
 class Eager:
     """Training of a model by torch alone, in micro-batches with summed gradients.
 
-    Training changes the model in place. `sizes` has the samples of each micro-batch; their sum must
-    be the mini-batch. A micro-batch's loss has the same weight as in `hp.Pipeline`.
+    Training changes the model in place. `sizes` has the samples of each micro-batch; they sum to
+    the samples of the mini-batch. A micro-batch's loss has the same weight as in `hp.Pipeline`.
     """
 
     def __init__(
@@ -71,10 +71,8 @@ class Eager:
 def torch_optimizer(
     rule: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer for a rule of `hetpipe.optim`.
-
-    Raises `HetpipeError` if torch has none.
-    """
+    """Return torch's optimizer for a rule of `hetpipe.optim`. Raises `HetpipeError` if torch has no
+    such optimizer."""
     settings = dict(rule.hyperparameters)
     excluded = rule.decay_exclude or (lambda name: False)
     groups: list[dict[str, Any]] = [
@@ -103,17 +101,14 @@ def torch_optimizer(
 
 
 def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of min(microbatches, rows) micro-batches, which differ by at most one."""
+    """Return the sizes of min(microbatches, rows) micro-batches; sizes differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
 def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of micro-batches in which plain torch trains for a comparison.
-
-    It trains on the whole mini-batch at once, unless a batch norm takes its statistics from the
-    batch: then it trains on the pipeline's micro-batches.
-    """
+    """Return the sizes of micro-batches in which plain torch trains for a comparison: one size, the
+    mini-batch, or the pipeline's sizes if a batch norm takes its statistics from the batch."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     mixes = any(module.training or not module.track_running_stats for module in norms)
     return micro_sizes(rows, microbatches) if mixes else (rows,)

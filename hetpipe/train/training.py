@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 NOISY_RUNS = 3
-"""Number of torch's runs with rounding errors in all parameters, which show their effect."""
+"""Number of torch's runs with rounding errors in all parameters; they show rounding's effect."""
 SPREAD_FACTOR = 2
 """Gradients may differ by this multiple of the effect of rounding, beyond the errors of a sum."""
 
@@ -151,8 +151,8 @@ def torch_losses(
 ) -> tuple[float, ...]:
     """Return the losses of unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
-    With `rounding`, rounding errors are added to the initial weights. The change in the losses is
-    the effect of rounding on this training.
+    With `rounding`, rounding errors are added to the initial weights, so the losses change by the
+    effect of rounding on this training.
     """
     model = copy.deepcopy(workload.model)
     if rounding:
@@ -168,7 +168,7 @@ def train(
     """Train `steps` more mini-batches of the plan's size, and yield a `Step` for each.
 
     `expected` has the losses of `torch_losses` for the first steps. A step's time is the wait for
-    its result; the caller's work between results is not counted.
+    its result, without the caller's work between results.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
     with one_thread():
@@ -281,10 +281,9 @@ def open_pipeline(
 ) -> Iterator[Pipeline]:
     """Open a pipeline that trains the workload, and close it at the end.
 
-    The example is the first batch of `workload.batches(mini_batch, seed)`; by default `mini_batch`
-    is the plan's, or else the workload's. `resume` is the folder of a checkpoint to continue from;
-    `options` are more keywords of `Pipeline`. Raises `HetpipeError` if the pipeline cannot be
-    opened.
+    `mini_batch` is by default the plan's, or else the workload's. `resume` is the folder of a
+    checkpoint to continue from; `options` are more keywords of `Pipeline`. Raises `HetpipeError` if
+    the pipeline cannot be opened.
     """
     plan: Plan | None = options.get("plan")
     samples = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)

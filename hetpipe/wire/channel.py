@@ -98,7 +98,7 @@ class Channel:
         return _unpack(body, count), list(fds)
 
     def close(self) -> None:
-        """Close this end; the other end then reads the end of the file."""
+        """Close this end; `receive` at the other end then raises `EOFError`."""
         self._socket.close()
 
     def _exactly(self, nbytes: int) -> bytearray:

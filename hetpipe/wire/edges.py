@@ -1,4 +1,4 @@
-"""The edges of a worker, which send and receive messages, on extra threads where that is faster
+"""The edges of a worker: senders and receivers of messages, on extra threads where that is faster
 (stations 6 and 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ AHEAD = 2
 """Number of received messages that may wait on the device for the compute thread."""
 
 GRACE_S = 2.0
-"""Seconds before a broken edge is reported, so that the controller can first report the cause, a
-dead neighbour."""
+"""Seconds before a broken edge is reported; first the controller reports the dead neighbour."""
 
 LOOK_S = 0.5
 """Seconds between two checks whether the sender's thread lives, while `drain` waits for it."""
@@ -44,7 +43,7 @@ class _Edge:
 
     @property
     def axes(self) -> Axes:
-        """For each tensor that travels by rows, by name, the dimension of its rows."""
+        """The dimension of the rows of each tensor that travels by rows, by name."""
         return self._wire.axes
 
     def take_spans(self) -> list[Span]:
@@ -68,7 +67,7 @@ class Sender(_Edge):
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
-        """Send the message of an action. The tensors must not change until it has left."""
+        """Send the message of an action. The tensors must not change until the message has left."""
         if self._queued == self._sent and self._outlet.immediate():
             self._spans.append((action, *self._outlet.send(kind, tensors)))
         else:
@@ -92,7 +91,6 @@ class Sender(_Edge):
                 raise EdgeClosedError
 
     def close(self) -> None:
-        """End the thread."""
         self.closing = True
         self._outlet.close()
         self._queue.put(None)
@@ -112,7 +110,7 @@ class Sender(_Edge):
 
 
 class Receiver(_Edge, ABC):
-    """Receives messages in the order in which `expect` announces them; each is for one action."""
+    """Receives messages in the order in which `expect` announces them, one message per action."""
 
     def __init__(self, inlet: Inlet) -> None:
         super().__init__(inlet)
@@ -121,7 +119,7 @@ class Receiver(_Edge, ABC):
 
     @abstractmethod
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
-        """Announce the next messages from the other end: each one's receiving action and kind."""
+        """Announce the next messages: the receiving action and the kind of each message."""
 
     @abstractmethod
     def take(self, action: Action) -> list[Any]:
@@ -139,7 +137,7 @@ class Receiver(_Edge, ABC):
 
 
 class DirectReceiver(Receiver):
-    """Receives a message on the thread that takes it, so no other thread competes for its core."""
+    """Receives a message on the thread that takes it, so no other thread competes for the core."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -205,7 +203,7 @@ class PrefetchingReceiver(Receiver):
 
     def _wait_for_room(self) -> None:
         with self._changed:
-            # With a full box, `take` may wait for a later message; if so, receive it as well.
+            # With a full box, `take` may wait for a later message; then receive that message too.
             while len(self._box) >= AHEAD and not self._awaits and not self.closing:
                 self._changed.wait()
 

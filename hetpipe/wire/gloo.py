@@ -29,8 +29,7 @@ LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(days=7)
 
 LEAST_PART_NBYTES = 16 * 1024
-"""Least bytes of a part. Moving this many takes gloo about as long as the fixed cost of a message.
-"""
+"""Least bytes of a part; gloo moves this many in about the fixed time of a message."""
 
 
 def plugs(
@@ -119,7 +118,6 @@ class _Staging:
         self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
         sizes = {kind: packed_nbytes(layout) for kind, layout in wire.layouts.items()}
         self.ends = {kind: _ends(nbytes, parts) for kind, nbytes in sizes.items()}
-        """The end in bytes of each part, except for the last part, which has the head."""
         self.parts = {
             kind: [whole[lo:hi] for lo, hi in pairwise([ALIGN, *ends])]
             + [whole[: ALIGN if ends else sizes[kind]]]
@@ -128,7 +126,7 @@ class _Staging:
 
 
 def _ends(nbytes: int, parts: int) -> list[int]:
-    """Return the ends in bytes of the parts of a message's body; empty if it travels whole."""
+    """Return the ends in bytes of the parts of a message's body; empty for a whole message."""
     size = max(aligned(-(-(nbytes - ALIGN) // parts)), LEAST_PART_NBYTES)
     return [*range(ALIGN + size, nbytes, size), nbytes] if parts > 1 else []
 

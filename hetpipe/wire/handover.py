@@ -1,4 +1,4 @@
-"""Connects threads of one process, which hand over host arrays, or a device's buffers uncopied."""
+"""Connects threads of one process: they hand over host arrays, or a device's buffers, uncopied."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SLOTS = 4
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
-    """Return the sending and the receiving end of a wire: twice the same port."""
+    """Return the sending and the receiving end of a wire, which are the same port."""
     port = HandoverPort()
     return (port, []), (port, [])
 
 
 class HandoverPort(Port):
-    """Both ends of a wire inside one process: a queue of messages, and a queue of free slots."""
+    """Both ends of a wire inside one process: a queue of messages, and a queue of free places."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[Any] = SimpleQueue()

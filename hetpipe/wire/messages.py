@@ -33,7 +33,7 @@ SCRIPTS = 16
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where processes meet before they can talk: a transport's module, and (host, port)."""
+    """The place where processes meet before they talk: a transport's module, and (host, port)."""
 
     module: str
     address: tuple[str, int]
@@ -95,9 +95,8 @@ class Keep:
     updates: tuple[int, ...] = ()  # of each stage; empty before the first update
     lr: float = 0.0  # learning rate of the last update
     check_finite: bool = False  # check the outputs of every pass
-    late_gradients: bool = (
-        False  # gradients exist only from backward to update; needs one backward per update
-    )
+    # Gradients exist only from backward to update, which needs one backward per update.
+    late_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """Prepare to load these stages. The worker's other stages go, except the stages in `stay`.
+    """Prepare to load these stages. `Begin` frees earlier stages, except the stages in `stay`.
 
     The reply says which stages the device cannot run; nothing changes before `Begin`.
     """
@@ -137,9 +136,9 @@ class Clip:
     """Scale gradients so that their norm is at most `norm`, for all stages together or for `each`.
 
     With `skips`, an update is left out if its gradients are not all finite; with `undoes`, the
-    buffers are restored as well. With neither, such gradients are applied and reported. With an
-    infinite `norm` nothing is clipped, so stages sum the gradients, not their squares. This sum,
-    too, is not finite if a gradient is not.
+    buffers are restored as well. Without `skips`, such gradients are applied and reported. With an
+    infinite `norm` nothing is clipped, so stages sum the gradients instead of the squares. If a
+    gradient is not finite, neither is the sum.
     """
 
     norm: float
@@ -163,7 +162,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Apply:
-    """An update. If `grad_scale` is None, a `Scale` follows once the controller has all losses."""
+    """An update. If `grad_scale` is None, a `Scale` follows when the controller has all losses."""
 
     serial: int  # identifies the update for the controller and its workers
     number: int  # number of the trained mini-batch, from 1
@@ -213,7 +212,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Speed:
-    """Set the emulated speed from the next action on. There is no reply."""
+    """Set the emulated speed from the next action on. The worker does not reply."""
 
     value: float
 
@@ -272,9 +271,9 @@ class Reply:
 class Losses:
     """A stage has done all its forwards of a mini-batch.
 
-    If updates wait for the losses, the stage that computes the loss says whether all are finite.
-    If losses are sums, the stage that computes the count (perhaps another stage) reports the count
-    of each.
+    If updates wait for the losses, the stage that computes the loss says whether all losses are
+    finite. If losses are sums, the stage that computes the counts (perhaps another stage) reports
+    them.
     """
 
     serial: int

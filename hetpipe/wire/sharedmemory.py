@@ -1,4 +1,4 @@
-"""Connects processes of one host by a ring of slots in shared memory.
+"""Connects processes of one host by a ring in shared memory; each slot of the ring has a message.
 
 Signals travel through a socket pair: a byte from the sender says that a slot is filled, and a byte
 from the receiver says that a slot is free. The end of the stream says that the other end is gone.
@@ -67,7 +67,7 @@ class _Ring:
         self._turn = 0
 
     def wait(self) -> None:
-        """Consume one signal from the other end; blocks until there is one."""
+        """Consume one signal from the other end; blocks until a signal comes."""
         self.signalled(flags=0)
         self.signals -= 1
 
@@ -89,7 +89,7 @@ class _Ring:
         return self._arrays[self._turn][kind], self._deliver_s[self._turn]
 
     def signal(self) -> None:
-        """Signal that this end has done with the present slot."""
+        """Signal that this end is done with the present slot."""
         self._turn = (self._turn + 1) % self.slots
         try:
             self._socket.send(b"\1")
@@ -98,7 +98,7 @@ class _Ring:
 
     def close(self) -> None:
         """Wake the thread that waits here, and the other end."""
-        with suppress(OSError):  # the other end has closed it already
+        with suppress(OSError):  # the other end has closed the connection already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

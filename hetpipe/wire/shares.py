@@ -53,9 +53,9 @@ def _ends(samples: int, weights: tuple[float, ...]) -> tuple[Rows, ...]:
 class Shares:
     """The share of each replica of each stage in the work.
 
-    The replicas of stage n divide every micro-batch by `weights[n]`, or (`in_turn`) take whole
-    mini-batches in turn. In turn, an update applies the mean gradient of a round if `averages`, and
-    otherwise the gradient of one mini-batch.
+    The replicas of stage n divide every micro-batch by `weights[n]` or, with `in_turn`, take whole
+    mini-batches in turn. If they take turns, an update applies the mean gradient of a round or,
+    without `averages`, the gradient of one mini-batch.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -63,11 +63,10 @@ class Shares:
     averages: bool = True
 
     def replicas(self, stage: int) -> list[Replica]:
-        """Return the replicas of a stage."""
         return [Replica(stage, number) for number in range(len(self.weights[stage]))]
 
     def rows(self, replica: Replica, samples: int) -> Rows:
-        """Return the rows that a replica computes of each micro-batch that it takes part in."""
+        """Return a replica's rows of a micro-batch in which the replica takes part."""
         weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
             return 0, samples
@@ -89,6 +88,6 @@ class Shares:
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """Return the rows that are in both; (0, 0) if there are none."""
+    """Return the rows that both ranges contain; (0, 0) if there are none."""
     lo, hi = max(one[0], other[0]), min(one[1], other[1])
     return (lo, hi) if lo < hi else (0, 0)

@@ -1,8 +1,7 @@
 """Outlet and inlet: the two ends of a wire, opened from ports that are sent to workers (station 9
 of docs/life-of-a-micro-batch.md).
 
-A message is a list of tensors whose shapes both ends know. Each end is used by one thread at a
-time.
+A message is a list of tensors whose shapes both ends know. One thread at a time uses an end.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class Outlet(ABC):
         self._nbytes = {kind: sum(s.nbytes for s in lay) for kind, lay in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
-        """Send one message of this kind; blocks while there is no room. Return its begin and end.
-
-        Raises `EdgeClosedError` if nobody can receive it.
-        """
+        """Send one message of this kind; blocks while there is no room. Return when the transfer
+        began and ended. Raises `EdgeClosedError` if nobody can receive the message."""
         arrays = self._acquire(kind)
         start_s = time.monotonic()
         self._fill(tensors, arrays)
@@ -85,8 +82,8 @@ class Outlet(ABC):
     def stream(self, kind: Kind, pieces: Sequence[Piece]) -> tuple[float, float]:
         """Send one message of this kind in pieces, each when it becomes ready.
 
-        The pieces are the whole message in order. Return the time when the first piece was ready,
-        and the time of the end. Raises `EdgeClosedError` if nobody can receive the message.
+        The pieces make up the whole message, in order. Return when the first piece was ready, and
+        when the transfer ended. Raises `EdgeClosedError` if nobody can receive the message.
         """
         arrays = self._acquire(kind)
         begins = offsets(self.wire.layouts[kind])
@@ -107,10 +104,8 @@ class Outlet(ABC):
         return min(started_s, default=time.monotonic()), time.monotonic()
 
     def immediate(self) -> bool:
-        """Return whether a message would leave now, by a copy in host memory and without waiting.
-
-        Raises `EdgeClosedError` if nobody can receive it.
-        """
+        """Return whether a message would leave now, by a copy in host memory and without a wait.
+        Raises `EdgeClosedError` if nobody can receive the message."""
         return not self.link.emulates and self._in_host_memory and self._has_room()
 
     def _has_room(self) -> bool:
@@ -125,11 +120,11 @@ class Outlet(ABC):
         to_host(self.device, tensors, arrays)
 
     def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no call
-        """Send the first `nbytes` of the message, which are filled, if the transport has parts."""
+        """Note that the first `nbytes` of the message are filled; a transport may send them now."""
 
     @abstractmethod
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
-        """Hand over the arrays, which are filled."""
+        """Hand over the filled arrays."""
 
     @abstractmethod
     def close(self) -> None:
@@ -148,7 +143,7 @@ class Inlet(ABC):
         self.in_host_memory = device.info.memory_domain == HOST_MEMORY
 
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
-        """Return the next message, which is of this kind, and the time when it arrived.
+        """Return the next message, which is of this kind, and the time when the message arrived.
 
         Whole activations and their gradients are returned on the device, other tensors on the host.
         Raises `EdgeClosedError` if no message can come.
@@ -169,7 +164,7 @@ class Inlet(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back the arrays, which have been read."""
+        """Give back the arrays after they have been read."""
 
     @abstractmethod
     def close(self) -> None:

@@ -43,10 +43,8 @@ class Content(str, Enum):
     SUM_IN_EVALUATION = "sE"
 
     def __init__(self, letters: str) -> None:
-        self.has_some_rows = letters.islower()
-        """Whether such a message carries only some rows of a whole message."""
+        self.has_some_rows = letters.islower()  # of a whole message
         self.is_tied = letters in "GP"
-        """Whether such a message carries tied gradients or parameters."""
         self.stays_on_host = letters not in "FBE"
         """Whether the host sums, joins or replaces the message's tensors."""
 
@@ -77,7 +75,7 @@ GRADIENTS = Kind(Content.ALL_REDUCE, 0)
 """All gradients of a stage."""
 
 Axes = Mapping[str, int]
-"""For each tensor, by name, the dimension of its rows."""
+"""The dimension of each tensor's rows, by name."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,6 @@ def offsets(layout: Layout) -> tuple[int, ...]:
 
 
 def packed_nbytes(layout: Layout) -> int:
-    """Return the bytes of a whole message."""
     return offsets(layout)[-1]
 
 
@@ -163,8 +160,8 @@ def pieces_of(
 ) -> list[Piece] | None:
     """Return the pieces of a message in order, made from a pass that has begun.
 
-    Elements in no chunk are ready when the pass has `ended`. `slots` belong to the outputs. Return
-    None if one of the message's tensors is not an output of the pass.
+    Elements that belong to no chunk are ready when the pass has `ended`. `slots` belong to the
+    outputs. Return None if a tensor of the message is not an output of the pass.
     """
     pieces = []
     at = {slot.key: index for index, slot in enumerate(slots)}
