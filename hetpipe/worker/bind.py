@@ -159,8 +159,7 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """Return the bindings that every training uses. Backwards that add to late gradients are
-        left out, because few trainings use them."""
+        """Return the bindings that every training uses: backwards add to late gradients rarely."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]

@@ -138,8 +138,8 @@ class Store:
             self.entries[index] = None
 
     def buffers(self) -> list[Buffer]:
-        """Return the model's buffers, such as batch norms' statistics. Their values stay as they
-        are, because a pass writes new buffers."""
+        """Return the model's buffers, such as batch norms' statistics. A pass makes new buffers, so
+        the returned buffers keep their values."""
         return [self.entries[index] for index in self._buffer_indices]
 
     def restore(self, buffers: list[Buffer]) -> None:

@@ -166,7 +166,7 @@ class Updates:
 
 
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
-    """Return the sum of the stages' `square`, and what is not finite in it, if anything."""
+    """Return the sum of the stages' `square`, and a text about a gradient that is not finite."""
     squares = [stage.square(scale) for stage in stages]
     for stage, square in zip(stages, squares, strict=True):
         if not math.isfinite(square):
