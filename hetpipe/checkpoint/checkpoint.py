@@ -49,7 +49,7 @@ class Checkpoint:
 def save(
     directory: Path, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint into `directory`, replacing the present one.
+    """Write a checkpoint into `directory`; it replaces the present checkpoint.
 
     `tensors`: by role (param, buffer, state), then by the model's names; a state has a name such as
     "momentum/fc.weight". Give a bfloat16 tensor as its int16 view. `manifest`: JSON values, among

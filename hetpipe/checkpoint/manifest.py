@@ -59,7 +59,7 @@ def file_name(role: str, step: int, sha256: str) -> str:
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for values that JSON would change, and without a valid step."""
+    """Raise `CheckpointError` for values that JSON would change and for a missing or bad step."""
     for key, value in values.items():
         try:
             same = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value
@@ -133,7 +133,7 @@ DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""The dtypes that a file can contain: numpy's name to safetensors' name."""
+"""The dtypes that a file can contain: numpy's names, each with safetensors' name."""
 
 
 def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:

@@ -22,7 +22,7 @@ from hetpipe.wire.messages import Losses, News, Scale, StepReport
 
 class Answers:
     """Computes the answers for the latest request. `reporters` has the number of workers that
-    report LOSS, and COUNT."""
+    report losses (LOSS) and counts (COUNT)."""
 
     def __init__(self, request: Request, reporters: Mapping[str, int], workers: int) -> None:
         self._request = request

@@ -183,7 +183,7 @@ class Crew(Workers):
         docs/life-of-a-micro-batch.md).
 
         With a `part` of a stream, workers may begin the next part before this part is done. Without
-        a part, workers first wait until all messages are sent.
+        a part, workers wait at the end until all messages are sent.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False

@@ -70,7 +70,7 @@ class StreamPart:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and counts per micro-batch, and the measured timeline; other tuples: by stage."""
+    """Losses and counts by micro-batch, the measured timeline, and values by stage."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...] | None

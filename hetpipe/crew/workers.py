@@ -96,7 +96,7 @@ class Workers:
         }
 
     def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
-        """Run `module:function` as `function(device, *args)` inside these workers at once.
+        """Run `module:function` as `function(device, *args)` on these workers at the same time.
 
         Return the results in the order of `members`; arguments and results must pickle. Emulated
         speeds do not apply.

@@ -111,7 +111,7 @@ def exclude_from_decay(
 
 
 def multi_step(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer`, which then predicts every update ahead instead of repeating the last.
+    """Return an optimizer that predicts every update ahead, instead of repeating the last update.
 
     Like FTPipe (Eliad et al., ATC'21), the prediction expects further gradients to be zero except
     for weight decay, so the momentum m fades. With s = ahead, b the momentum's factor, w the weight

@@ -56,7 +56,7 @@ def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
     for a gradient of a mini-batch shortly before."""
     if result.culprit:
         raise NotFiniteError(
-            f"{result.culprit} is not finite in mini-batch {index}, although its loss is",
+            f"{result.culprit} is not finite in mini-batch {index}, although the loss is finite",
             index,
             ": pipe.diagnose(x, y) with that mini-batch names the first operator whose result is "
             f"not finite; values of the batch that are far too large are a possible cause.{advice}",

@@ -1,4 +1,5 @@
-"""Earlier plans: a start keeps the plan of an earlier start, unless a new plan is clearly better.
+"""Earlier plans: a pipeline starts with the plan of an earlier pipeline, unless a new plan is
+clearly better.
 
 The costs of two starts differ by noise and drift, so the faster of two nearly equal plans may
 change from one start to the next. The earlier plan's programs are already compiled and stored.
@@ -23,12 +24,12 @@ GAIN = 0.05
 
 @dataclass(frozen=True)
 class EarlierPlans:
-    """The plans of starts with the same `parts`, which are all facts that decide costs."""
+    """The plans of earlier pipelines with equal `parts`: all facts that decide costs."""
 
     parts: Mapping[str, object]
 
     def keep(self, plan: Plan, asked: Mapping[str, object]) -> None:
-        """Store a plan for later starts with these options."""
+        """Store a plan for later pipelines with these options."""
         cache.store(self._entry(plan.mini_batch, asked), plan.to_json())
 
     def kept(

@@ -108,8 +108,8 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards` gives members of the plan a board, which has its vendor's commands. `command` is the
-    command line that repeats the export. A stage on a device that exports nothing has a reason
+    `boards` maps members of the plan to boards, which have their vendors' commands. `command` is
+    the command line that repeats the export. A stage on a device that exports nothing has a reason
     instead of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan
     names unknown members.
     """
@@ -137,7 +137,7 @@ def export(
 
 
 def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
-    """Return the members whose devices export nothing, with reasons; raise what `export` raises."""
+    """Return the members whose devices export nothing, with reasons; raise `export`'s errors."""
     for number, stage in enumerate(plan.stages):
         for member in stage.devices:
             if member not in infos:
@@ -154,7 +154,7 @@ def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
     if len(lacking) == len(set(plan.all_devices)):
         reasons = "; ".join(dict.fromkeys(lacking.values()))
         raise BackendError(
-            f"nothing to export: {reasons}; name a device that exports kernels with --device"
+            f"nothing to export: {reasons}; name, by --device, a device that exports kernels"
         )
     return lacking
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
 
 WINDOW = 8
-"""Costs are learned from the latest mini-batches, this many."""
+"""The number of latest mini-batches from which costs are learned."""
 LEAST = 3
-"""Costs are learned only from at least this many mini-batches with valid times."""
+"""The least number of mini-batches with valid times from which costs are learned."""
 FARTHEST = 1e3
 """A device that seems this many times slower or faster than its profile has a wrong clock."""
 # Looked up only once, because a look-up in an enum for every pass takes too long.

@@ -21,8 +21,8 @@ FUNCTION = "hetpipe.sdk.host.companion:lent_operators"
 
 
 def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
-    """Return the plan with notes about companions and user's kernels. A note names an operator and
-    its layers, and counts its calls in one program.
+    """Return the plan with notes about companions and the user's kernels. A note names an operator
+    and its layers, and counts its calls in one program.
 
     Traces nothing if no backend has a companion or a user's kernel.
     """

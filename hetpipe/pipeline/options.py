@@ -188,7 +188,7 @@ class PassOptions:
     @property
     def dtypes(self) -> Precision:
         """The dtypes of passes and of cuts. Raises `HetpipeError`."""
-        from hetpipe.capture.precision import Precision  # with torch
+        from hetpipe.capture.precision import Precision  # it loads torch
 
         return Precision(self.precision, self.cut_dtype)
 

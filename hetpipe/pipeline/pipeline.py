@@ -128,11 +128,9 @@ class Pipeline:
         yield from self._delivery.run(batches)
 
     def rebalance(self, steps: int = HORIZON) -> Rebalanced:
-        """Move layers if the best plan saves more than 5 % of a step, and more seconds in `steps`
-        steps than the move takes.
-
-        Flushes. Raises `HetpipeError` if the plan is fixed, or gradients are accumulated.
-        """
+        """Flush, and move layers if the best plan saves more than 5 % of a step, and in `steps`
+        steps more seconds than the move takes. Raises `HetpipeError` if the plan is fixed, or
+        gradients are accumulated."""
         with self._delivery.at_rest("rebalance"):
             return self._rebalancer.rebalance(steps)
 
@@ -200,11 +198,10 @@ class Pipeline:
     ) -> Pipeline:
         """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
-        It has the checkpoint's plan unless you give `plan` or a part of a plan (`cuts`, `split` and
-        so on). With the checkpoint's plan, on one machine, training gives the same weights, bit for
-        bit, as if the pipeline had only been flushed. Raises `CheckpointError` for damaged files,
-        for another model or optimizer, and for a changed setting (such as `seed`) that `changed`
-        does not name.
+        It has the checkpoint's plan unless you give `plan` or a part (`cuts`, `split` and so on).
+        With the checkpoint's plan, on one machine, training gives the same weights, bit for bit, as
+        if the pipeline had only been flushed. Raises `CheckpointError` for damaged files, another
+        model or optimizer, and a changed setting (such as `seed`) that `changed` does not name.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         return cls(model, loss_fn, example, resume=saved, **options)

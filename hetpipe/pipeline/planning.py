@@ -60,7 +60,7 @@ def planning_for(
 ) -> Planning:
     """Return the `Planning` for a model on a crew. `report` gets the effort of a profile.
 
-    If the cluster has boards, no plan is kept for later starts, because modelled costs do not vary.
+    With boards no plan is kept for later pipelines, because modelled costs do not vary.
     """
     measured = captured, crew, optimizer
     if crew.cluster.described:

@@ -96,9 +96,9 @@ class Rebalancer:
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
-        self._awaited: tuple[int, float, float] | None = None  # step, step time before, promise
+        self._awaited: tuple[int, float, float] | None = None  # a move's step, old step_s, promise
         self._considered: Mapping[str, float] = {}  # factors for which no better plan was found
-        self._may_plan_s = 0.0  # the time at which plans may be compared without a change
+        self._may_plan_s = 0.0  # from this time on plans may be compared without a change
         self._next: Move | None = None
         self._ran = {proposal_of(training.plan): None}  # in the order in which they ran
         training.watch = self._learn

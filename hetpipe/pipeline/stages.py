@@ -112,7 +112,7 @@ class Loading:
     ) -> list[StageGraphs]:
         """Trace all stages. `replicas` has one replica per stage, whose operators the stage gets.
 
-        Passes are traced for each number in `rows`, evaluation for the rows of every replica.
+        Passes are traced for each number in `rows`; evaluation, for the rows of every replica.
         """
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
@@ -218,7 +218,7 @@ class Stages:
         """Change to the stages of another plan, at rest.
 
         The values of a layer that stays on its member are not sent. Raises `WorkerError` if a
-        worker fails. At any other `HetpipeError` nothing has moved.
+        worker fails. After any other `HetpipeError`, nothing has moved.
         """
         begin_s = time.monotonic()
         self._progress("moving layers", 0, 1)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
-"""A run keeps the timelines of this many mini-batches, the latest."""
+"""The number of latest mini-batches whose timelines are kept."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Training:
         """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
         """The message of the first error about a mini-batch that was applied anyway."""
-        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, sizes
+        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index and sizes
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # each mini-batch's count since the last update
         self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
@@ -127,7 +127,8 @@ class Training:
         return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
-        """Whether stages are loaded for a mini-batch. Raises `HetpipeError` if it is not valid."""
+        """Whether the stages are loaded for a mini-batch's sizes. Raises `HetpipeError` for an
+        invalid mini-batch."""
         samples = sizes_of(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
@@ -217,7 +218,7 @@ class Training:
         return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
 
     def last_results(self, asked: str) -> Sequence[StepResult]:
-        """Return the results of the last mini-batches. Raises `HetpipeError` before the first."""
+        """Return the results of the last mini-batches. Raises `HetpipeError` if none has run."""
         if not self.recent:
             raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
         return self.recent
@@ -228,7 +229,7 @@ class Training:
         return self.setup.captured.parts.join(self._crew.read(role))
 
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
-        """Run one mini-batch with only the actions `ops`."""
+        """Run one mini-batch with only the operations `ops`."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent = deque([result], RECENT)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NOISY_RUNS = 3
 """Number of torch's runs with rounding errors in all parameters; they show rounding's effect."""
 SPREAD_FACTOR = 2
-"""Gradients may differ by this multiple of the effect of rounding, beyond the errors of a sum."""
+"""Gradients may differ by this multiple of rounding's effect, plus the rounding errors of a sum."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Step:
 
 
 def relative(loss: float, expected: float) -> float:
-    """Return the difference of a loss from the expected loss, relative to the latter."""
+    """Return the difference of two losses, relative to the expected loss."""
     return abs(loss - expected) / max(abs(expected), 1e-12)
 
 

@@ -20,7 +20,7 @@ AHEAD = 2
 """Number of received messages that may wait on the device for the compute thread."""
 
 GRACE_S = 2.0
-"""Seconds before a broken edge is reported; first the controller reports the dead neighbour."""
+"""Seconds before a broken edge is reported, so that a dead neighbour is reported first."""
 
 LOOK_S = 0.5
 """Seconds between two checks whether the sender's thread lives, while `drain` waits for it."""

@@ -1,7 +1,7 @@
 """Outlet and inlet: the two ends of a wire, opened from ports that are sent to workers (station 9
 of docs/life-of-a-micro-batch.md).
 
-A message is a list of tensors whose shapes both ends know. One thread at a time uses an end.
+A message is a list of tensors whose shapes both ends know. Only one thread at a time uses an end.
 """
 
 from __future__ import annotations

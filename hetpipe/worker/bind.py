@@ -1,4 +1,4 @@
-"""Gives every slot of a stage's programs a place, once, at load. This needs no device.
+"""Gives every slot of a stage's programs a place, once, when the stage is loaded.
 
 A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
 store (lasting values), and the frame (values of one micro-batch). Station 6 of
@@ -159,7 +159,8 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """Return the bindings that every training uses: backwards add to late gradients rarely."""
+        """Return the bindings that every training uses. Backwards that add to late gradients are
+        compiled when needed."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]

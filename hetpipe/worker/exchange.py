@@ -215,7 +215,7 @@ class Exchange:
             self._stages[update.stage].put(key, array)
 
     def within(self, action: Action, letter: str) -> list[Expected]:
-        """Return the sums over replicas in a pass of operation `letter`, as `expect` takes sums."""
+        """Return entries for `expect`: the sums over replicas in a pass of operation `letter`."""
         n, op, number = action.stage, action.op, action.number
         kinds = self._kinds_within.get((n, letter))
         if kinds is None:

@@ -73,7 +73,7 @@ def run_graph(
     kept: Mapping[int, str],
     unread: frozenset[int] = frozenset(),
 ) -> list[Array | None]:
-    """Run a graph. Return its outputs on the host, with None for outputs in `unread`; or the error.
+    """Run a graph. Return the error, or the outputs on the host, with None for outputs in `unread`.
 
     Outputs in `kept` stay on the device as well, under these names. bfloat16 is returned as int16.
     """

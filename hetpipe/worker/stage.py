@@ -73,7 +73,7 @@ class Stage:
         meet: Meet | None = None,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """Load the stage. `held` values are on the device already; they go before `values`."""
+        """Load the stage. `held` values, which are on the device, take precedence over `values`."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet

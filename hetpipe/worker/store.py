@@ -119,8 +119,8 @@ class Store:
         return next((key[1] for key in gradients if not np.isfinite(self.get(key)).all()), "")
 
     def begins_gradients(self) -> bool:
-        """Return whether the next backward creates the late gradients. If it adds to gradients,
-        make the missing ones."""
+        """Return whether the next backward creates the late gradients. If it adds to them instead,
+        first make the missing gradients."""
         if self._late and all(self.entries[index] is None for index in self._late):
             return True
         self.make_gradients()

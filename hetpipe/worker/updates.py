@@ -30,11 +30,8 @@ class Position(NamedTuple):
 
 
 class MiniBatches:
-    """Mini-batches by number in the stream.
-
-    Lanes may read a mini-batch at the same time. It is added before the lanes start, and dropped
-    after its last update.
-    """
+    """Mini-batches by number in the stream. A mini-batch is added before the lanes start, and
+    dropped after its last update; lanes may read it at the same time."""
 
     def __init__(self) -> None:
         self.microbatches = 1  # in each mini-batch

@@ -143,8 +143,8 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """Return the versions of a stage under a policy. Raises `HetpipeError` if `predict` is None and
-    the policy needs a function."""
+    """Return the versions of a stage under a policy. Raises `HetpipeError` if the policy predicts
+    and `predict` is None."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:
