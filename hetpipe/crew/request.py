@@ -15,7 +15,7 @@ from hetpipe.wire.messages import Array, Clip
 class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
-    Without `grad_scale`, gradients are divided by the sum of the last stage's counts and by
+    Without `grad_scale`, gradients are divided by the sum of the losses' counts and by
     `loss_scale`; the `loss_tangents` include `loss_scale` already. `lag` and `ahead`, by stage,
     choose versions of the weights (see `hetpipe.schedule.weights`).
     """

@@ -31,7 +31,7 @@ class StageMembers:
         if len(set(everyone)) != len(everyone):
             raise HetpipeError(
                 f"members {[list(replicas) for replicas in self._groups]}: a member of several "
-                "stages must have the same fellow replicas in all of them, and be there once"
+                "stages must have the same fellow replicas in all of them, and be listed once"
             )
         self.row_of = {
             member: row for row, replicas in enumerate(self._groups) for member in replicas

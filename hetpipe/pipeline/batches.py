@@ -52,8 +52,8 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
 
 
 def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
-    """Raise `NotFiniteError` if a gradient of mini-batch `index` is not finite; in a stream, also
-    for a gradient of a mini-batch shortly before."""
+    """Raise `NotFiniteError` if a gradient of mini-batch `index` is not finite. In a stream, the
+    gradient may belong to a mini-batch shortly before."""
     if result.culprit:
         raise NotFiniteError(
             f"{result.culprit} is not finite in mini-batch {index}, although the loss is finite",

@@ -70,7 +70,7 @@ class Exportable:
         )
 
     def probes(self, member: str) -> dict[str, bytes]:
-        """Return the programs of a member's probe, with which predictions are corrected."""
+        """Return the programs of a member's probe, which corrects predictions."""
         probe = None if self.costs is None else probes_of(self.costs).get(member)
         sizes = (ORDERS[0], NBYTES[0]) if probe is None else (probe.order, probe.nbytes)
         return probe_graphs(*sizes)

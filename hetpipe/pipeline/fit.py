@@ -33,7 +33,7 @@ def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
         return
     if len(layers) == 1:
         raise PlanError(
-            f"cuts {list(cuts)}: the model has one layer, {layers[0]}: it cannot be cut"
+            f"cuts {list(cuts)}: the model has one layer, {layers[0]}, and cannot be cut"
         )
     lines = [f"  {number:3d}  {name}" for number, name in enumerate(layers[:SHOWN_LAYERS])]
     more = len(layers) - SHOWN_LAYERS

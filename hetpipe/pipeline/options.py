@@ -154,8 +154,8 @@ class PlanOptions:
             self._check_one_stage()
         elif self.weights != "auto" and not policy_of(self.weights).flushes:
             raise PlanError(
-                f"weights={self.weights!r} goes with an asynchronous schedule: give one of these "
-                "schedules as well, such as schedule='pipedream'"
+                f"weights={self.weights!r} goes with an asynchronous schedule: give such a "
+                "schedule as well, for example schedule='pipedream'"
             )
 
 

@@ -66,14 +66,14 @@ def write(
         "settings": dict(settings),
     }
     save(directory, values, manifest)
-    training.last_save = f"its last checkpoint is that of step {training.steps} in {directory}"
+    training.last_save = f"it was last saved at step {training.steps} in {directory}"
 
 
 def last_save(step: int, checkpoint: Checkpoint | None) -> str:
     """Return a text for messages that names the checkpoint from which a training continues."""
     if checkpoint is None:
         return "no checkpoint of it was saved"
-    return f"its last checkpoint is that of step {step} in {checkpoint.directory}"
+    return f"it was last saved at step {step} in {checkpoint.directory}"
 
 
 def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -171,7 +171,7 @@ def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Opti
     if saved != _described(optimizer):
         raise CheckpointError(
             f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
-            "given, and their states differ; resume with the checkpoint's (lr may differ)"
+            "given, and their states differ; resume with the checkpoint's optimizer (lr may differ)"
         )
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}

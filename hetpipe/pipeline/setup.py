@@ -139,7 +139,9 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
             "dtypes"
         )
     if passes.sync_batch_norm and not captured.sync_batch_norm:
-        raise HetpipeError("captured has sync_batch_norm=False: capture the model with True")
+        raise HetpipeError(
+            "captured has sync_batch_norm=False: capture the model with sync_batch_norm=True"
+        )
     if planned.plan is None and planned.split is None:
         return replace(planned, split=captured.split or None)
     if planned.channels != captured.split:

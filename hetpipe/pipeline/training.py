@@ -291,8 +291,8 @@ class Training:
             return ()
         if max(self.plan.replicas) > 1:
             raise HetpipeError(
-                f"a mini-batch of a new size after {len(self._accumulated)} of "
-                f"{self.setup.updates.accumulate} accumulated mini-batches, on replicas: call "
+                f"a mini-batch of a new size cannot follow {len(self._accumulated)} of "
+                f"{self.setup.updates.accumulate} accumulated mini-batches on replicas: call "
                 "flush() before it, or skip it"
             )
         schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)

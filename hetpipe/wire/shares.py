@@ -25,7 +25,7 @@ Rows = tuple[int, int]
 
 @cache
 def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how many rows of a micro-batch each replica gets, by the largest remainders.
+    """Return how many rows of a micro-batch each replica gets, by the method of largest remainders.
 
     Raises `HetpipeError` if a replica would get no row.
     """

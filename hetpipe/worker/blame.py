@@ -103,10 +103,10 @@ def _compile_error(
             device.compile(graph)
         except Exception as graph_error:
             found = first_fault(_parts(graph, end_s), partial(_compile_fault, device))
-            default = f"{_describe(graph)}, but each operator alone: {summary(graph_error)}"
+            default = f"{_describe(graph)}, only each operator alone: {summary(graph_error)}"
             return BackendError(f"{device.info.id} cannot compile {found or default}")
     return BackendError(
-        f"{device.info.id} cannot compile {len(graphs)} graphs together, but each graph alone: "
+        f"{device.info.id} cannot compile {len(graphs)} graphs together, only each graph alone: "
         f"{summary(error)}"
     )
 

@@ -13,7 +13,7 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:
-    """Hands micro-batches from one lane of a worker to another, by messages K and V.
+    """Hands micro-batches from one lane of a worker to another, by a schedule's messages K and V.
 
     The messages carry no tensors, because both lanes share the stage, which has the tensors.
     """

@@ -87,9 +87,9 @@ class Updates:
     """The updates of a worker's stages; `replicas[n]` is the worker's replica of stage n.
 
     `scale` returns the factor of a mini-batch's gradients, NaN if a loss is not finite. `clip`
-    returns the factor that clips the gradients; it gets the sum of this worker's squares, and the
-    name of a gradient that is not finite. Both functions may wait for the controller. `culprit`
-    names a gradient that was applied although it is not finite.
+    returns the factor that clips the gradients; it gets the sum of the squares of this worker's
+    gradients, and the name of a gradient that is not finite. Both functions may wait for the
+    controller. `culprit` names a gradient that was applied although it is not finite.
     """
 
     stages: Mapping[int, Stage]

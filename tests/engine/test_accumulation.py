@@ -145,5 +145,5 @@ def test_invalid_accumulation_is_refused(crew: Crew) -> None:
         make(2, STAGES, "pipedream")
     with make(2, REPLICAS) as pipe:
         pipe.step(*data[0])
-        with pytest.raises(HetpipeError, match="1 of 2 accumulated mini-batches, on replicas"):
+        with pytest.raises(HetpipeError, match="1 of 2 accumulated mini-batches on replicas"):
             pipe.step(*data[1])

@@ -172,7 +172,7 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
 
 
 def test_more_stages_than_layers_are_refused(crew: Crew) -> None:
-    with pytest.raises(PlanError, match="the model has one layer, model: it cannot be cut"):
+    with pytest.raises(PlanError, match="the model has one layer, model, and cannot be cut"):
         open_planned(crew, nn.Linear(20, 5), cuts=[1])
 
 
