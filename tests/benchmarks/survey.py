@@ -178,16 +178,21 @@ def _table(rows: list[list[str]]) -> list[str]:
 HEAD = """\
 # Operators
 
-torch has a database of its operators with sample arguments, which torch's own tests use. This page
-lists the entries that each backend runs. `benchmarks.survey` writes the page, and a test
-checks that every entry listed as running gives right results.
+torch has a database of its operators with sample arguments, which torch's own tests use. An *entry*
+of the database is one operator with its samples. This page lists the entries that each of hetpipe's
+backends refuses. `benchmarks.survey` writes the page from a list, and a test checks the list.
 
-The survey asks for {asked} of the {entries} entries that torch {torch} has in float32. It omits
-entries that torch cannot run or trace, and entries with random, complex or uninitialised results.
-An entry runs if the largest of its first samples runs, forward and with all gradients that torch
-has, and if every result equals float64 within the bounds of
-[the conformance suite](conformance.md). A backend refuses every other entry by name when a graph is
-planned. No entry gives a wrong result or crashes.
+The backends were asked to run {asked} of the {entries} entries that torch {torch} has in float32.
+They were not asked to run entries that torch cannot run or trace, nor entries whose results are
+random, complex, uninitialised or no tensors.
+
+An entry runs on a backend if the largest of its first samples runs, forward and with all gradients
+that torch has, and if every result equals torch's result in float64 within the bounds of
+[the conformance suite](conformance.md#error-classes). A backend refuses every other entry by name,
+when a graph is planned. No entry gives a wrong result or crashes.
+
+The first table counts the entries that run. The last tables name the operators of torch, or the
+dtypes, that a backend lacks to run an entry.
 """
 
 
