@@ -1,7 +1,7 @@
-"""Train without flushes, as PipeDream does, and compare its accuracy with plain training.
+"""Train without flushes, as PipeDream does, and compare the accuracy with a training with flushes.
 
-Weight stashing keeps the weights of a forward until its backward. Updates are some mini-batches
-late, but devices never wait for a flush.
+PipeDream keeps the weights of each forward until the backward of the same micro-batch (weight
+stashing). Updates are some mini-batches late, but devices never wait for a flush.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Train a small CNN on handwritten digits over two devices, and measure its accuracy.
 
-Here, both devices are torch on the processor. `hetpipe devices` lists the devices of your machine.
+Both devices are torch on the processor. `hetpipe devices` lists the devices of your machine.
 """
 
 import torch
@@ -11,7 +11,7 @@ import hetpipe as hp
 
 
 def network() -> nn.Sequential:
-    """(n, 1, 8, 8) grey images -> (n, 10) logits."""
+    """Return a network from grey images (n, 1, 8, 8) to logits (n, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU(),

@@ -1,7 +1,7 @@
-"""Check an OpenCL kernel of your own on an emulator, without a board, and find its fault.
+"""Test an OpenCL kernel of your own, without a board, and find the fault of a wrong kernel.
 
-`hetpipe kernels test my_gelu.cl` does the same from a shell. Oclgrind executes every work-item, so
-it also finds races and accesses out of bounds.
+`hetpipe kernels test my_gelu.cl` does the same from a shell. The kernel runs on Oclgrind, which
+interprets every work-item, so it also finds races and accesses out of bounds.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
-"""Plan for a cluster that is not attached: two V100 cards and an FPGA board, by their data sheets.
+"""Plan for a cluster that is only described: two V100 cards and an FPGA board.
 
-All printed figures are modelled. No device is opened.
+All printed figures are modelled from data sheets. No device is opened.
 """
 
 import tempfile
