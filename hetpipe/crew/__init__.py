@@ -1,1 +1,1 @@
-"""The controller of the workers: starts them, gives each its stages, hands out mini-batches."""
+"""The controller: starts the workers, gives each worker its stages, and hands out mini-batches."""

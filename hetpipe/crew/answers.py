@@ -1,5 +1,5 @@
-"""The controller's answers in the middle of a mini-batch, and its result (stations 13 and 16 of
-docs/life-of-a-micro-batch.md).
+"""The controller's answers in the middle of a mini-batch, and the mini-batch's result (stations 13
+and 16 of docs/life-of-a-micro-batch.md).
 
 Only the controller knows all losses and all gradients. Workers report whether their losses are
 finite, and the norms of their gradients. Updates wait for one factor, which all workers get.

@@ -235,9 +235,9 @@ class Crew(Workers):
     def read(
         self, role: str, names: Sequence[str] | None = None, replica: int = 0
     ) -> dict[str, Array]:
-        """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
+        """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; by default all.
 
-        A value on several stages (tied weights) comes from its owner, the first stage. A value of
+        A value on several stages (tied weights) comes from the owner, the first stage. A value of
         a stage with replicas comes from `replica`.
         """
         assembly = self._loaded()
@@ -258,7 +258,7 @@ class Crew(Workers):
     def write(self, role: str, values: Mapping[str, Array]) -> None:
         """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
 
-        A tied gradient is a sum over stages: its owner gets the value, the other stages zero.
+        A tied gradient is a sum over stages: the owner gets the value, all other stages get zero.
         """
         assembly = self._loaded()
         shares = assembly.by_stage(role, values)

@@ -43,7 +43,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message to a worker. Raises `WorkerError` if it is gone."""
+        """Send a message to a worker. Raises `WorkerError` if the worker is gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -51,15 +51,15 @@ class Fleet(ABC):
 
 
 class ThreadFleet(Fleet):
-    """Workers as threads of this process; workers on one device share it."""
+    """Workers as threads of this process. A device is opened once, for all its workers."""
 
     apart = False
 
     def __init__(self, control: Control, orders: Sequence[Open]) -> None:
         self.control = control
         self._devices: dict[str, Device] = {}
-        # Held while a device opens, so that two workers do not open it twice; never while a thread
-        # sends or waits.
+        # Held while a device opens, so that no device opens twice; never held while a thread sends
+        # or waits.
         self._opening = threading.Lock()
         self._services = [
             Service(order, partial(control.arrived, i), self._open)

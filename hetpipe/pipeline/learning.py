@@ -61,9 +61,9 @@ class Learning:
     def corrected(self) -> Correction | None:
         """Return the plan's prediction, corrected by its last passes.
 
-        Each device's spread includes the spread of its passes, and contention is zero, because the
-        measured times include it. None until every device has enough passes, and for a plan with
-        replicas, whose passes cannot be told apart.
+        Each device's spread includes the spread of its passes. Contention is zero, because measured
+        times include contention already. None until every device has enough passes, and for a plan
+        with replicas, whose passes cannot be told apart.
         """
         plan = self._plan
         ratios = ratios_of(self.recent, plan, self._table)

@@ -117,7 +117,7 @@ class PlanOptions:
 
     @property
     def channels(self) -> dict[str, int]:
-        """The output channels of the first part of each split layer, by its name."""
+        """The output channels of the first part of each split layer, by the layer's name."""
         splits = splits_of(self.split) if self.plan is None else self.plan.splits
         return {split.layer: split.channels for split in splits}
 
@@ -173,7 +173,7 @@ class PassOptions:
     sync_batch_norm: bool = False
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
     check_finite: bool = False
-    """Whether to check that all outputs of passes are finite; it slows passes down."""
+    """Whether to check that all outputs of passes are finite; the check slows passes down."""
     pass_limit_s: float | None = None
     """Seconds after which a pass counts as stuck, and all workers are ended; None: never."""
     seed: int = 0

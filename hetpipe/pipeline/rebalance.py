@@ -1,4 +1,4 @@
-"""Rebalance: plans again when the devices' speeds have changed, and moves layers if it pays."""
+"""Rebalance: plans again when the devices' speeds have changed, and moves layers if a move pays."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Move:
 class Rebalancer:
     """Learns costs from a training, and moves its layers.
 
-    With `auto` it may compare plans after each window of mini-batches; then `due` says whether
-    layers should move before the next mini-batch. `fixed` is the reason why no layer may move; it
-    is empty if layers may move.
+    With `auto`, plans may be compared after each window of mini-batches; then `due` says whether
+    layers should move before the next mini-batch. `fixed` is the reason why no layer may move, or
+    an empty text.
     """
 
     def __init__(self, training: Training, costs: CostTable | None, fixed: str, auto: bool) -> None:

@@ -52,8 +52,8 @@ class Setup:
         """The settings that decide the numbers of a training, as JSON values, without the learning
         rate and the plan. A resume must have the settings of its checkpoint.
 
-        The number of micro-batches is a setting only if the model has batch norms, whose statistics
-        depend on it.
+        The number of micro-batches is a setting only if the model has batch norms, because it
+        changes their statistics.
         """
         captured, optimizer, updates = self.captured, self.optimizer, self.updates
         rule = updates.loss_scale

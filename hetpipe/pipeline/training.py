@@ -46,8 +46,8 @@ RECENT = 64
 class Result:
     """One mini-batch of a run.
 
-    `versions`: by stage, how many mini-batches had been applied to the weights that its last
-    forward used. `live_versions`: by stage, the most versions that existed at once.
+    `versions`: by stage, how many mini-batches had been applied to the weights that the stage's
+    last forward used. `live_versions`: by stage, the most versions that existed at once.
     """
 
     index: int
@@ -300,7 +300,7 @@ class Training:
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
-        """Update with the accumulated gradients times `grad_scale`; if it is NaN, drop them."""
+        """Update with the accumulated gradients times `grad_scale`; NaN drops the gradients."""
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         lr = self.setup.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
