@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # numbers of micro-batches that pipelines explore
-STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))
-"""Schedules and weights of the asynchronous rows."""
-FEWER = (2, 4)  # more numbers of micro-batches, for rows with the whole model on each device
+STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))  # (schedule, weights)
+FEWER = (2, 4)  # also explored by rows with the whole model on each device
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing from more micro-batches
 PEER_COUNTS = (8, 16, 32)  # for torch's own pipeline
 
@@ -69,11 +68,7 @@ def run(setting: Setting, progress: Progress) -> Outcome:
 
 
 def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
-    """Return timelines of the last step, measured and predicted.
-
-    They show the balanced pipeline and the pipeline that is planned for the slow link. Each label
-    names the setting.
-    """
+    """Return the last step of the balanced pipelines, measured and predicted."""
     rows = {"": outcome.balanced}
     if outcome.linked is not None:
         rows[", slow link"] = outcome.linked.aware
@@ -146,12 +141,12 @@ class _Rows:
         self._of_plan: dict[tuple[Any, ...], PipelineRow] = {}
 
     def open(self, name: str, row: Callable[[], R]) -> R:
-        """Create a row; report progress first, because the row's first steps may take a while."""
+        """Create a row. Report progress first, because the row's first steps may take a while."""
         self._progress(f"{self._setting.name}: {name}, first steps", 0, 1)
         return self._stack.enter_context(closing(row()))
 
     def pipeline(self, task: Task, name: str, plan: Plan) -> PipelineRow:
-        """Return a plan's row, and open it if it is new; `name` is added to an existing row."""
+        """Return the row of a plan. A new plan gets a new row; an old row gets one more name."""
         key = (id(task), *_identity(plan))
         if key in self._of_plan:
             self._of_plan[key].name += f" = {name}"
@@ -319,10 +314,7 @@ def _alone_plan(task: Task, member: str) -> Plan:
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return sets of cores for plain torch: one core, each member's cores, and all cores.
-
-    Of sets with equally many cores, only one is kept.
-    """
+    """Return one core, each member's cores and all cores; of equally large sets only one."""
     everything = available_cores()
     shares = [everything[:1], *(m.cores for m in cluster.members if m.cores), everything]
     return [min(s for s in shares if len(s) == n) for n in sorted({len(s) for s in shares})]

@@ -1,9 +1,8 @@
 """A step that compares each layer alone, so that layers do not amplify earlier rounding errors.
 
 Every layer is a stage. The programs first run in float64, and the tensors at each cut are saved to
-a file: they are called the judge's tensors. Then the programs run on the device. The tensors that
-leave a layer are compared with the judge's. The next layer gets the judge's tensors, rounded to
-float32.
+a file. These are the judge's tensors. Then the programs run on the device. The tensors that leave a
+layer are compared with the judge's. The next layer gets the judge's tensors, rounded to float32.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class StepByLayers:
 class _Keep:
     """Saves the judge's tensors at the cuts to a file, in the order of the passes.
 
-    A tensor that only passes through a layer is the same buffer at the next cut. It is saved once.
+    A tensor that only passes through a layer is the same buffer at both cuts, and is saved once.
     """
 
     def __init__(self, filed: Filed, keys: list[dict[str, str]]) -> None:

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LARGE_PARAMETERS = 250_000_000
-"""Number of parameters from which activations are saved to a file."""
-LARGE_NBYTES = 1 << 20
-"""Bytes from which an activation is saved to the file; smaller ones stay in memory."""
+LARGE_PARAMETERS = 250_000_000  # a model with more parameters saves its activations to a file
+LARGE_NBYTES = 1 << 20  # smaller activations stay in memory
 
 
 class Filed(Mapping[str, torch.Tensor]):

@@ -1,10 +1,10 @@
 """One training step of a model on one device, with one stage at a time in the device's memory.
 
 First, each stage but the last runs its forward, and only the tensors at the next cut stay. Then,
-from the last stage to the first, each stage is loaded and runs its forward and its backward; so all
+from the last stage to the first, each stage is loaded and runs its forward and its backward. So all
 forwards but the last stage's run twice. The device holds the data of one stage at a time.
 
-The update of a stage runs after its passes, loaded separately. So optimizer state and the passes'
+The update of a stage is loaded separately, after the passes. So optimizer state and the passes'
 data, such as packed weights, are never in memory at the same time.
 """
 
@@ -40,10 +40,7 @@ def _as_they_are(crossing: Crossing) -> Crossing:
 
 
 TRIM_NBYTES = 256 << 20
-"""Memory is trimmed after this many bytes of finished stages, not after each stage.
-
-A trim takes tenths of a second.
-"""
+"""Bytes of finished stages between two trims of memory. A trim takes tenths of a second."""
 
 
 def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
@@ -109,7 +106,7 @@ class StepInTurn:
         return self._loss
 
     def _trim(self, graphs: StageGraphs) -> None:
-        """Count a finished stage; trim memory of device and process after `TRIM_NBYTES`."""
+        """Count a finished stage. After `TRIM_NBYTES`, trim memory of device and process."""
         programs = graphs.passes[self.samples].programs
         self._left += sum(slot.nbytes for p in programs for slot in (*p.inputs, *p.outputs))
         if self._left > TRIM_NBYTES:
@@ -149,7 +146,7 @@ class StepInTurn:
         return tangents, held, gradients
 
     def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:
-        """Return a parameter's gradient; for a tied parameter, with the later stages' gradients."""
+        """Return a parameter's gradient; a tied parameter's includes later stages' gradients."""
         own = stage.get((GRAD, name))
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         if name not in owners:

@@ -38,8 +38,7 @@ ZERO = 1e-10
 """A gradient counts as zero if its norm is below this share of the norm of all gradients."""
 NOISY = 4
 """Number of float32 steps with added rounding errors, which show the effect of rounding."""
-PIECE = 1 << 22
-"""Most elements of a parameter that are updated at once."""
+PIECE = 1 << 22  # the most elements of a parameter that `update_error` updates at once
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,8 @@ def steps_in_float32(
 ) -> Iterator[Step]:
     """Yield a step of eager torch in float32, then steps with rounding errors in modules' results.
 
-    A single step does not show the effect of rounding: its error may be small by chance, and if a
-    value is within rounding error of a decision, as in a rectifier, the decision may fall either
-    way.
+    A single step does not show the effect of rounding. Its error may be small by chance, and a
+    value within rounding error of a rectifier's threshold may fall on either side.
     """
     yield step_of_torch(workload, model, batch, torch.float32)
     for seed in range(NOISY):
@@ -128,10 +126,7 @@ def _disturbed(generator: torch.Generator, module: nn.Module, args: Any, result:
 
 @contextmanager
 def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield a copy of the model in another dtype, for which the model's parameters are cast.
-
-    Afterwards they are cast back.
-    """
+    """Cast the model's parameters, yield a copy of the model with them, and cast them back."""
     dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield with_same_parameters(model).to(dtype)
@@ -155,8 +150,8 @@ class Distance:
     def of(self, name: str, gradient: torch.Tensor | None) -> float:
         """Return the error of a parameter's gradient.
 
-        It is infinite if a value is not finite, or if one side lacks a gradient and the other's
-        gradient is not zero.
+        It is infinite if a value is not finite, or if one side lacks a gradient that is not zero on
+        the other side.
         """
         right = self._right.get(name)
         if gradient is None or right is None:
@@ -204,12 +199,9 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-LOSS_LIMIT = 1e-4
-"""The largest relative error of a loss."""
-GRADIENT_LIMIT = 1e-3
-"""The largest relative error of a gradient, by norms."""
-UPDATE_LIMIT = 1e-5
-"""The largest relative error of an updated parameter, by norms."""
+LOSS_LIMIT = 1e-4  # the largest relative error of a loss
+GRADIENT_LIMIT = 1e-3  # the largest relative error of a gradient, by norms
+UPDATE_LIMIT = 1e-5  # the largest relative error of an updated parameter, by norms
 
 
 @dataclass(frozen=True)
@@ -247,10 +239,8 @@ class Comparison:
     rule: Optimizer
     parameters: Mapping[str, torch.Tensor]
     distance: Distance
-    seconds: float = 0.0
-    """Seconds spent comparing."""
-    gradients: dict[str, float] = field(default_factory=dict)
-    """Errors of the gradients so far, by parameter."""
+    seconds: float = 0.0  # spent comparing
+    gradients: dict[str, float] = field(default_factory=dict)  # errors so far, by parameter
     _update: float = 0.0
 
     def see(self, name: str, gradient: Array, updated: Array | None) -> None:
@@ -267,7 +257,7 @@ class Comparison:
     def errors(self, loss: float, right: Step, undetermined: tuple[str, ...] = ()) -> Errors:
         """Return the errors of the step; leave out the gradients that `undetermined` names.
 
-        If only the judge has a gradient that is not zero, that is an infinite error.
+        A gradient that the device lacks has an infinite error, unless the judge's gradient is zero.
         """
         missing = right.gradients.keys() - self.gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self.gradients

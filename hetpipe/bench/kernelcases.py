@@ -15,8 +15,7 @@ MKLDNN, LINEAR = torch.ops.mkldnn, "_linear_pointwise"
 """Namespace and name of oneDNN's matrix product in builds of torch with oneDNN."""
 Tensor = torch.Tensor
 
-IMAGES = 8
-"""Batch size of the convolutions."""
+IMAGES = 8  # batch size of the convolutions
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Case:
 
 def product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
             left: bool = False, right: bool = False) -> Case:  # fmt: skip
-    """Return a product; with `left` or `right`, `function` transposes this operand first."""
+    """Return a product; `left` or `right` says which operand `function` transposes first."""
     lead = (batch,) if batch > 1 else ()
     a, b = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
     return Case(
@@ -146,8 +145,7 @@ def _gradient(settings: tuple[Any, ...], part: int, dy: Tensor, x: Tensor, w: Te
 
 ROWS, WIDTH = 16384, 1024
 """A matrix of 64 MiB, which does not fit into a core's share of the last-level cache."""
-STEP = 1 << 23
-"""Number of parameters in the optimizer's step."""
+STEP = 1 << 23  # number of parameters in the optimizer's step
 
 
 def memory_bound() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Rates of a device's kernels against the ceilings of its core and against torch on that core.
+"""Measures rates of a device's kernels, of the ceilings of its core, and of torch on that core.
 
     python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
 
@@ -39,10 +39,9 @@ class KernelRate:
 
     `share_of_ceiling` is the shortest possible time over the measured time. The shortest possible
     time is the longer one of two: the multiply-adds in registers, or a copy of the same number of
-    bytes. `torch_time_s` is torch's best time on the same core (convolutions with channels last);
-    `torch_way` names the way of that time. `spread` is half of the distance between the quartiles,
-    over the median. `error` is the largest difference from torch in float64, over the largest
-    element.
+    bytes. `torch_way` names torch's fastest way on the same core (convolutions with channels last),
+    and `torch_time_s` is its time. `spread` is half of the distance between the quartiles, over the
+    median. `error` is the largest difference from torch in float64, over the largest element.
     """
 
     kernel: str
@@ -135,7 +134,7 @@ def _in_large_pages(count: int) -> torch.Tensor:
 def resident(
     device: Device, case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """Return two functions: one runs the graph on resident tensors, one also fetches a result."""
+    """Return two functions that run the graph on resident tensors; the second fetches a result."""
     table = decompositions_of(device.info.backend)
 
     def whole(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -153,7 +152,7 @@ def resident(
 
     def run() -> list[Buffer]:
         results, event, _ = executable.run(buffers, donate=frozenset(case.replaces))
-        event.wait()  # no time limit: it needs a thread, whose start takes as long as a product
+        event.wait()  # a time limit would need a thread, whose start takes as long as a product
         for place, result in zip(case.replaces, results, strict=False):
             buffers[place] = result
         return list(results)
@@ -177,7 +176,7 @@ def torch_ways(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Callabl
 
 
 def error_of(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
-    """Return the largest error of the first result, relative to its largest element."""
+    """Return the largest error of the first result, over the result's largest element."""
     wide = float64_results(case.function, tensors)[0]
     return float(np.abs(actual - wide).max() / np.abs(wide).max())
 

@@ -33,11 +33,10 @@ def versions() -> dict[str, str]:
 
 
 def keep_memory() -> None:
-    """Make this process keep the memory that it frees, even the memory of large tensors.
+    """Make this process keep freed memory, if the C library has `mallopt`.
 
     Torch allocates memory for the result of every operator. By default glibc maps new pages for
-    each large result, and their page faults make a softmax of 64 MiB take five times as long. This
-    function does nothing if the C library has no `mallopt`.
+    each large result, and their page faults make a softmax of 64 MiB take five times as long.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Rate of a device's matrix product, against the device's ceiling and against torch.
+"""Measures the rates of a device's matrix product, of the device's ceiling, and of torch.
 
 `python -m hetpipe.bench.matmul DEVICE` is a child of `hetpipe matmul`, which pins the child to one
 core.
@@ -18,12 +18,10 @@ from hetpipe.child import Parent
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.train.training import one_thread
 
-VERSION = 2
-"""Version of the JSON format."""
+VERSION = 2  # of the JSON format
 N = 1024
 ROUNDS = 7
-ROUND_S = 0.1
-"""Approximate time of each contender in a round."""
+ROUND_S = 0.1  # approximate seconds of each contender in a round
 
 
 @dataclass(frozen=True)

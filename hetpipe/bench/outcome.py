@@ -1,4 +1,4 @@
-"""Records of the benchmark: settings and their rows."""
+"""Records of the benchmark: a setting, and the rows that were measured in it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    In `alone` each device trains the whole model while the others idle; in `at_once` all do so at
-    the same time, without exchanging anything. `parallel` is data parallelism over all devices.
-    `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan. If `peer`,
-    `parallel` or `streams` is missing, `without_peer`, `without_parallel` or `without_streams` has
-    the reason. Plans that are equal share a row.
+    In `alone` each device trains the whole model while the other devices idle. In `at_once` all
+    devices do this at the same time, and exchange nothing. `parallel` is data parallelism over all
+    devices. `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan. If
+    `peer`, `parallel` or `streams` is missing, `without_peer`, `without_parallel` or
+    `without_streams` has the reason. Equal plans share a row.
     """
 
     setting: Setting
@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def together(self) -> tuple[PipelineRow, ...]:
-        """The synchronous rows that share the work of all devices: balanced and data parallel."""
+        """The synchronous rows that divide the work among devices: balanced and data parallel."""
         return tuple(row for row in (self.balanced, self.parallel) if row is not None)
 
     @property

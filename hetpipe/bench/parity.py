@@ -1,8 +1,8 @@
 """One training step of a whole model on one device, compared with torch.
 
-The model is one stage, or several stages that take turns in the device's memory. They run forward,
-backward and update as a worker does. The judge is eager torch in float64. The error of a gradient g
-is ||g - t|| / ||t||, where t is the judge's gradient.
+The model is one stage, or several stages that take turns in the device's memory. Each stage runs
+its forward, backward and update as a worker does. The judge is eager torch in float64. The error of
+a gradient g is ||g - t|| / ||t||, where t is the judge's gradient.
 
 Some gradients are zero by construction, such as the gradient of a bias before a batch norm, or of
 the keys' bias in an attention. Then g is the rounding error of terms that cancel, and dividing by
@@ -68,8 +68,7 @@ With the judge's rounded values as inputs, they decide as the judge does.
 """
 UNDETERMINED_FACTOR = 4.0
 """Allowed error of results that float32 does not determine, as a multiple of torch's error."""
-MOST_SAMPLES = 4
-"""Samples of a step by default, unless the workload's mini-batch is smaller."""
+MOST_SAMPLES = 4  # of a step by default; fewer if the workload's mini-batch is smaller
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ def parity(
 ) -> Parity:
     """Train one step of a workload on a device, in stages that take turns, and with torch.
 
-    While torch runs, the model's parameters have another dtype; afterwards they have theirs again.
-    Raises `HetpipeError`, for instance for more stages than layers.
+    While the judge runs, the model's parameters are in float64. Raises `HetpipeError`, for instance
+    for more stages than layers.
     """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
     model = without_dropout(workload.model)
@@ -267,7 +266,7 @@ def _captured(
 def _operators(
     device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the numbers of calls: of all calls by operator, and of refused calls with reasons."""
+    """Count all calls by operator, and the refused calls by operator and reason."""
     from hetpipe.sdk.graph import graph_calls, operator_name
     from hetpipe.sdk.support import refusal
 

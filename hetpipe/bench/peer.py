@@ -7,8 +7,8 @@ So the peer has less work, and trains a different model from the second step on.
 
 `python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD` is a child with the stage RANK of
 WORLD stages. It answers each request {"microbatches", "steps", "warm_up"} with {"step_s", "loss"}:
-the mean time of `steps` steps after `warm_up` untimed steps, and the loss of the last step, which
-only the last rank knows; the others send null.
+the mean time of `steps` steps after `warm_up` untimed steps, and the loss of the last step. Only
+the last rank knows the loss; the other ranks send null.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[in
     if any(not member.cores for member in cluster.members):
         return "it runs only on processors"
     if not 2 <= stages <= blocks:
-        return f"it needs a stage for each of {stages} cores; {workload.name} has 2 to {blocks}"
+        return f"it needs {stages} stages, one per core; {workload.name} makes 2 to {blocks} stages"
     if not equal_counts(rows, stages, counts):
         listed = ", ".join(map(str, counts))
         return f"{rows} samples do not make {listed} equal micro-batches, one or more per stage"
@@ -136,7 +136,7 @@ def stepper(
     cuts = dict.fromkeys(even_cuts(workload.blocks, world), SplitPoint.BEGINNING)
     example = (rows_of(x, 0, rows // microbatches),)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch itself makes calls that it calls deprecated
+        warnings.simplefilter("ignore")  # torch itself calls functions that are deprecated
         cut = pipeline(copy.deepcopy(workload.model), example, split_spec=cuts)
     stage = cut.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, microbatches, loss_fn=workload.loss_fn)

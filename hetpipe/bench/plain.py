@@ -1,4 +1,4 @@
-"""Plain torch in a separate process: the rate that a pipeline has to beat.
+"""Plain torch in a separate process. A pipeline has to beat its rate.
 
 `python -m hetpipe.bench.plain MODEL ROWS SEED THREADS` is a child that trains with mini-batches of
 ROWS samples. It answers each request {"microbatches", "steps", "warm_up"} with {"step_s"}, the mean

@@ -1,4 +1,4 @@
-"""Runs a measurement in a separate process on one core; measures matrix products in this way."""
+"""Runs a measurement, such as a rate of matrix products, in a separate process on one core."""
 
 from __future__ import annotations
 

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """Numbers of steps.
+    """Numbers of steps: in a turn `warm_up` untimed steps, then `timed` steps.
 
-    A turn has `warm_up` untimed steps and then `timed` steps. The losses of the first `checked`
-    steps are compared with torch's.
+    The losses of the first `checked` steps are compared with torch's.
     """
 
     warm_up: int = 3  # caches and pages are cold after the turns of other rows
@@ -45,7 +44,7 @@ class Pace:
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """Return numbers for steps of `step_s`, fewer for long steps; `timed` may be given."""
+        """Return fewer steps the longer `step_s` is, in seconds. `timed` sets the timed steps."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
@@ -68,10 +67,7 @@ class Task:
     torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def expected(self, microbatches: int) -> tuple[float, ...]:
-        """Return the first losses of unpartitioned torch in `microbatches` micro-batches.
-
-        They are computed once.
-        """
+        """Return the first losses of unpartitioned torch, in `microbatches` micro-batches."""
         sizes = micro_sizes(self.mini_batch, microbatches)
         if sizes not in self.torch_losses:
             self.torch_losses[sizes] = torch_losses(
@@ -127,7 +123,7 @@ class Row(ABC):
 
 
 class TorchRow(Row):
-    """torch alone in separate processes, with the quickest of several numbers of micro-batches."""
+    """Torch without hetpipe, with the quickest of several numbers of micro-batches."""
 
     label = "measured"
 
@@ -165,7 +161,7 @@ class PlainRow(TorchRow):
 
 
 class PeerRow(TorchRow):
-    """torch's own pipeline on the cluster's cores."""
+    """Torch's own pipeline on the cluster's cores."""
 
     def __init__(self, task: Task, counts: Sequence[int]) -> None:
         cores = cores_of(task.cluster)
@@ -309,10 +305,7 @@ class AtOnceRow(Row):
         self._alone = alone
 
     def step_s(self) -> float:
-        """Return the seconds per mini-batch at the sum of the rates.
-
-        All devices train during the same window of time.
-        """
+        """Return the seconds per mini-batch at the sum of the rates of all devices at once."""
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
         batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))
@@ -324,7 +317,7 @@ class AtOnceRow(Row):
         def rate(row: PipelineRow) -> float:
             begin_s = time.perf_counter()
             end_s, count = begin_s, 0
-            while end_s < begin_s + window_s:  # keeps all devices busy for the whole window
+            while end_s < begin_s + window_s:  # keeps all devices busy until the end
                 row.pipe.step(*batches[count % len(batches)])
                 end_s, count = time.perf_counter(), count + 1
             return count / (end_s - begin_s)

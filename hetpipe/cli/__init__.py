@@ -1,4 +1,4 @@
-"""The command line: `hetpipe --help`. Nothing heavy is imported before a command needs it."""
+"""The command line, `hetpipe --help`. Commands import heavy modules only when they run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ INTERRUPTED = 130  # exit status
 
 
 def main() -> None:
-    """Run a command.
-
-    A `HetpipeError` becomes a red message and exit status 1, Ctrl-C becomes exit status 130, and a
-    warning becomes one line.
-    """
+    """Run a command. The exit status is 1 after a `HetpipeError`, and 130 after Ctrl-C."""
     end_on_interrupt()
     try:
         from hetpipe.cli.app import app
@@ -55,14 +51,14 @@ def end_on_interrupt() -> None:
         os._exit(INTERRUPTED)
 
     def leave() -> None:
-        # The interpreter restores the default handler when it ends; a Ctrl-C would then kill it.
+        # At its end the interpreter restores the default handler. Then Ctrl-C would kill it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if next(presses) > 1:
-            # If the interrupt came inside `exec` of a text, Python would end itself by a signal.
+            # After an interrupt inside `exec` Python would end by SIGINT, not with a status.
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, pressed)
-    atexit.register(leave)  # registered first, called last
+    atexit.register(leave)  # the function that is registered first is called last

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# Python puts the working directory first, where a `queue.py` would hide the standard library's.
+# Python searches the working directory first, so a `queue.py` there would hide the standard one.
 if sys.path and Path(sys.path[0] or ".").resolve() == Path.cwd():
     sys.path.append(sys.path.pop(0))
 

@@ -63,7 +63,7 @@ def start(
         ),
     ] = False,
 ) -> None:
-    """Options and checks of all commands."""
+    """Handle the options of `hetpipe` itself, and make the checks before every command."""
     from hetpipe.environment import refuse_ranks
 
     refuse_ranks()

@@ -1,4 +1,4 @@
-"""`hetpipe bench`: different devices together, compared with each alone and with their sum."""
+"""`hetpipe bench`: compares the rate of all devices together with the rates of single devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="The long form: everything below, and torch's own pipeline."),
+        typer.Option("--full", help="The long form, with more rows and torch's own pipeline."),
     ] = False,
     matmul: Annotated[
         bool | None,
@@ -57,7 +57,7 @@ def command(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Add two workers on this device, one at half speed; '' for none. "
+            help="Add a table with two workers of this device, one at half speed; '' for none. "
             f"\\[default with --full: {REHEARSED}]",
         ),
     ] = None,
@@ -65,7 +65,8 @@ def command(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Add two workers like this one; '' for none. \\[default with --full: the first]",
+            help="Add rows with two workers of this device; '' for none. "
+            "\\[default with --full: the first device]",
         ),
     ] = None,
     link: Annotated[
@@ -81,7 +82,8 @@ def command(
         typer.Option(
             "--rounds",
             min=1,
-            help=f"Turns of each row. \\[default: {SHORT_ROUNDS}, with --full {FULL_ROUNDS}]",
+            help="Measurements of each row. "
+            f"\\[default: {SHORT_ROUNDS}, with --full {FULL_ROUNDS}]",
         ),
     ] = None,
     steps: Annotated[
@@ -89,7 +91,7 @@ def command(
         typer.Option(
             "--steps",
             min=1,
-            help="Timed steps of a turn. \\[default: the steps that fit into a second, at most 4]",
+            help="Timed steps per measurement. \\[default: about a second, at most 4 steps]",
         ),
     ] = None,
     picture: Annotated[
@@ -106,11 +108,11 @@ def command(
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Measure workloads on devices alone and together.
+    """Measure workloads on each device alone, and on all devices together.
 
     The short form takes some minutes. The long form has more workloads and rows. Unless you name a
-    cluster, devices or speeds, it also has two workers of one device, and again two workers, one of
-    them at half speed (emulated).
+    cluster, backends, devices or speeds, it also has rows with two workers of one device: at equal
+    speeds, and with one worker at half speed (emulated).
     """
     from hetpipe.cluster.units import parse_link
     from hetpipe.zoo.load import check_name
@@ -176,10 +178,7 @@ def _settings(
     rehearse: str,
     common: dict[str, Any],
 ) -> list[Setting]:
-    """Return a setting for each model on the cluster.
-
-    With `rehearse`, the first model also runs on two workers of that device, one at half speed.
-    """
+    """Return a setting for each model, and one for two unequal workers of device `rehearse`."""
     from hetpipe.bench.outcome import Setting
 
     if twice is not None:
@@ -197,7 +196,7 @@ def _settings(
 
 
 def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
-    """Load all workloads before a measurement, which takes minutes: a name may be wrong."""
+    """Load all workloads, so that a wrong name raises an error before minutes of measuring."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.zoo.load import load_workload
 

@@ -29,7 +29,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """List the boards that plans can use unattached: GPUs, FPGAs and processors by data sheet."""
+    """List boards: GPUs, FPGAs and processors that plans use by data sheet, without the device."""
     from dataclasses import asdict
 
     from hetpipe.cost.board import boards, find_board
@@ -47,7 +47,7 @@ def _overview(boards: dict[str, Board]) -> Table:
 
     numbers = ("memory", "bandwidth", "to its host", "to its equal")
     table = make_table(
-        "Boards, one way of each link", ("board", "kind", *numbers, "computes"), numbers
+        "Boards, with bytes per second one way", ("board", "kind", *numbers, "computes"), numbers
     )
     for board in boards.values():
         table.add_row(
@@ -63,7 +63,7 @@ def _overview(boards: dict[str, Board]) -> Table:
 
 
 def _page(board: Board) -> Table:
-    """Return a table with a line for each number of a board, and for its compiler."""
+    """Return a table with a line for each number of a board, and one for its compiler."""
     from hetpipe.report.tables import make_table
 
     title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
@@ -97,7 +97,7 @@ def _number(board: Board, key: str) -> float:
 
 
 def _shown(key: str, value: float) -> str:
-    """Return a number with the unit that its key implies."""
+    """Format a number with the unit that its key implies."""
     from hetpipe.report.tables import format_nbytes, format_s
 
     if key.endswith("_nbytes"):
@@ -113,7 +113,7 @@ def _shown(key: str, value: float) -> str:
 
 
 def _prefixed(value: float, unit: str) -> str:
-    """Return a number with an SI prefix: 9e11 B/s -> "900 GB/s"."""
+    """Format a number with an SI prefix: 9e11 B/s -> "900 GB/s"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"

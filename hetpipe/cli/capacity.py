@@ -20,7 +20,7 @@ def command(
         typer.Option(
             "--repeat",
             metavar="FIRST:LAST",
-            help="Count repetitions of these layers. \\[default: count samples of a micro-batch]",
+            help="Repeat these layers as often as fits. \\[default: enlarge the micro-batch]",
         ),
     ] = None,
     global_batch: GlobalBatchOption = None,

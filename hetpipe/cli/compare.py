@@ -1,4 +1,4 @@
-"""`hetpipe compare`: the plans of all planners on one cluster, side by side."""
+"""`hetpipe compare`: shows the plans of all planners for one cluster side by side."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.study.comparison import Comparison
 
-DRAWN = 4
-"""The number of quickest plans in a picture."""
+DRAWN = 4  # number of plans in a picture, the quickest ones
 
 
 def command(
@@ -83,7 +82,7 @@ def timelines(comparison: Comparison) -> list[Timeline]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a table with a row for each planner, the quickest prediction first."""
+    """Return a table with a row for each planner, the shortest predicted step first."""
     from hetpipe.report.tables import format_nbytes, format_s, make_table
 
     columns = [

@@ -29,7 +29,7 @@ class LevelName(str, Enum):
 def command(
     backend: Annotated[str, typer.Argument(help="The name of a backend.")],
     device: Annotated[
-        str | None, typer.Option(help="The id of one device. \\[default: all of them]")
+        str | None, typer.Option(help="The id of one device. \\[default: the backend's devices]")
     ] = None,
     level: Annotated[
         LevelName,
@@ -63,7 +63,7 @@ def conform(
 ) -> None:
     """Test these devices, print the results and write `junit` and `json`.
 
-    With `several`, a `junit` without a suffix is a folder, which gets a file for each device.
+    With `several`, a `junit` without a suffix is a folder, and each device gets a file in it.
     Raises `HetpipeError` if a device breaks a rule.
     """
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators, write_junit
@@ -106,7 +106,7 @@ def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
 
 
 def _run(output: Output, info: DeviceInfo, level: LevelName, groups: Sequence[str]) -> list[Result]:
-    """Return the results, and print failures as they come."""
+    """Run the suite on a device, and print each failure at once."""
     from rich.markup import escape
 
     from hetpipe.conformance.check import Level

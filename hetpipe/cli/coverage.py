@@ -1,4 +1,4 @@
-"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, with their share of time."""
+"""`hetpipe coverage MODEL DEVICE`: lists the operators that a device lacks, by share of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def command(
     mini_batch: MiniBatchOption = None,
     json: JsonOption = None,
 ) -> None:
-    """List a model's operators that a device lacks, by share of time: what to write next."""
+    """List the operators of a model that a device lacks, the largest share of time first."""
     from hetpipe.report.tables import format_nbytes, make_table
     from hetpipe.study.lacking import JUDGE, coverage
     from hetpipe.zoo.load import check_name
@@ -26,7 +26,9 @@ def command(
     with progress_bar("capturing"):
         answer = coverage(model, device, mini_batch)
     columns = ["operator", "calls", "share of the time", "layers", "reason"]
-    table = make_table(f"{answer.device} lacks, for {answer.model}", columns, columns[1:3])
+    table = make_table(
+        f"Operators of {answer.model} that {answer.device} lacks", columns, columns[1:3]
+    )
     for each in answer.lacking:
         shown = ", ".join(each.layers[:3]) + (", ..." if len(each.layers) > 3 else "")
         table.add_row(

@@ -11,9 +11,9 @@ from hetpipe.cli.output import Output
 def command(
     backends: BackendsOption = None, cluster: ClusterOption = None, json: JsonOption = None
 ) -> None:
-    """List the devices, their packages, and the reason why a backend is disabled.
+    """List the devices, the packages of their backends, and the reason why a backend is off.
 
-    The column `joins` marks the members of an automatic cluster, or of the cluster file.
+    The column `joins` marks the devices of an automatic cluster, or of the cluster file.
     """
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.crew.launcher import configure_backends

@@ -1,4 +1,4 @@
-"""`hetpipe doctor`: tests backends and devices, repairs some faults and names cures for others."""
+"""`hetpipe doctor`: tests backends and devices, repairs some faults, and names cures for others."""
 
 from __future__ import annotations
 

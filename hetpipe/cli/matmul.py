@@ -1,4 +1,4 @@
-"""`hetpipe matmul`: matrix products of this machine's processors, compared with torch's."""
+"""`hetpipe matmul`: measures matrix products of this machine's processors and of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure matrix products on one core of each processor; compare its ceiling and torch."""
+    """Measure matrix products on one core of each processor, its ceiling, and torch's products."""
     from hetpipe.bench.machine import describe, machine
     from hetpipe.bench.products import products
     from hetpipe.bench.show import product_table

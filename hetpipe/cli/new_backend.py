@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-GROUP = "hetpipe.skeletons"
-"""The group of entry points for functions that write a skeleton; their names are languages."""
+GROUP = "hetpipe.skeletons"  # entry points that write a skeleton, each named after a language
 
 
 def command(

@@ -1,4 +1,4 @@
-"""Options that commands share, and their checks; a record of options is one parameter."""
+"""Options that commands share, and checks of their values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MiniBatchOption = Annotated[
 
 
 def _known_schedule(value: str) -> str:
-    """Return a schedule's name; register the schedule in a text file, and return its new name."""
+    """Return the name of a schedule. If `value` is a .txt file, register its schedule first."""
     if not value.endswith(".txt"):
         return value
     from hetpipe.schedule.fixed import register_file
@@ -61,8 +61,8 @@ ScheduleOption = Annotated[
     typer.Option(
         "--schedule",
         callback=_known_schedule,
-        help="auto (the planner chooses a schedule that flushes), or a name; a wrong name lists "
-        "all names. FILE.txt has a schedule that is written out.",
+        help="A name (a wrong name lists all names), FILE.txt with the actions of a schedule, or "
+        "auto: the planner chooses a schedule that flushes.",
     ),
 ]
 RebalanceOption = Annotated[
@@ -78,7 +78,7 @@ ChangedOption = Annotated[
     typer.Option(
         "--changed",
         metavar="NAME",
-        help="With --resume: a setting, such as seed, that may differ from the checkpoint's. "
+        help="With --resume: a setting, such as seed, that may differ from the checkpoint. "
         "Repeatable.",
     ),
 ]
@@ -112,7 +112,7 @@ class ClusterOptions:
     ] = None
 
     def make(self) -> Cluster:
-        """Return the cluster, by default the local one. Raises `ClusterError`."""
+        """Return the cluster, by default the automatic one. Raises `ClusterError`."""
         return make_cluster(self.cluster, self.devices, self.backends, self.emulate_speed)
 
 
@@ -132,7 +132,7 @@ class PipelineOptions:
     cuts: Annotated[
         str | None,
         typer.Option(
-            "--cuts", metavar="LIST", help="The first layer of each stage but the first: 3,7."
+            "--cuts", metavar="LIST", help="The first layers of the stages after stage 0: 3,7."
         ),
     ] = None
     replicas: Annotated[
@@ -205,7 +205,7 @@ def parse_speeds(entries: list[str] | None) -> dict[str, float]:
 def make_cluster(
     file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
 ) -> Cluster:
-    """Return the cluster that the options describe, else the local one. Raises `ClusterError`."""
+    """Return the options' cluster, by default the automatic one. Raises `ClusterError`."""
     from hetpipe.cluster.cluster import Cluster, load_or_published
 
     emulated = parse_speeds(speeds)
@@ -251,7 +251,7 @@ def read_options(
 
 
 def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
-    """Raise `HetpipeError` for options that a stored plan fixes, or a plan that cannot run."""
+    """Raise `HetpipeError` for options that a plan fixes, or for a policy that does not fit it."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
         raise HetpipeError(
@@ -276,7 +276,7 @@ def check_devices(asked: PlanOptions, count: int) -> None:
 
 
 def check_synchronous(schedule: str) -> None:
-    """Raise `HetpipeError` for a schedule that does not flush, or is unknown."""
+    """Raise `HetpipeError` if the schedule does not flush or is unknown."""
     from hetpipe.schedule.rule import rule_of
 
     if schedule != "auto" and not rule_of(schedule).flushes:
@@ -287,7 +287,7 @@ def check_synchronous(schedule: str) -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise `HetpipeError` if the picture cannot be drawn."""
+    """Raise `HetpipeError` unless hetpipe draws pictures in the format of the suffix."""
     from hetpipe.report.picture import FORMATS
 
     if path is not None and path.suffix not in FORMATS:

@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for programs, errors in red, and the progress."""
+"""Output of commands: tables for people, JSON for programs, errors, and progress."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
 
-VERSION = 1
-"""Version of a command's JSON, unless the command's result contains a version."""
+VERSION = 1  # of a command's JSON, unless the result contains a version
 
 
 class Output:
@@ -39,10 +38,7 @@ class Output:
         self._write({"version": VERSION, **data})
 
     def keep(self, data: Mapping[str, Any]) -> None:
-        """Write the result so far to the user's JSON file, in case the command ends early.
-
-        Raises `HetpipeError`.
-        """
+        """Write the JSON file now, in case the command ends early. Raises `HetpipeError`."""
         if self._target != "-":
             self.finish(data)
 
@@ -113,16 +109,12 @@ def _say(message: str, style: str) -> None:
     error_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-EVERY_S = 10.0
-"""Seconds between two lines about one phase."""
+EVERY_S = 10.0  # seconds between two lines about one phase
 
 
 @contextmanager
 def progress_bar(phase: str = "") -> Iterator[Progress]:
-    """Yield a callable (text, done, total) that shows the progress of a command.
-
-    The first phase is `phase`, if any.
-    """
+    """Yield a callable (text, done, total) that shows the progress; `phase` is the first text."""
     from hetpipe.cli.output import error_console
 
     console = error_console()
@@ -147,7 +139,7 @@ def _write(line: str) -> None:
 
 
 class Lines:
-    """Progress as lines of text: one when a phase begins, then one every `every_s`."""
+    """Progress as lines of text: a line when a phase begins, and one every `every_s` seconds."""
 
     def __init__(self, write: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._write = write
@@ -160,7 +152,7 @@ class Lines:
 
     def show(self, text: str, done: int, total: int) -> None:
         """Note the progress of a command; print a line at the start of a phase."""
-        with self._lock:  # the beating thread reads both fields and also writes lines
+        with self._lock:  # `_beat` reads the fields and writes lines in another thread
             self._count = (done, total)
             if text != self._text:
                 self._text, self._begin_s = text, time.monotonic()

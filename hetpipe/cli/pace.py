@@ -28,11 +28,11 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, of the kind that the plan's label names."""
+        """Seconds of a step: modelled if the plan has boards, else by this machine's clock."""
         return self.wall_s if self.modelled_s is None else self.modelled_s
 
     def lines(self) -> list[str]:
-        """Return the lines of text that tell the rate."""
+        """Return lines of text with the rate and the step times."""
         rate = f"{self.plan.mini_batch / self.step_s:.1f} samples/s ({self.plan.label}; "
         if self.modelled_s is None:
             median = f"median step {self.wall_s * 1e3:.1f} ms"
@@ -47,7 +47,7 @@ class Pace:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the pace's part of the command's JSON."""
+        """Return fields for the command's JSON."""
         correction = None if self.boards else self.correction
         predicted_s = self.plan.step_s if self.boards else correction and correction.raw_s
         return {
@@ -64,7 +64,7 @@ class Pace:
 
 
 def pace_of(pipe: Pipeline, wall_s: float) -> Pace:
-    """Return the pace of a pipeline with median step `wall_s`. Probes its devices for drift."""
+    """Return the pace of a pipeline with median step `wall_s`; probe its devices for drift."""
     used = set(pipe.plan.all_devices)
     boards = {m.id: (m.board, m.numerics) for m in pipe.boards if m.id in used}
     correction = None if boards or pipe.costs is None else pipe.corrected()

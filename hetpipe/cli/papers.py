@@ -15,7 +15,7 @@ app = typer.Typer(
 
 @app.command()
 def clockwork() -> None:
-    """Time schedules on devices that only sleep: measured, simulated, by the papers' formulas."""
+    """Compare measured, simulated and computed times of schedules on devices that only sleep."""
     from hetpipe.papers import clockwork
 
     clockwork.main()
@@ -23,7 +23,7 @@ def clockwork() -> None:
 
 @app.command()
 def memory() -> None:
-    """Count peak bytes by schedule and recomputation, and the bytes that stages exchange."""
+    """Show peak bytes of schedules, with and without recomputation, and bytes between stages."""
     from hetpipe.papers import memory
 
     memory.main()

@@ -128,10 +128,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 def _studied(
     subject: Subject, members: Cluster, planner: str, asked: PlanOptions, recompute: bool
 ) -> tuple[Plan, CostTable]:
-    """Return the plan of a named planner, and its costs.
-
-    Raises `PlanError` if cuts or replicas are given, which the planner chooses.
-    """
+    """Return the plan of a planner, and its costs. Raises `PlanError` for cuts or replicas."""
     from hetpipe.plan.proposal import PlannerOptions
     from hetpipe.study.subject import plan
 
@@ -156,7 +153,7 @@ def _measured(
     mini_batch: int | None,
     asked: PlanOptions,
 ) -> tuple[Plan, CostTable]:
-    """Open a pipeline on the devices, which profiles them; return its plan and costs."""
+    """Return the plan and the costs of a pipeline that profiles its devices."""
     members = where.make()
     check_devices(asked, len(members.members))
     from hetpipe.train.training import open_pipeline
@@ -176,7 +173,7 @@ def _measured(
 def _priced(
     model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
 ) -> tuple[Plan, CostTable]:
-    """Return a plan that needs no device, only a file of costs; and these costs."""
+    """Return a plan by the costs in a file, and these costs. No device is opened."""
     from hetpipe.cli.plan import check_layers, plan_by
     from hetpipe.cost.importers import read_costs
 
@@ -221,7 +218,7 @@ def plan_by(
 
 
 def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int:
-    """Count the micro-batches of the table's size in a mini-batch. Raises `PlanError`."""
+    """Return a number of micro-batches of the table's size. Raises `PlanError`."""
     count = -(-mini_batch // costs.samples)
     samples = -(-mini_batch // (asked or count))
     if samples != costs.samples:

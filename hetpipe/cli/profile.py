@@ -15,8 +15,7 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output, progress_bar
 
-MOST_MICROBATCHES = 64
-"""Up to this number of micro-batches, `--again` measures stored costs again."""
+MOST_MICROBATCHES = 64  # `--again` renews stored costs up to this number of micro-batches
 
 
 def command(

@@ -20,7 +20,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Compute a paper's tables with our planners and simulator, and show them beside the paper's.
+    """Compute a paper's tables with our planners and simulator, and show both versions.
 
     HETPIPE_DATA names the folder of the published profiles and figures.
     """

@@ -78,13 +78,12 @@ class SubjectOptions:
         typer.Option(
             "--unit-s",
             metavar="SECONDS",
-            help="The unit of a JSON profile's times in seconds, if the "
-            "profile does not contain it.",
+            help="Seconds in a JSON profile's unit of time, if the profile does not name the unit.",
         ),
     ] = 1e-3
 
     def subject(self, global_batch: int | None) -> Subject:
-        """Return the model or profile. Raises `HetpipeError`."""
+        """Return the subject of the study. Raises `HetpipeError`."""
         from hetpipe.study.models import of_file, of_model
 
         if self.model is not None and self.profile is None:
@@ -131,12 +130,12 @@ class DrawingOptions:
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Write these steps as JSON for Perfetto or Chrome."
+            "--trace", metavar="FILE", help="Write the simulated steps as JSON, for Perfetto."
         ),
     ] = None
 
     def check(self) -> None:
-        """Raise `HetpipeError` if the picture cannot be drawn."""
+        """Raise `HetpipeError` unless the picture's format is known."""
         check_picture(self.picture)
 
     def draw(self, output: Output, timelines: Sequence[Timeline], title: str) -> None:
@@ -154,7 +153,7 @@ class DrawingOptions:
 
 
 def cluster_from(name: str | None) -> Cluster:
-    """Return the cluster in a file, or a published cluster by its name. Raises `ClusterError`."""
+    """Return the cluster of a file, or a published cluster. Raises `ClusterError`."""
     from hetpipe.cluster.cluster import load_or_published
 
     if name is None:

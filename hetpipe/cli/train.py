@@ -1,4 +1,4 @@
-"""`hetpipe train MODEL`: train, validate, and compare the losses with torch's."""
+"""`hetpipe train MODEL`: trains and validates a model, and compares its losses with torch's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Write this timeline as JSON for Perfetto or Chrome."
+            "--trace", metavar="FILE", help="Write the last step's timeline as JSON, for Perfetto."
         ),
     ] = None,
     *,
@@ -180,7 +180,7 @@ def _keep(
     trace: Path | None,
     title: str,
 ) -> None:
-    """Write the requested files."""
+    """Write the checkpoint, the picture and the trace that the user asked for."""
     from hetpipe.report.picture import draw_workloads
 
     if save is not None:
@@ -238,7 +238,7 @@ def _checked(
         return 0, False
     if dropout := random_layers(workload.model):
         output.text(
-            f"not compared with torch, which would draw other dropout masks: {', '.join(dropout)}"
+            f"not compared with torch, which draws other dropout masks in {', '.join(dropout)}"
         )
         return 0, False
     if is_asynchronous(pipe.plan.schedule):
@@ -318,7 +318,7 @@ def _conclude(
 def memory_lines(
     plan: Plan, peak_nbytes: Sequence[int], device_nbytes: Mapping[str, int]
 ) -> list[str]:
-    """Return lines with memory: stages' measured peaks, their predictions, devices' own counts."""
+    """Return lines with each stage's peak memory, measured and planned, and devices' own counts."""
     from hetpipe.report.tables import format_nbytes
 
     def planned(nbytes: int) -> str:

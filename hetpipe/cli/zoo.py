@@ -1,4 +1,4 @@
-"""`hetpipe zoo`: one training step of each model of the zoo on a device, compared with torch."""
+"""`hetpipe zoo`: trains one step of each model of the zoo on a device, and compares with torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 BY_LAYERS = """\
-by layers: float32 does not determine these gradients. In torch's own float32 steps, too, rounding
-is amplified or decides a maximum (column "torch's own"). Each layer by itself keeps the limits when
-its inputs are torch's float64 values (column "layers").
+by layers: float32 does not determine these gradients. Torch's own float32 steps also exceed a limit
+(column "torch's own"), because layers amplify rounding errors, or a rounding error decides a
+maximum. Each layer keeps the limits if its inputs are torch's float64 values (column "layers").
 """
 
 
@@ -29,15 +29,15 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Zoo names, or package.module:factory. \\[default: all small]",
+            help="Zoo names, or package.module:factory. \\[default: the small models]",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="The id of a device. \\[default: the first of an automatic cluster]"),
+        typer.Option(help="A device's id. \\[default: the automatic cluster's first device]"),
     ] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="Test the models at their published sizes.")
+        bool, typer.Option("--published", help="Without MODEL: test models of published sizes.")
     ] = False,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples of the step. \\[default: 4 at most]")
@@ -76,7 +76,7 @@ def command(
 
 
 class _Results:
-    """The results of the models that a device has trained, and the errors of the others."""
+    """The results of the models that a device trained, and the errors of the failed models."""
 
     def __init__(self, device: Device) -> None:
         self._opened = device
@@ -85,7 +85,7 @@ class _Results:
         self.failed: dict[str, str] = {}
 
     def train(self, name: str, samples: int | None, stages: int) -> None:
-        """Train a step of a model, see `hetpipe.bench.parity.parity`."""
+        """Train a step of a model, and keep the result or the error."""
         from hetpipe.bench.parity import parity
         from hetpipe.errors import HetpipeError
         from hetpipe.zoo.load import load_workload
@@ -102,7 +102,7 @@ class _Results:
         return {"device": self.device, "models": rows, "failed": self.failed}
 
     def show(self, output: Output) -> None:
-        """Print the table, and below it the operators and models that failed."""
+        """Print the table, the refused operators, and the errors of failed models."""
         if self.rows:
             output.console.print(_table(self.rows))
         if any(row.is_equal and not row.is_strict for row in self.rows):

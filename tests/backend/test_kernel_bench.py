@@ -481,7 +481,7 @@ def test_a_large_error_within_the_tolerance_is_explained(tmp_path: Path) -> None
     assert RUNTIME is not None
     done = CliRunner().invoke(app, ["kernels", "test", f"{tmp_path}/f.cl", "--device", RUNTIME])
     assert done.exit_code == 0, done.output
-    assert "of its last place. This is no fault" in " ".join(done.output.split())
+    assert "units of its last place. This is no fault" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

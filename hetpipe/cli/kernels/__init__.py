@@ -9,7 +9,7 @@ from hetpipe.cli.kernels import list as list_command
 from hetpipe.cli.kernels import test as test_command
 
 app = typer.Typer(
-    help="Test, measure and tune kernels of a backend or your own; export a plan's as bundles.",
+    help="Test, measure and tune kernels of a backend or your own; export a plan's kernels.",
     no_args_is_help=True,
 )
 _COMMANDS = {

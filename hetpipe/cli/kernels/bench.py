@@ -1,4 +1,4 @@
-"""`hetpipe kernels bench`: kernels compared with the ceilings of a core and with torch on it."""
+"""`hetpipe kernels bench`: compares kernels on a core with the core's ceilings and with torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(
         float, typer.Option(min=0.001, help="Seconds that a kernel or torch runs in a round.")
     ] = 0.1,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds in which the kernel, its ceilings and torch run.")
+        int, typer.Option(min=1, help="Rounds; the kernel, its ceilings and torch run in each.")
     ] = 5,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the first device's roofline: .png, .svg or .pdf.")
@@ -73,7 +73,7 @@ def _check_sets(sets: str) -> None:
 def processors(named: list[str]) -> list[DeviceInfo]:
     """Return the devices with these ids; without ids, the processors of backends with kernels.
 
-    Processors at an emulated speed must be named.
+    Emulators count only if they are named.
     """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of

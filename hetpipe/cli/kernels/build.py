@@ -1,4 +1,4 @@
-"""`hetpipe kernels build BUNDLE`: compiles a bundle's sources to binaries beside them."""
+"""`hetpipe kernels build BUNDLE`: compiles the sources of a bundle, and adds the binaries to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(
 
 
 def build_bundle(place: Path, device: str | None = None, binary: Path | None = None) -> Manifest:
-    """Compile a bundle's sources, or use the file `binary` instead; return the new manifest.
+    """Add binaries to a bundle: compiled ones, or the file `binary`. Return the new manifest.
 
     Raises `HetpipeError`.
     """

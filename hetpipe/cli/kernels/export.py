@@ -53,7 +53,7 @@ def command(
         Path, typer.Option("--out", metavar="FOLDER", help="The folder of the bundles.")
     ] = Path("bundles"),
     build: Annotated[
-        bool, typer.Option("--build", help="Also compile them with the device's own driver.")
+        bool, typer.Option("--build", help="Also compile the sources with the device's driver.")
     ] = False,
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Also export the forwards in eval mode.")
@@ -106,11 +106,7 @@ def command(
 def _members(
     plan: Plan, cluster: Path | None, devices: str | None, backends: str | None, device: str | None
 ) -> Cluster:
-    """Return the cluster whose workers write the kernels.
-
-    It is the cluster of the options, or the plan's devices, or one device for all stages. Raises
-    `HetpipeError`.
-    """
+    """Return the options' cluster, by default the plan's devices. Raises `HetpipeError`."""
     if device is not None:
         if devices:
             raise HetpipeError(

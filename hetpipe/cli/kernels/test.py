@@ -1,4 +1,4 @@
-"""`hetpipe kernels test`: tests a user's kernel on every device, or a backend's operators."""
+"""`hetpipe kernels test`: tests a user's kernel, or the operators of backends with kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hetpipe.cli.output import Output, progress_bar
 if TYPE_CHECKING:
     from hetpipe.workbench.trial import Outcome, Trial
 
-GROUPS = ("operators", "lengths", "strides", "dtypes", "values")
-"""Groups of the conformance suite that reveal a wrong kernel."""
+GROUPS = ("operators", "lengths", "strides", "dtypes", "values")  # of the conformance suite
 
 
 def command(
@@ -43,7 +42,7 @@ def command(
 ) -> None:
     """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.
 
-    Without a file, test the operators of the backends' kernels against torch in float64. Exit 1 if
+    Without a file, test the operators of backends with kernels against torch in float64. Exit 1 if
     a kernel has a fault.
     """
     from hetpipe.errors import HetpipeError
@@ -78,10 +77,7 @@ def command(
 
 
 def _operators(device_ids: list[str], json: str | None) -> None:
-    """Run the conformance suite's checks of operators.
-
-    They run on these devices; without ids, on all devices of backends with kernels.
-    """
+    """Check the operators of these devices; without ids, of all devices with kernels."""
     from hetpipe.cli.conform import LevelName, conform
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
@@ -98,10 +94,7 @@ def _operators(device_ids: list[str], json: str | None) -> None:
 def _show_flaws(
     output: Output, trial: Trial, outcome: Outcome, shown: set[tuple[object, ...]]
 ) -> None:
-    """Print a case's flaws, each with the command that repeats it.
-
-    A flaw that another device or case has shown takes one line.
-    """
+    """Print the flaws of a case, in one line if an earlier case or device had the same flaw."""
     where = f"{outcome.device_id}, case {outcome.case}"
     for flaw, text in zip(outcome.flaws, trial.texts(outcome), strict=True):
         if (flaw.kind, flaw.line) in shown:
@@ -131,12 +124,11 @@ def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
     output.console.print(table)
 
 
-MANY_ULP = 1000.0
-"""An error in ulp that needs an explanation when its case passes."""
+MANY_ULP = 1000.0  # if the case passes, an error of this size is explained
 
 
 def _show_notes(output: Output, results: list[Outcome]) -> None:
-    """Print once each reason to skip a device, each warning, and the meaning of a large ulp."""
+    """Print each reason to skip and each warning once; explain a large error in ulp."""
     lines: dict[str, None] = {}
     for each in results:
         if each.skipped:
@@ -150,8 +142,8 @@ def _show_notes(output: Output, results: list[Outcome]) -> None:
     if large:
         ulp, name = max(large)
         output.text(
-            f"an element of {name} near 0 is off by {ulp:.3g} of its last place. This "
-            "is no fault: its error class is relative to the largest element"
+            f"an element of {name} near 0 is off by {ulp:.3g} units of its last place. This is "
+            "no fault: the limit is relative to the largest element"
         )
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 LIMIT_S = 600.0
-GAIN = 1.02
-"""A new way replaces the way in use if its share of the ceiling is larger by this factor."""
+GAIN = 1.02  # the best way replaces the way in use if its share is larger by this factor
 
 
 def command(
@@ -41,7 +40,7 @@ def command(
 
 
 def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict[str, Any]:
-    """Measure the ways. Return their shares of the ceiling, and the way in use from now on."""
+    """Measure the ways and keep the best. Return their shares, and the ways before and after."""
     from statistics import median
 
     from hetpipe.errors import BackendError
@@ -76,7 +75,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
 
 
 def _share(info: DeviceInfo, variables: Mapping[str, str], seconds: float) -> float:
-    """Return the geometric mean over the products, measured in a new process."""
+    """Return the geometric mean of the products' shares, measured in a new process."""
     from statistics import geometric_mean
 
     from hetpipe.bench.products import run_pinned
