@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 def modelled_costs(
     captured: Captured, cluster: Cluster, optimizer: Optimizer, sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return tables with the costs of the boards, and of all links as described, by micro-batch
-    size.
+    """Return, by micro-batch size, tables with the costs of boards and of all described links.
 
     Passes are priced in the dtype in which they compute. Raises `CostError` for a board without a
     peak for that dtype, and `ClusterError` for a link without a description.
@@ -56,8 +55,7 @@ def attached_cluster(cluster: Cluster) -> Cluster | None:
 
 
 def merge_tables(measured: CostTable, modelled: CostTable) -> CostTable:
-    """Return a table with the devices and links of both tables. Links that are in both count as
-    measured."""
+    """Merge the devices and links of both tables; a link in both tables keeps its measured cost."""
     return replace(
         measured,
         devices={**modelled.devices, **measured.devices},

@@ -30,7 +30,7 @@ def key(parts: Mapping[str, Any]) -> str:
 
     For a profile these are the model's fingerprint, the optimizer, the members with their devices'
     infos, the links and the transport, the versions of the software, and the samples of a
-    micro-batch. `parts` is hashed as JSON, so the order of its keys does not matter; a value
+    micro-batch. `parts` is hashed as JSON, so the order of its keys does not matter. A value
     without a JSON form, such as an enum, is replaced by its text.
     """
     return _digest(json.dumps(parts, sort_keys=True, default=str))

@@ -1,7 +1,7 @@
 """Credible times: a pass takes more than 0 s and at most ten minutes.
 
 A clock may stop, go back, or jump by an hour when a machine sleeps, and a device may report
-nonsense. Costs come only from credible times. If most times are not credible, there are no costs.
+nonsense. Costs come only from credible times. If most times are not credible, that is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ClockWarning(UserWarning):
 
 
 def now_s() -> float:
-    """Return the time of the clock that all measurements in a worker use."""
+    """Return the time, in seconds, of the clock that all measurements in a worker use."""
     return time.monotonic()
 
 
@@ -34,16 +34,13 @@ def begin() -> Moment:
 
 
 def since_s(begin: Moment, emulation: Emulation) -> float:
-    """Return the seconds since `begin`, at the emulated speed if they are credible."""
+    """Return the seconds since `begin`; if credible, they are stretched to the emulated speed."""
     time_s = now_s() - begin.clock_s
     return emulation.lasts_s(begin) if emulation.speed < 1 and credible(time_s) else time_s
 
 
 def catch_up(begin: Moment, lasts_s: float, emulation: Emulation) -> None:
-    """Wait until `lasts_s` seconds after `begin`, if the speed is emulated.
-
-    Does not wait if `lasts_s` is not credible.
-    """
+    """Wait until `lasts_s` after `begin`, if the speed is emulated and `lasts_s` is credible."""
     if emulation.speed < 1 and credible(lasts_s):
         emulation.wait_until(begin.clock_s + lasts_s)
 
@@ -62,13 +59,11 @@ class Samples:
 
     @staticmethod
     def of(times_s: Iterable[float]) -> Samples:
-        """Return the samples of these times."""
         samples = Samples()
         samples.extend(times_s)
         return samples
 
     def extend(self, times_s: Iterable[float]) -> None:
-        """Add times."""
         for time_s in times_s:
             (self.good if credible(time_s) else self.bad).append(time_s)
 
@@ -83,12 +78,10 @@ class Samples:
 
     @property
     def median_s(self) -> float:
-        """The median of the credible times."""
         return statistics.median(self.good)
 
     @property
     def mean_s(self) -> float:
-        """The mean of the credible times."""
         return statistics.fmean(self.good)
 
     @property
@@ -98,10 +91,9 @@ class Samples:
 
     @property
     def error_s(self) -> float:
-        """Half the width of a confidence interval of the median: the notch of a box plot (McGill,
-        Tukey, Larsen 1978).
+        """Half the width of the median's confidence interval; infinite for fewer than three times.
 
-        It is infinite for fewer than three times.
+        It is the notch of a box plot (McGill, Tukey, Larsen 1978).
         """
         if len(self.good) < 3:
             return float("inf")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 0.1  # share of the cores' time; on a desktop at rest it is below a few hundredths
+LIMIT = 0.1  # share of the cores' time; a desktop at rest stays below a few hundredths
 STAT = Path("/proc/stat")
 
 
@@ -42,7 +42,7 @@ def usage(_device: object = None) -> Usage:
 def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
     """Return the share of the cores' time that other processes used between two usages, 0 or more.
 
-    A hypervisor's time counts as well. The share is 0 if no system reports it.
+    A hypervisor's time counts as well. The share is 0 if no system reports the cores' times.
     """
     busy_s, own_s, elapsed_s = {}, {}, {}
     for start, end in zip(before, after, strict=True):

@@ -1,8 +1,7 @@
 """Counts the operations and bytes of captured programs, operator by operator.
 
 torch's flop counter counts matrix products, convolutions and attention; this file counts hetpipe's
-own operators. Every other operator counts as one operation for each number of its result. Views do
-not count.
+own operators. Any other operator counts as one operation per element of its result; views count 0.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[Produc
 def _pixels_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, groups: int) -> ProductShape:
     """Return the product in which every pixel of y sums the taps of all channels of x in its group.
 
-    The count also holds for a gradient with strides, which multiplies the taps between windows by
-    zeros.
+    For the gradient of a convolution with strides, this includes products with the zeros between
+    windows.
     """
     taps = math.prod(weight.shape[2:])
     pixels = y.shape[0] * math.prod(y.shape[2:])
@@ -117,8 +116,7 @@ def count_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
 def _operations(
     node: fx.Node, arguments: Sequence[Any], options: Mapping[str, Any], result: Any
 ) -> float:
-    """Return the multiplications plus the additions; for most operators, one operation for each
-    number of the result."""
+    """Return the multiplications plus additions, or for most operators the result's elements."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
         return float(flop_registry[packet](*arguments, **options, out_val=result))
@@ -135,8 +133,7 @@ def _attention(arguments: Sequence[Any]) -> float:
 
 
 def _attention_backward(arguments: Sequence[Any]) -> float:
-    """Count five such products: four for the gradients, and one that computes the forward's weights
-    again."""
+    """Count five products: four for the gradients, and one that computes the weights again."""
     return 2.5 * _attention([tensor for tensor in _tensors(arguments) if tensor.dim() == 4][-3:])
 
 

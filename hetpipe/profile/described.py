@@ -36,8 +36,8 @@ def described_table(
 ) -> CostTable:
     """Return the costs of all layers on each member's board, for micro-batches of `samples`.
 
-    `designs` has, by the id of an FPGA board, the design with which it computes matrix products.
-    Raises `CostError` for a board without a peak for `dtype`, and `CaptureError` as a capture does.
+    `designs` maps the id of an FPGA board to the board's design for matrix products. Raises
+    `CostError` for a board without a peak for `dtype`, and `CaptureError` as a capture does.
     """
     count = len(captured.layer_graph(samples).layers)
     stages = captured.stage_graphs(range(1, count), [{}] * count, [samples], optimizer, extras=())

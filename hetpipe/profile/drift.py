@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan, StagePlan
 
 TURNS = 5
-"""How many times a probe is repeated before it is compared with an earlier probe."""
+"""The number of probes whose median is compared with an earlier probe."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A plan's predicted step: as planned, and by costs that are corrected for the drift since the
-    profile."""
+    """A plan's predicted step: as planned, and corrected for the drift since the profile."""
 
     raw_s: float
     corrected_s: float
@@ -99,10 +98,9 @@ def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict
 
 
 def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
-    """Return the prediction for a plan that was made with the costs of `table`, corrected by the
-    probes `now` of its devices.
+    """Return a plan's prediction, corrected by the probes `now` of the plan's devices.
 
-    Without probes, the corrected prediction is the plan's own.
+    `table` has the costs with which the plan was made. Without probes nothing is corrected.
     """
     if not now:
         return Correction(plan.step_s, plan.step_s, plan.interval_s, {})
@@ -116,8 +114,7 @@ def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) ->
 
 
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
-    """Probe the devices, and return the corrected prediction for a plan that was made with the
-    costs of `table`."""
+    """Probe the plan's devices, and return the prediction as `correct_for_drift` corrects it."""
     return correct_for_drift(plan, table, probe_again(crew, table, plan.all_devices))
 
 
@@ -133,8 +130,8 @@ def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -
 
 
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
-    """Return a stage after a drift. If it has replicas, its times are multiplied by their largest
-    drift; otherwise the costs of its device have the drift already."""
+    """Multiply the times of a stage with replicas by the replicas' largest drift. For other stages,
+    the costs of the device have the drift already."""
     if len(stage.devices) == 1:
         return stage
     factor = max(factors.get(device, 1.0) for device in stage.devices)

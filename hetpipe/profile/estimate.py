@@ -1,5 +1,4 @@
-"""Estimates the costs of layers, with their spread, from the times of rounds. Runs nothing
-itself."""
+"""Estimates the costs of layers, with their spread, from the times of rounds; runs nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +24,10 @@ LEAST_ALONE = 0.05
 
 @dataclass(frozen=True)
 class Series:
-    """The times of a member's rounds: those `beside` others, while the other devices compute too
-    (one `Times` per slice), and those `alone`.
+    """The times of a member's rounds: `beside` the other members as they compute, and `alone`.
 
-    `name` is for messages. `updates` is a pair: the times of updates and of the first passes after
-    each update; and the times of the second passes after it.
+    `beside` has a `Times` per slice. `updates` has the times of updates and of the first passes
+    after each, then the times of the second passes. `name` is for messages.
     """
 
     name: str
@@ -40,10 +38,9 @@ class Series:
     updates: tuple[Times, Times] = field(default_factory=lambda: (Times(), Times()))
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raise `CostError` for a forward without times, or if most times of a pass are not
-        credible.
+        """Raise `CostError` for a forward without times, or if most times of a pass are bad.
 
-        Warns once if any other times are not credible.
+        Otherwise warns once if some times are bad.
         """
         every = Samples()
         for size in sizes:
@@ -74,11 +71,10 @@ class Series:
         return half_width_s(ratios) / statistics.median(ratios) if len(ratios) > 1 else 0.0
 
     def usual(self, size: int) -> float:
-        """Return, as a median over the slices (see `hetpipe.profile.rounds`), a slice's time
-        divided by the sum of the medians of its passes.
+        """Return the median over slices of a slice's time over the sum of its passes' medians.
 
-        The ratio exceeds 1 if something sometimes interrupts the device: the median of a pass does
-        not show that, but a step becomes longer.
+        It exceeds 1 if something sometimes interrupts the device. The median of a pass does not
+        show the interruptions, but they lengthen a step.
         """
         ratios = self._ratios(size)
         return statistics.median(ratios) if ratios else 1.0
@@ -86,8 +82,8 @@ class Series:
     def alone_factor(self, size: int) -> float:
         """Return the network's time while other devices are idle, over its time beside them.
 
-        Returns 1 if nothing was measured alone, or if the quotient exceeds 1 or is so near to 1
-        that the difference is within the spread of slices.
+        Returns 1 if nothing was measured alone, or if the quotient is not below 1 by more than the
+        spread of slices.
         """
         alone_s = beside_s = 0.0
         for pattern in self.able:
@@ -101,11 +97,10 @@ class Series:
         return factor if factor < 1 - self.spread(size) else 1.0
 
     def usual_probe(self, probes: Sequence[Probe], sizes: Collection[int]) -> Probe | None:
-        """Return the probe of the usual slice, from the probes after each slice; None without
-        probes.
+        """Return the probe of the usual slice, from the probes after all slices; None without any.
 
-        Other work that slowed a slice also slowed the slice's probe. So each probe is divided by
-        the slice's time relative to the usual slice. Then costs and probe belong to the same speed.
+        Other work that slowed a slice also slowed its probe. So each probe is divided by its
+        slice's time relative to the usual slice. Then costs and probe belong to the same speed.
         """
         ratios = [self._ratio(measured, sizes) for measured in self.beside]
         pairs = [(p, ratio) for p, ratio in zip(probes, ratios, strict=True) if ratio is not None]
@@ -196,20 +191,18 @@ class Series:
 
 
 def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
-    """Return the median of the seconds by which the first run of a pass after an update takes
-    longer than the second; 0 if unknown."""
+    """Return the median extra seconds of a pass's first run after an update; 0 if unknown."""
     pairs = zip(after_s, then_s, strict=False)
     changes_s = [one_s - two_s for one_s, two_s in pairs if credible(one_s) and credible(two_s)]
     return statistics.median(changes_s) if changes_s else 0.0
 
 
 def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """Return the changes by pattern with less noise: none is below 0, and the sum over all layers
-    stays the same (0 if it was negative).
+    """Return the changes by pattern, scaled so that none is below 0 but their sum is the same.
 
-    In the sum, the noise of different layers cancels. If only the negative changes were dropped,
-    the sum would grow by many small changes that are noise. `counts` has the number of layers of
-    each pattern.
+    A negative sum becomes 0. In the sum over all layers, noise cancels; if only the negative
+    changes were dropped, the noise in the other changes would remain. `counts` has the number of
+    layers of each pattern.
     """
     total_s = sum(counts[pattern] * one_s for pattern, one_s in changes_s.items())
     above_s = sum(counts[pattern] * max(one_s, 0.0) for pattern, one_s in changes_s.items())

@@ -1,8 +1,8 @@
-"""Measures links (the time of a tensor between members), the controller's time per step, and the
-engine's part of an action: the seconds in addition to the device's program.
+"""Measures links, the controller's time per step, and the engine's part of an action.
 
-After a worker has waited for its device, the caches of its core have little of its data. So the
-engine's part is measured with a matrix product as long as a probe's, not with the smallest program.
+The engine's part is an action's time beyond its program's time on the device. After a worker has
+waited for its device, its core's caches hold little of its data. So the engine's part is measured
+with a matrix product of a probe's size, not with the smallest program.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ Links = dict[tuple[str, str], LinkCost]
 
 
 def measure_links(crew: Crew) -> tuple[Links, float]:
-    """Return latency and bandwidth of every ordered pair of members, and the controller's seconds
-    per step.
+    """Return the costs of links between all members, and the controller's seconds per step.
 
-    Tensors of several sizes cross one at a time, through the transport that training uses. Their
-    time is from the end of the sender's pass to the begin of the receiver's. A line through the
-    medians gives latency and bandwidth.
+    Tensors of several sizes cross one at a time, through the transport that training uses. A
+    tensor's time is from the end of the sender's pass to the start of the receiver's pass. A line
+    through the medians gives latency and bandwidth.
     """
     links: Links = {}
     overheads_s: list[float] = []
@@ -67,8 +66,7 @@ def _fit(times_s: list[float], label: str) -> LinkCost:
 
 
 def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
-    """Return two medians: the seconds of one tensor, and the seconds of a step outside its
-    actions."""
+    """Return the median seconds of a tensor's transfer, and of a step outside its timeline."""
     count = nbytes // 4
     members = [source] if target is None else [source, target]
     stages = [probe_stage(index, len(members), count) for index in range(len(members))]
@@ -144,11 +142,10 @@ ACTIONS = 12
 
 
 def engine_s(crew: Crew, orders: Mapping[str, int]) -> dict[str, float]:
-    """Return, by member, the seconds from one forward to the next, minus the seconds of its
-    program.
+    """Return, by member, the seconds from one forward to the next, minus the program's seconds.
 
-    The program is a product of matrices with `orders` rows, by member. The result is 0 for a device
-    that cannot run the product.
+    The program squares a matrix; `orders` has the number of its rows, by member. The result is 0
+    for a device that cannot run the program.
     """
     return {member: _beyond_s(crew, member, order) for member, order in orders.items()}
 

@@ -1,5 +1,4 @@
-"""Measures a cluster: every layer on every device, every link, and the fixed costs. Returns
-tables."""
+"""Measures a cluster: every layer on every device, every link, and the fixed costs."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 SMALL_DRIFT = 0.05
-"""Stored costs are not corrected for a drift up to this share, so that they give the same plans."""
+"""Stored costs are not corrected for drifts up to this share, so that plans stay the same."""
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +50,7 @@ def profile(
     half_s: float = HALF_S,
     again: bool = False,
 ) -> dict[int, CostTable]:
-    """Return a table per micro-batch size in `samples`, from the cache on disk if it has a valid
-    one.
+    """Return a table per micro-batch size in `samples`; valid tables come from the cache on disk.
 
     All devices are measured at the same time, since they will also compute at the same time
     (`hetpipe.profile.rounds`). Times of a member with an emulated speed, or of an emulator, are
@@ -66,8 +64,8 @@ def profile(
     """
     if boards := [member.id for member in crew.cluster.described]:
         raise ClusterError(
-            f"{', '.join(boards)}: a time measured on numerics is no time of a board, so boards "
-            "are not profiled; plan with boards, or name attached devices"
+            f"{', '.join(boards)}: boards are not profiled, because numerics do not run at a "
+            "board's speed; model boards with `hetpipe plan`, or leave them out of the cluster"
         )
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
@@ -195,7 +193,7 @@ def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
 def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
     """Return the links, and the controller's seconds per step.
 
-    They do not depend on the micro-batch size, so they are measured only if there are no tables.
+    Neither depends on the micro-batch size, so both are measured only if there are no tables.
     """
     for table in tables.values():
         return dict(table.links), table.step_overhead_s
@@ -243,7 +241,7 @@ def _device_costs(
     """Return the costs of all members.
 
     `beyond_s`, the engine's part of an action, is added to each layer's passes and also to the
-    fixed seconds. So it counts only once for a stage.
+    fixed seconds. A stage has the fixed seconds once, so it has the engine's part once.
     """
     devices = {}
     for member in crew.cluster.members:
@@ -298,8 +296,7 @@ def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, 
 
 
 def _empty_s(crew: Crew) -> dict[str, float]:
-    """Return, by member, the seconds of the smallest graph: the fixed part of any compute
-    action."""
+    """Return, by member, the seconds of the smallest graph: the fixed part of every pass."""
     stage = probe_stage(0, 1, 4)
     arguments = {id: (stage, emulation) for id, emulation in crew.emulations.items()}
     taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)
@@ -307,7 +304,7 @@ def _empty_s(crew: Crew) -> dict[str, float]:
     for member, times_s in taken.items():
         name = f"{member} ({crew.infos[member].id})"
         if isinstance(times_s, str):
-            raise CostError(f"{name} cannot run the smallest graph: {times_s}")
+            raise CostError(f"{name} cannot run the smallest graph: {times_s}; leave it out")
         samples = Samples.of(times_s)
         samples.check(f"{name}: the smallest graph")
         overheads_s[member] = samples.median_s

@@ -1,4 +1,4 @@
-"""Patterns: layers whose programs differ only in names cost the same, so only one is measured."""
+"""Patterns: layers whose programs differ only in names. They cost the same: one is measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.sdk.graph import graph_structure
 class Network:
     """A network cut after every layer, with the graphs of the first layer of each pattern.
 
-    `layers` has the pattern of every layer, by number.
+    `layers` has the number of every layer's pattern.
     """
 
     patterns: tuple[StageGraphs, ...]
@@ -45,8 +45,7 @@ def pattern_of(stage: StageGraphs) -> str:
     """Return a key of a stage's programs. The names of layers, values and nodes do not count.
 
     Stages with equal keys have the same operators, arguments, shapes and dtypes at every size of
-    micro-batch, the same roles of inputs and outputs, and the same constants. Aliasing of inputs
-    and outputs counts.
+    micro-batch, the same roles and aliases of inputs and outputs, and the same constants.
     """
     digest = hashlib.sha256()
     names: dict[tuple[str, str], int] = {}

@@ -114,7 +114,7 @@ workers may share a process."""
 def prepare(device: Device, emulation: Emulation, sizes: Sizes | None) -> Sizes | None:
     """Compile both programs, at the `sizes` of an earlier probe if there was one.
 
-    Returns their sizes; None if the device cannot run them.
+    Returns the programs' sizes; None if the device cannot run both programs.
     """
     room = device.info.memory_nbytes // SHARE
     orders = [n for n in ORDERS if 12 * n * n <= room] if sizes is None else [sizes[0]]
@@ -186,7 +186,7 @@ class Probes:
         for subject, samples in (("product", product), ("elementwise pass", elementwise)):
             samples.check(f"{name}: the probe's {subject}")
             warn_of_bad(f"{name}: the probe's {subject}", samples)
-        # Means, since training is also slowed if something interrupts only one run in ten.
+        # Means, not medians: if something interrupts one run in ten, that slows training too.
         spread = max(product.spread, elementwise.spread)
         return Probe(product.mean_s, elementwise.mean_s, spread, *self._sizes[member])
 
@@ -199,8 +199,7 @@ class Probes:
 
 
 def median_probe(probes: Sequence[Probe]) -> Probe:
-    """Return one probe for several with the same programs: their medians, and the spread among
-    them."""
+    """Return the medians of probes with the same programs, and the spread among these probes."""
     if len(probes) == 1:
         return probes[0]
     product, elementwise = (

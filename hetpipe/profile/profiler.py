@@ -53,7 +53,7 @@ Place = tuple[int, int, int]
 
 FORWARD, BACKWARD, UPDATE = range(3)
 RULES = 6  # version of the measurement: a cache entry of another version is not used
-ROUNDS = 12  # of `smallest`
+ROUNDS = 12  # rounds of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 
@@ -68,8 +68,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Prepared:
-    """By number, the patterns that cannot run, with the reason; and how many graphs were compiled
-    and run."""
+    """Why some patterns cannot run, by number, and how many graphs were compiled and run."""
 
     refused: dict[int, str]
     compilations: int
@@ -84,10 +83,9 @@ workers may share a process."""
 def prepare(
     device: Device, network: Network, sizes: Sequence[int], emulation: Emulation, seed: int = 0
 ) -> Prepared:
-    """Compile the patterns, and run each once, since some runtimes compile a program at its first
-    run.
+    """Compile the patterns and run each once, since some runtimes compile at the first run.
 
-    Then `rounds` can measure them. A speed below 1 is emulated only after these first runs.
+    A speed below 1 is emulated only after these first runs.
     """
     session = _own.session = Session(device, network, seed=seed)
     measured = Times()
@@ -117,12 +115,11 @@ def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, 
 
 
 def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Times, Times]:
-    """Run all updates and then two walks, again and again: at least `least` times, and for at least
-    `least_s` seconds.
+    """Run updates and then two walks, `least` times or more, for `least_s` seconds or more.
 
-    Returns the times of updates and first walks, and of second walks. The passes of a first walk
-    read new weights, which are not in the caches and must be packed again. The extra time for that
-    does not depend on the size of the micro-batch, so a small size shows it best.
+    Returns the times of updates and first walks, and the times of second walks. The passes of a
+    first walk read new weights, which are not in the caches and must be packed again. This extra
+    time does not depend on the size of the micro-batch, so a small size shows it best.
     """
     session: Session = _own.session
     after, usual = Times(), Times()
@@ -143,7 +140,7 @@ def release(device: Device) -> None:
 
 
 def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[float] | str:
-    """Return the seconds of every forward of a tiny stage, for one sample; or why it cannot run."""
+    """Return the seconds of each forward of a stage for one sample, or why it cannot run."""
     session, measured = Session(device, Network.of([stage]), emulation), Times()
     if session.refused:
         return session.refused[0]
@@ -215,8 +212,7 @@ class Session:
         clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def _run(self, place: Place, size: int, measured: Times, fresh: set[tuple[str, str]]) -> float:
-        """Run a pass. Return the seconds for which the device must still wait to have its emulated
-        speed."""
+        """Run a pass; return the seconds that it still has to wait for its emulated speed."""
         if place not in self._programs:
             return 0.0
         program, executable = self._programs[place]
@@ -243,7 +239,7 @@ class Session:
         return ahead_s
 
     def _input(self, slot: Slot, size: int, pattern: int, fresh: set[tuple[str, str]]) -> Buffer:
-        """Return the buffer of an input. Unless a pass has written it, its values are made up."""
+        """Return the buffer of an input; if no pass has written it, fill it with made-up values."""
         room = self._room(slot, size, pattern)
         handed = slot.role in _HANDED and slot.key not in fresh
         if handed or slot.key not in room:
@@ -277,8 +273,7 @@ def _programs(pattern: int, stage: StageGraphs) -> dict[Place, Program]:
 
 
 def _donated(slot: Slot, program: Program) -> bool:
-    """Whether a program may overwrite an input, as in training: it may if it also outputs a new
-    value of that parameter, gradient or state."""
+    """Whether the input is a parameter, gradient or state whose new value the program outputs."""
     return slot.role in ("param", "grad", "state") and any(
         slot.key == out.key for out in program.outputs
     )

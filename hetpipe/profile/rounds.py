@@ -23,8 +23,8 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes, median_probe
 from hetpipe.profile.profiler import Prepared, Times
 
-LEAST = 3  # slices in a half
-MOST = 50  # rounds in a slice
+LEAST = 3  # least slices in a half
+MOST = 50  # most rounds in a slice
 SLICE_S = 0.1
 HALF_S = 0.3  # least seconds of a half, because the system counts core time in steps of 0.01 s
 BUDGET_S = 0.6  # most seconds of a half, per size; but at least `LEAST` slices are run
@@ -92,7 +92,7 @@ class Rounds:
         self._slice_s = SLICE_S  # seconds; after each slice, set by `_slowest_s`
 
     def half(self, probes: Probes) -> float:
-        """Measure until the medians of all patterns are known precisely, or the time is over.
+        """Measure until all medians are precise or the budget is spent.
 
         Returns the share of the cores that other work used.
         """
@@ -120,8 +120,7 @@ class Rounds:
         return half.foreign
 
     def finish(self) -> dict[str, Series]:
-        """Measure the updates, free the workers' programs, and return the rounds that count, by
-        member.
+        """Measure updates, free the workers' programs, and return by member the rounds that count.
 
         Raises `CostError` if times are not credible.
         """
@@ -206,7 +205,7 @@ class Rounds:
         return self._crew.call_each(f"{WORKER}:rounds", arguments)
 
     def _slowest_s(self, latest: Mapping[str, Times]) -> float:
-        """Return the seconds of a slice in which the slowest device can end a round."""
+        """Return the least seconds of a slice in which the slowest device ends a round."""
         return max(SLICE_S, *(min(measured.rounds_s) for measured in latest.values()))
 
     def _measure_alone(self, probes: Probes) -> None:

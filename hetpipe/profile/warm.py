@@ -1,6 +1,6 @@
 """Runs the small programs of a measurement once, so that the devices' runtimes have compiled them.
 
-The workers run them while the controller captures the model.
+The workers run these programs while the controller captures the model.
 """
 
 from __future__ import annotations
