@@ -51,10 +51,7 @@ CHUNKED = ("1f1b-as", "fbp")
 
 @dataclass(frozen=True)
 class ClockCase:
-    """Times of one schedule on N stages, with one transfer time.
-
-    They are seconds of a step or, in a stream, of a mini-batch.
-    """
+    """A schedule on some stages, with the seconds of a step or, in a stream, of a mini-batch."""
 
     schedule: str
     stages: int
@@ -97,11 +94,10 @@ class _Times:
 
     @staticmethod
     def of(crew: Crew, stages: int, transfer_s: float, chunks: int) -> _Times:
-        """Measure steps in which one pass follows the other.
+        """Measure steps in which only one pass runs at a time.
 
-        The time of a step that its passes and links do not explain is spent copying. As in a plan,
-        the computing cores copy: half of the copying of a transfer lengthens the pass at each of
-        its ends.
+        The step's time beyond its passes and links is spent copying. As in a plan, the computing
+        cores copy: half of a transfer's copying lengthens the pass at each end of the transfer.
         """
         load_empty(crew, Keep(), CHUNKS)
         schedule = generate("naive", stages, MICROBATCHES)
@@ -142,7 +138,7 @@ def _stage_times(
 
 
 def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) -> float | None:
-    """Return the step by BaPipe's table 1 or GPipe's formula; None where neither applies."""
+    """Return a step's seconds by BaPipe's table 1 or GPipe's formula; None if neither applies."""
     both_s = FORWARD_S + BACKWARD_S
     fill_s = (microbatches + stages - 1) * both_s
     if schedule == "naive":
@@ -213,10 +209,7 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
 
 
 def _interval_s(timeline: Timeline) -> float:
-    """Return the seconds between two mini-batches in the steady state, at the input stage.
-
-    They are the median over windows of `WINDOW` mini-batches, of the mean in each window.
-    """
+    """Return the seconds per mini-batch at stage 0: the median over windows in the steady state."""
     ends_s = sorted(
         span.end_s
         for span in timeline.spans
@@ -227,7 +220,6 @@ def _interval_s(timeline: Timeline) -> float:
 
 
 def main() -> None:
-    """Print the table, and the largest differences."""
     cases = measure()
     numbers = ("N", "SR", "measured", "simulated", "profiled", "formula", "busy")
     title = f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds"
@@ -248,8 +240,8 @@ def main() -> None:
         errors = [abs(measured / other - 1) for measured, other in others]
         within = sum(each <= 0.03 for each in errors)
         print(
-            f"from the {name}: at most {100 * max(errors):.1f} %, {within} of {len(errors)} rows "
-            "within 3 %, measured"
+            f"measured times differ from the {name} by at most {100 * max(errors):.1f} %; "
+            f"{within} of {len(errors)} rows are within 3 %"
         )
 
 

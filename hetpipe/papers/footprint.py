@@ -120,7 +120,7 @@ def flushed(
     in_flight: Sequence[int] | None = None,
     recompute: str = "none",
 ) -> Footprint:
-    """Run one step of a synchronous schedule over the stages, and return its peaks."""
+    """Run one step of a synchronous schedule, and return the peaks of the stages."""
     rows = generate(schedule, len(subject.cuts) + 1, microbatches, in_flight=in_flight)
     request = _request(subject, batch, microbatches, rows)
     halves = any(action.op in HALVES for row in rows for action in row)
@@ -132,10 +132,7 @@ def flushed(
 def streamed(
     crew: Crew, subject: CutModel, batch: Batch, in_flight: Sequence[int] | None = None
 ) -> Footprint:
-    """Run PipeDream with stashed weights, for long enough that all versions of weights are in use.
-
-    Return the peaks.
-    """
+    """Run PipeDream until all stashed versions of weights are in use, and return the peaks."""
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
@@ -152,10 +149,7 @@ def streamed(
 
 
 def predicted_nbytes(subject: CutModel, samples: int, depths: Footprint) -> tuple[int, ...]:
-    """Predict the peak bytes of each stage for micro-batches of `samples`.
-
-    `depths` has the counted micro-batches in flight and versions of weights.
-    """
+    """Predict each stage's peak bytes from the counted depths and versions in `depths`."""
     costs = subject.costs(samples)
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
     return tuple(
@@ -179,7 +173,6 @@ def communicated_nbytes(subject: CutModel, samples: int) -> tuple[float, float]:
 
 
 def weights_nbytes(subject: CutModel) -> int:
-    """Return the bytes of all parameters."""
     return sum(array.nbytes for array in subject.captured.parameters.values())
 
 

@@ -204,11 +204,7 @@ def _numbers(node: ProfileNode) -> float:
 def speedup(
     network: Network, cluster: Cluster, assumption: Assumption, slices: int = SLICES
 ) -> Speedup:
-    """Return the times of a mini-batch on a chain of boards, in a pipeline and in data parallelism.
-
-    Each layer has `slices` slices, and a cut may separate two; with one slice, stages have whole
-    layers.
-    """
+    """Return the times of a mini-batch on a chain of boards, with each layer in `slices` slices."""
     rates = [assumption.rates(board(member.board)) for member in cluster.members]
     links = link_costs(cluster)
     between = [links[pair] for pair in zip(cluster.ids, cluster.ids[1:], strict=False)]
@@ -246,7 +242,7 @@ def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int,
     """Return the cuts with the quickest slowest stage, by bisection to a relative `PRECISION`.
 
     The bisection tries times. Each stage takes as many layers as it can compute in the tried time.
-    The sum of single layers' times is not the time of a stage, whose layers share the chip.
+    A stage's time is not the sum of its layers' times, because the layers share the chip.
     """
     depth = in_flight(0, len(rates))
     shortest_s, longest_s = 0.0, max(sum(stage_s(layers, each, depth)) for each in rates)
@@ -265,7 +261,7 @@ def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int,
 def _filled(
     layers: Sequence[LayerShape], rates: Sequence[Rates], limit_s: float
 ) -> tuple[int, ...] | None:
-    """Return cuts with no stage slower than `limit_s` or empty; None if there are no such cuts."""
+    """Return cuts with stages of `limit_s` or less, none of them empty; None without such cuts."""
     cuts = [0]
     for stage, each in enumerate(rates):
         taken = _taken(layers[cuts[-1] :], each, in_flight(stage, len(rates)), limit_s)

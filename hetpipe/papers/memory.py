@@ -3,7 +3,7 @@
 The tables are DAPPLE's table 5 (peak memory of GPipe and 1F1B for more and more micro-batches),
 PipeDream's figure 16 (memory of every stage of an asynchronous pipeline, against a replica in data
 parallelism) and figure 17 (bytes communicated per sample). Peaks are counted while the stages train
-(see `hetpipe.worker.memory`); the planner makes the predictions.
+(see `hetpipe.worker.memory`), and the planner predicts them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Batch
 
 MIB = 2**20
-BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 256, 4, 128, 512  # of the encoder
+BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 256, 4, 128, 512  # sizes of `Encoder`
 SAMPLES = 2  # in a micro-batch, as in DAPPLE's table 5
 STAGES = 4  # in PipeDream's figures
 CUTS = {
@@ -105,7 +105,7 @@ def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> 
 
 
 def zoo(name: str) -> tuple[CutModel, Batch]:
-    """Return a workload's model, cut by `CUTS`, and one of its mini-batches."""
+    """Return a workload's model, cut by `CUTS`, and a mini-batch of the workload."""
     workload = load_workload(name)
     if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
         head = workload.model.head
@@ -188,7 +188,6 @@ def _peaks(counted: Footprint, predicted: Sequence[int]) -> list[str]:
 
 
 def main() -> None:
-    """Print the tables."""
     console = Console(emoji=False)
     console.print(describe())
     with crew_of(STAGES) as crew:

@@ -39,8 +39,8 @@ def measure_empty_action(
 ) -> float:
     """Return the seconds per action of steps whose graphs only return their inputs.
 
-    Each worker has a core. The result is the median time of some 1F1B steps, each from its first
-    start to its last end, divided by the number of actions of the busiest worker.
+    Each worker is pinned to a core. The result is the median time of some 1F1B steps, from the
+    first start to the last end in a step, divided by the number of actions of the busiest worker.
     """
     cores = available_cores()
     members = tuple(Member(f"worker {n}", device, (cores[n % len(cores)],)) for n in range(workers))
@@ -68,7 +68,7 @@ def empty_request(schedule: Schedule, microbatches: int, width: int = 1) -> Step
 
 
 def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:
-    """Return a stage with one weight that passes on its inputs; a cut has `width` numbers."""
+    """Return a stage that passes on its inputs and has one weight; a cut has `width` numbers."""
     first, last = n == 0, n == stages - 1
     enter = _tensor(INPUT, "x", width) if first else _tensor(CUT, f"t{n - 1}", width)
     scalar = Slot(LOSS, "loss", (), "float32")
@@ -86,7 +86,7 @@ def _tensor(role: str, name: str, width: int) -> Slot:
 
 
 def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
-    """Return a program without operators: each output is the input of its name, or of its shape."""
+    """Return a program without operators: an output is the input of equal key, or else shape."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for slot in inputs:
@@ -104,7 +104,6 @@ def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], slot: Slot) -> int
 
 
 def main(device: str = "pytorch:cpu:0") -> None:
-    """Print the cost for every transport."""
     for transport in TRANSPORTS:
         cost_s = measure_empty_action(transport, device=device)
         print(f"{device:16} {transport:14} {cost_s * 1e6:7.1f} us per action and worker, measured")

@@ -2,8 +2,8 @@
 
 Two torch workers train a model with `rebalance="auto"`. One worker slows down, by an emulated speed
 or because another process computes on its core, and later recovers. A second pair of workers on the
-same cores slows down and recovers at the same time, and gets a new plan for each of these three
-phases. The two trainings take their steps in turn, so that other work on the machine affects both.
+same cores slows down and recovers at the same time, but gets a new plan for each phase: before,
+during and after. The two trainings take turns, so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class Trainings:
         self._captured = Captured(own.model, own.loss_fn, self._example)
 
     def rates(self, phases: int, length: int, slow: Slow) -> list[tuple[float, float]]:
-        """Return (with `auto`, with the phase's plan) for each group of steps, in samples/s.
-
-        The member is slow in every second phase.
-        """
+        """Return, by group of steps, the samples/s with `auto` and with the phase's plan."""
         workload, pipe = self._pipeline(self._crew, rebalance="auto")
         times_s: list[tuple[float, float]] = []
         with pipe:
@@ -129,13 +126,12 @@ def table_of(rates: Sequence[tuple[float, float]], length: int) -> Iterator[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="hetpipe papers rebalance", description=__doc__)
     parser.add_argument("--model", default="digits", help="a model of the zoo")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=PHASE, help=f"of each phase ({PHASE})")
+    parser.add_argument("--steps", type=int, default=PHASE, help=f"steps in a phase ({PHASE})")
     parser.add_argument(
         "--neighbour", action="store_true", help="slow the worker by a process on its core"
     )

@@ -1,8 +1,8 @@
 """A device whose passes take a set time and compute nothing, for measurements of schedules alone.
 
-`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; of two passes at the same time,
-each has half the speed. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run
-graphs without operators, such as the graphs of `hetpipe.papers.overhead.empty_stage`.
+`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward. Two passes at the same time run
+at half speed each. `sleeping:10,20,16` streams its outputs in 16 chunks. The devices run graphs
+without operators, such as the graphs of `hetpipe.papers.overhead.empty_stage`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPIN_S = 0.3e-3
 
 
 class SleepingBackend(Backend):
-    """The backend of sleeping devices, whose ids set their times. It lists the ids in use."""
+    """The backend of sleeping devices; a device's id sets its times."""
 
     name = "sleeping"
 

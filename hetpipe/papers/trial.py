@@ -52,8 +52,8 @@ class Method:
 class Task:
     """A workload, the settings of its training, and the mean training loss to reach.
 
-    `figure` names one of the workload's validation figures. Without `cuts` (layer indices) the
-    stages have equal numbers of layers.
+    `figure` names a validation figure of the workload. Without `cuts`, the stages have equal
+    numbers of layers.
     """
 
     model: str
@@ -75,10 +75,7 @@ class Trial:
     figure: float
 
     def reached(self, target: float) -> int | None:
-        """Return the mini-batches until the mean of the last `WINDOW` losses was at most `target`.
-
-        Return None if it never was.
-        """
+        """Return after how many mini-batches a mean of `WINDOW` losses met the target, or None."""
         for count in range(WINDOW, len(self.losses) + 1):
             if statistics.fmean(self.losses[count - WINDOW : count]) <= target:
                 return count
@@ -139,10 +136,7 @@ def seeded_workload(model: str, seed: int) -> Workload:
 def unprofiled(
     captured: Captured, members: Sequence[str], task: Task, method: Method
 ) -> tuple[Plan, CostTable]:
-    """Return a plan with a stage per member, and an empty table of costs.
-
-    The cuts are the task's cuts, or make stages with equal numbers of layers.
-    """
+    """Return a plan with a stage per member, and an empty table of costs."""
     samples = task.mini_batch // method.microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     count = len(members)

@@ -18,10 +18,8 @@ from hetpipe.zoo.data import RandomModel, he_weights, images
 Operation = Callable[[int, int], nn.Module]
 """Function (channels, stride) -> a module that keeps the number of channels."""
 Genotype = Sequence[tuple[int, Operation]]
-"""Ten operations, two for each sum, each with the number of the state that it reads.
-
-States 0 and 1 are the inputs, later states are the sums.
-"""
+"""Ten operations, two for each sum, each with the number of the state that the operation reads.
+States 0 and 1 are the cell's inputs, later states are the sums."""
 
 
 class ReluConvNorm(nn.Sequential):
@@ -108,10 +106,7 @@ REDUCTION_ENDS = (4, 5, 6)
 
 
 class Cell(nn.Module):
-    """Results of the last two cells -> results of the last cell and of this one.
-
-    A reduction cell halves the size.
-    """
+    """Results of the last two cells -> results of the last cell and of this; may halve the size."""
 
     def __init__(
         self, before: int, last: int, channels: int, reduces: bool, last_reduced: bool

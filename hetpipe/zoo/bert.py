@@ -17,7 +17,7 @@ DROPOUT = 0.1
 
 
 class BertLayer(nn.Module):
-    """Attention, then a perceptron; each adds its input, then is normed. (n, length, width)."""
+    """Attention and a perceptron, each with a skip and then a norm, on (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -45,10 +45,7 @@ class BertLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens and a mask, (n, length) each -> logits (n, length, 2) of an answer's first and last.
-
-    The mask is 1 for tokens and 0 for padding.
-    """
+    """Tokens and a mask (0: padding), (n, length) -> logits (n, length, 2) of an answer's ends."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()

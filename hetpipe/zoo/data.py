@@ -42,10 +42,7 @@ def shuffle_batches(x: torch.Tensor, y: torch.Tensor) -> Batches:
 
 
 def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Return `validate(model)`, which returns the accuracy in eval mode.
-
-    The accuracy is the share of samples whose largest logit is at the label.
-    """
+    """Return `validate(model)`, which returns the accuracy in eval mode."""
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
         with eval_mode(model):
@@ -57,9 +54,9 @@ def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module],
 
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into eval mode without gradients; on exit each module gets its mode back.
+    """Put the model into eval mode without gradients; on exit, restore the mode of each module.
 
-    Parts of a model may be in eval mode on purpose, for instance a frozen backbone.
+    Some modules may be in eval mode on purpose, for instance a frozen backbone.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -115,7 +112,7 @@ def images(size: int, classes: int) -> Draw:
 
 
 def language(vocabulary: int, length: int) -> Draw:
-    """Return a function that draws tokens (n, length) and the token after each."""
+    """Return a function that draws tokens (n, length), and the token after each of these tokens."""
 
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
@@ -125,9 +122,9 @@ def language(vocabulary: int, length: int) -> Draw:
 
 
 def translation(vocabulary: int, source: int, target: int) -> Draw:
-    """Return a function that draws x: tokens (n, source) and (n, target); and y: (n, target).
+    """Return a function that draws x: tokens (n, source) and (n, target); and y: the next targets.
 
-    y has the token after each token of the target.
+    y (n, target) has the token after each token of the target.
     """
     following = language(vocabulary, target)
 
@@ -156,10 +153,7 @@ def spans(vocabulary: int, length: int) -> Draw:
 
 
 def span_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of an answer's first and last token.
-
-    The logits are (n, length, 2), and y is (n, 2).
-    """
+    """Return the mean cross entropy of an answer's ends: logits (n, length, 2), y (n, 2)."""
     first = functional.cross_entropy(logits[..., 0], y[:, 0])
     last = functional.cross_entropy(logits[..., 1], y[:, 1])
     return 0.5 * (first + last)

@@ -1,12 +1,12 @@
-"""GPT: `gpt` and `gpt-untied`, small and on Python's help pages, and `gpt2`, on random tokens.
+"""GPT: `gpt` and `gpt-untied` learn Python's help pages, and `gpt2` learns random tokens.
 
-The small networks have 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
+`gpt` and `gpt-untied` have 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
 models are unsupervised multitask learners", 2019): the output shares the token embedding's weights,
 and weights begin normal. Weights of layers whose output is added to the residual stream are smaller
-by the root of the number of these layers. The deviation of the other weights is
-root(2 / (5 width)), 0.04 here (Nguyen and Salazar, "Transformers without tears", 2019). GPT-2's own
-deviation, 0.02, is for wider networks: here, at a learning rate of 1e-3, the network would long
-predict nothing but the tokens' frequencies. There is no dropout.
+by the root of the number of these layers. The deviation of the other weights is root(2 / (5 width))
+(Nguyen and Salazar, "Transformers without tears", 2019), 0.04 in `gpt`. With GPT-2's deviation of
+0.02 and a learning rate of 1e-3, `gpt` long predicts only the frequencies of tokens. There is no
+dropout.
 
 Asynchronous pipelines update the first and the last stage at different times, so these stages
 cannot share weights: `gpt-untied` has separate output weights.
@@ -51,10 +51,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide: (n, length, width) -> (n, length, width).
-
-    A norm precedes each, and each adds its input.
-    """
+    """Attention and a perceptron, each after a norm and with a skip, on (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -120,12 +117,10 @@ class GPT(nn.Module):
 
 
 def workload() -> Workload:
-    """Return the workload `gpt`, with weights from a fixed seed."""
     return _workload("gpt", GPT)
 
 
 def untied_workload() -> Workload:
-    """Return the workload `gpt-untied`, with weights from a fixed seed."""
     return _workload("gpt-untied", partial(GPT, tied=False))
 
 

@@ -1,8 +1,8 @@
 """GoogLeNet (Szegedy et al., CVPR 2015) and Inception-V3 (CVPR 2016), with batch norm.
 
-The modules have torchvision's names. Both networks have auxiliary classifiers, whose losses are
-added with the papers' weights. `narrow` divides the numbers of channels. PipeOptim trains GoogLeNet
-for 100 classes and Inception-V3 for 200.
+The larger modules have torchvision's names. Both networks have auxiliary classifiers, whose losses
+are added with the papers' weights. `narrow` divides the numbers of channels. PipeOptim trains
+GoogLeNet for 100 classes and Inception-V3 for 200.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Branches(nn.Module):
 
 
 class Fork(nn.Module):
-    """A trunk, then two branches that both read its result."""
+    """A trunk, then two branches that both read the trunk's result."""
 
     def __init__(self, trunk: nn.Module, one: nn.Module, other: nn.Module) -> None:
         super().__init__()
@@ -64,10 +64,9 @@ class Fork(nn.Module):
 
 
 def inception(inner: int, widths: Sequence[int]) -> Branches:
-    """Return a module of GoogLeNet with four branches.
+    """Return a module of GoogLeNet; `widths` has the channels of its convolutions, in order.
 
-    They are a 1x1 convolution, twice a 1x1 and a 3x3 convolution, and a pooling and a 1x1
-    convolution. `widths` has the channels of the convolutions in this order.
+    The four branches are 1x1; 1x1 and 3x3; another 1x1 and 3x3; a pooling and 1x1.
     """
     a, b0, b1, c0, c1, d = widths
     pooled = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), BasicConv2d(inner, d, 1))
@@ -237,7 +236,7 @@ def _mixed_7(inner: int, w: Any) -> Branches:
 
 
 def auxiliary_loss(weight: float, logits: Sequence[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of the first logits, plus the others, each times `weight`."""
+    """Return the first logits' cross entropy plus `weight` times each other cross entropy."""
     loss, *others = (functional.cross_entropy(each, y) for each in logits)
     for other in others:
         loss = loss + weight * other

@@ -57,9 +57,9 @@ ZOO = {
 def load_workload(name: str) -> Workload:
     """Return the zoo's workload with this name, or the result of `package.module:factory`.
 
-    The module may be in the working directory. This comes last on the import path, so a `queue.py`
-    there does not hide the standard library's, and stays on the path for later imports. Raises
-    `HetpipeError` if the workload is missing or wrong, and `UserCodeError` if its code raises.
+    The module may be in the working directory, which is appended to the import path, so a
+    `queue.py` there does not hide the standard library's. Raises `HetpipeError` if the workload is
+    missing or wrong, and `UserCodeError` if its code raises.
     """
     check_name(name)
     if name in ZOO:
@@ -78,7 +78,7 @@ def load_workload(name: str) -> Workload:
 
 
 def zoo_names(published: bool) -> list[str]:
-    """Return the zoo's models at their published sizes, or all small ones."""
+    """Return the names of the zoo's models with published sizes, or of all other models."""
     with_small = {name.removesuffix(SMALL) for name in ZOO if name.endswith(SMALL)}
     return [name for name in ZOO if (name in with_small) == published]
 

@@ -63,9 +63,8 @@ def workload() -> Workload:
 class ResidualLstm(nn.Module):
     """A residual LSTM (Kim et al., Interspeech 2017): (n, length) of tokens -> (n, classes).
 
-    PipeOptim trains it as a classifier of film reviews.
-    Each layer adds its input to its output. The mean of the last layer's outputs over a review's
-    tokens is classified.
+    PipeOptim trains it as a classifier of film reviews. Each layer adds its input to its output.
+    The mean of the last outputs over a review's tokens is classified.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, classes: int = 2) -> None:
@@ -105,10 +104,9 @@ class AwdLstm(nn.Module):
     """The AWD-LSTM (Merity et al., ICLR 2018), for tokens as in the Penn Treebank.
 
     (n, length) of tokens -> (n, length, vocabulary) logits of the next tokens. The output shares
-    the embedding's weights. Dropout drops a feature for all tokens of a sample. The paper also
-    drops weights of the recurrent matrices and words of the embedding, the same ones in a whole
-    mini-batch. This is left out, because micro-batches would draw different ones, and so train
-    different networks.
+    the embedding's weights. The paper also drops recurrent weights and words of the embedding for
+    a whole mini-batch. This is left out here: each micro-batch would drop different ones, and so
+    train a different network.
     """
 
     def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int = 3) -> None:
@@ -144,8 +142,8 @@ class S2VT(nn.Module):
 
     Frames (n, frames, features), previous words (n, length) -> (n, length, vocabulary). Both LSTM
     layers process one sequence: first the frames, then the words. The first layer reads the frames,
-    then zeros. The second layer reads the first layer's output; beside it, zeros during the frames
-    and then the previous words.
+    then zeros. The second layer reads the first layer's output, joined with zeros during the frames
+    and with the previous words after them.
     """
 
     def __init__(self, features: int, vocabulary: int, embedding: int, hidden: int) -> None:

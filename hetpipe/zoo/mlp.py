@@ -18,10 +18,7 @@ WIDTH = 128
 
 
 def workload() -> Workload:
-    """Return the workload: ten Gaussian clouds in 32 dimensions, and weights from a fixed seed.
-
-    2048 points are for training and 512 for validation.
-    """
+    """Return the workload: 2048 points of Gaussian clouds for training, 512 for validation."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (2560,), generator=generator)

@@ -1,7 +1,4 @@
-"""MobileNet-V3, large (Howard et al., ICCV 2019).
-
-It has depthwise convolutions, squeeze-and-excitation blocks, and hard swish as an activation.
-"""
+"""MobileNet-V3, large (Howard et al., ICCV 2019)."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widens, convolves each channel, narrows; adds its input if the shapes agree."""
+    """Widens, convolves each channel, narrows, and adds the block's input if the shapes agree."""
 
     def __init__(self, before: int, row: Row) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, and the skip, which is adapted in the same way."""
+    """1x1, 3x3 and 1x1 convolutions, and the skip as in `BasicBlock`."""
 
     def __init__(self, inner: int, width: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(n, 3, size, size) -> (n, classes). `depths` has the blocks of `layer1`, `layer2`, ..."""
+    """(n, 3, size, size) -> (n, classes). `depths` has the number of blocks of each layer."""
 
     def __init__(
         self, depths: Sequence[int], width: int = 64, classes: int = 1000, deep: bool = True

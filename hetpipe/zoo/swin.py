@@ -28,7 +28,7 @@ def join_windows(x: torch.Tensor, window: int, size: int) -> torch.Tensor:
 
 
 def relative_index(window: int) -> torch.Tensor:
-    """Return an index of the relative position for each pair of positions in a window."""
+    """Return (window^2, window^2): the index of the relative position of each pair of positions."""
     place = torch.arange(window)
     rows, columns = (each.flatten() for each in torch.meshgrid(place, place, indexing="ij"))
     down = rows[:, None] - rows[None] + window - 1
@@ -37,10 +37,7 @@ def relative_index(window: int) -> torch.Tensor:
 
 
 def shift_mask(size: int, window: int, shift: int) -> torch.Tensor:
-    """Return (windows, window^2, window^2): -100 for positions that only the shift joined, else 0.
-
-    The attention adds the mask to its scores.
-    """
+    """Return (windows, window^2, window^2): -100 for pairs that only the shift joined, else 0."""
     band = torch.zeros(size)
     band[size - window : size - shift] = 1
     band[size - shift :] = 2

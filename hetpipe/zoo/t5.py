@@ -42,10 +42,9 @@ def buckets(length: int, both_ways: bool) -> torch.Tensor:
 
 
 class T5Attention(nn.Module):
-    """Attention without a scale.
+    """Attention without a scale: queries from x, keys and values from `other`.
 
-    (n, length, width) for the queries and (n, other length, width) for keys and values
-    -> (n, length, width).
+    x (n, length, width), `other` (n, other length, width) -> (n, length, width)
     """
 
     def __init__(self, width: int, heads: int, size: int) -> None:
@@ -72,10 +71,7 @@ class T5Attention(nn.Module):
 
 
 class T5Block(nn.Module):
-    """Attention, in a decoder also attention on the encoder's output, and a perceptron.
-
-    A norm precedes each of them.
-    """
+    """Attention (a decoder adds attention on `encoded`) and a perceptron; a norm precedes each."""
 
     def __init__(self, width: int, heads: int, size: int, hidden: int, decodes: bool) -> None:
         super().__init__()

@@ -51,7 +51,6 @@ class BytePairs:
         return tokens
 
     def decode(self, tokens: Tokens) -> bytes:
-        """Return the text of these tokens."""
         words = [bytes([byte]) for byte in range(BYTES)]
         for first, second in self.merges:
             words.append(words[first] + words[second])
@@ -116,10 +115,7 @@ def encode_corpus() -> tuple[BytePairs, Tokens, Tokens]:
 
 
 def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and y, (windows, length) each; each token of y follows the token of x at its place.
-
-    An incomplete last window is dropped.
-    """
+    """Return x and y, (complete windows, length) each; y is one token ahead of x."""
     count = (len(tokens) - 1) // length
     x, y = (tokens[lo : lo + count * length].reshape(count, length) for lo in (0, 1))
     return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
@@ -132,7 +128,7 @@ def text_workload(
     optimizer: Optimizer,
     blocks: tuple[str, ...] = (),
 ) -> Workload:
-    """Return a workload: a language model, with weights from a fixed seed, on `length` tokens."""
+    """Return the workload of a language model, with seeded weights, on windows of the corpus."""
     batches, validate, train_samples = language(length)
     return Workload(
         model=seeded(model),
@@ -164,10 +160,7 @@ def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dict[str, float]]:
-    """Return `validate(model)`, which returns the perplexity of y in eval mode.
-
-    The perplexity is e to the power of a token's mean cross entropy.
-    """
+    """Return `validate(model)`, which returns the perplexity of y in eval mode."""
 
     def validate(model: nn.Module) -> dict[str, float]:
         with eval_mode(model):

@@ -26,10 +26,7 @@ OURS = (HOME, str(importlib.__file__), "<frozen ")
 
 @contextmanager
 def run_user_code(where: str) -> Iterator[None]:
-    """Run a user's code. Raises `UserCodeError`, with the user's traceback, if the code raises.
-
-    A `HetpipeError` passes unchanged.
-    """
+    """Run a user's code; turn every error except a `HetpipeError` into a `UserCodeError`."""
     try:
         yield
     except HetpipeError:
@@ -89,7 +86,7 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
     yield "mini_batch", _is_count(workload.mini_batch), "a whole number, 1 or more"
     optimizer = workload.optimizer
     ours = optimizer is None or isinstance(optimizer, Optimizer)
-    yield "optimizer", ours, "one of hetpipe.optim, or None; torch's own cannot be cut into stages"
+    yield "optimizer", ours, "one of hetpipe.optim or None; torch's optimizers work on whole models"
     validate, samples = workload.validate, workload.train_samples
     yield "validate", validate is None or callable(validate), "a function of the model, or None"
     yield "train_samples", samples is None or _is_count(samples), "a whole number, or None"
@@ -155,7 +152,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Return a text for a message: a number or a string itself, of other values the type."""
+    """Return a text for a message: None, a number or a string itself; else the value's type."""
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if isinstance(value, type):

@@ -22,7 +22,7 @@ NARROW = 8  # a small network has 1 / NARROW of the channels
 
 
 class VGG(nn.Module):
-    """(n, 3, size, size) -> (n, classes); features are pooled to grid x grid positions first."""
+    """(n, 3, size, size) -> (n, classes); linear layers read features at grid x grid positions."""
 
     def __init__(
         self, widths: Sequence[int], grid: int = 7, hidden: int = 4096, classes: int = 1000

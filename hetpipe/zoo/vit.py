@@ -10,7 +10,7 @@ from hetpipe.zoo.data import RandomModel, images
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then a perceptron four times as wide; a norm precedes each. (n, length, width)."""
+    """Attention and a perceptron, each after a norm and with a skip, on (n, length, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """XLNet (Yang et al., NeurIPS 2019) for questions as in SQuAD: attention by relative positions.
 
 It is the network for fine-tuning: one stream, in which every token sees all others. Tensors are
-(length, n, width), as in the paper's code, and products are written as sums over indices. XLNet-36
-is XLNet-large with 36 layers, as DAPPLE trains it. DAPPLE's paper gives 500 M parameters; there are
-524 M here.
+(length, n, width), as in the paper's code. XLNet-36 is XLNet-large with 36 layers, as DAPPLE trains
+it. DAPPLE's paper gives 500 M parameters; here the network has 524 M.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def shift_distances(scores: torch.Tensor) -> torch.Tensor:
 
 
 class RelativeAttention(nn.Module):
-    """Attention whose scores add a part by content and a part by distance.
-
-    Each part has a bias that all positions share.
-    """
+    """Attention whose scores add a part by content and a part by distance, each with a bias."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -84,10 +80,7 @@ class XLNetLayer(nn.Module):
 
 
 class XLNet(nn.Module):
-    """Tokens and a mask, (n, length) each -> logits (n, length, 2) of an answer's first and last.
-
-    The mask is 1 for tokens and 0 for padding.
-    """
+    """Tokens and a mask (0: padding), (n, length) -> logits (n, length, 2) of an answer's ends."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()

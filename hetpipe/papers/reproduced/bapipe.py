@@ -72,7 +72,7 @@ GNMT_PARAMS = {32: 445.6, 42: 550.6, 60: 739.5, 74: 886.4, 118: 1350.0, 158: 178
 
 @dataclass(frozen=True)
 class Model:
-    """A model on 4 or 8 devices of the paper's cluster, as in `vgg16_4`.
+    """A model on 4 or 8 devices of the paper's cluster: `key` is, for instance, `vgg16_4`.
 
     `batch` has the samples per device of BaPipe. 0 micro-batches mean data parallelism.
     """
@@ -191,7 +191,7 @@ def slower(cluster: Cluster, rate_Bps: float) -> Cluster:
 
 
 def _pipedream(case: Model, links: str, rate_Bps: float) -> Plan:
-    """Return PipeDream's plan. Its planner knows one rate; with slow sums, the sums' rate."""
+    """Return PipeDream's plan. Its planner knows one rate: the sums' rate if sums are slow."""
     options = PlannerOptions(BATCH, (1,), ("pipedream",))
     slow = slower(case.cluster, rate_Bps)
     cluster = case.cluster if links == PCIE else slow

@@ -48,15 +48,15 @@ class Gnmt:
     def table(self, cluster: Cluster, samples: int, layers: int) -> CostTable:
         """Return the costs with `layers` LSTM layers, at micro-batches of `samples`."""
         table = self.subject.costs(cluster, [samples])[samples]
-        for block in reversed(self.blocks):  # the decoder's block first: it moves no earlier layer
+        for block in reversed(self.blocks):  # from the end, so that `self.blocks` stay valid
             table = repeated(table, block, block, 1 + (layers - LAYERS) // 2)
         return table
 
     def largest(self, method: str) -> list[int]:
         """Return the most LSTM layers on 1, 2, 4 and 8 devices.
 
-        One device trains without a pipeline. `method` is "dp" (data parallelism), "pipedream" (with
-        stages balanced by time), "gpipe" or "bapipe".
+        `method` is "dp" (data parallelism), "pipedream" (with stages balanced by time), "gpipe" or
+        "bapipe". A single device trains without a pipeline.
         """
         return [self._largest(method, devices) for devices in (1, 2, 4, 8)]
 
@@ -82,7 +82,7 @@ class Gnmt:
 
 
 def by_weights(chain: ChainCosts) -> ChainCosts:
-    """Merge each layer without parameters into the layer before it, and return the new chain."""
+    """Merge each layer without parameters into the layer before it, or at the start, after it."""
     starts = [n for n, nbytes in enumerate(chain.params_nbytes) if nbytes]
     ends = [*starts[1:], len(chain.names)]
     spans = [slice(lo, hi) for lo, hi in zip([0, *starts[1:]], ends, strict=True)]

@@ -18,7 +18,7 @@ METHODS = {
     "PipeDream-2BW": Method("pipedream", "2bw"),
     "PipeOptim": Method("pipedream", "pipeoptim"),
 }
-GPIPE_MICROBATCHES = 4
+GPIPE_MICROBATCHES = 4  # per mini-batch; the other methods have one
 LARGEST = {
     "ResNet-101": (86, 86, 86, 86),
     "GNMT-8": (130, 136, 140, 142),
@@ -58,7 +58,7 @@ def largest_batches(data: Path) -> tuple[str, list[Figure]]:
 
 
 def batches(data: Path, model: str) -> dict[str, int]:
-    """Return the most samples of a micro-batch by method; all but GPipe have one per mini-batch."""
+    """Return the most samples of a micro-batch, by method."""
     name, samples = PROFILES[model]
     chain = read_profile(data / "profiles" / f"{name}.txt").without_inputs().chain()
     cluster = Cluster.published("pipeoptim-b")

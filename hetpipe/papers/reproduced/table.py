@@ -76,7 +76,7 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
 
 
 def expected(data: Path, paper: str) -> dict[str, Any]:
-    """Return the published figures of a paper. Raises `HetpipeError`."""
+    """Return the published figures of a paper. Raises `HetpipeError` if they are missing."""
     path = data / "expected" / f"{paper}.toml"
     return parse_toml(read_text(path, HetpipeError), path, HetpipeError)
 
