@@ -239,7 +239,7 @@ def in_flight(stage: int, stages: int) -> int:
 
 
 def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int, ...]:
-    """Return the cuts with the quickest slowest stage, by bisection to a relative `PRECISION`.
+    """Return the cuts whose slowest stage is quickest, by bisection to a relative `PRECISION`.
 
     The bisection tries times. Each stage takes as many layers as it can compute in the tried time.
     A stage's time is not the sum of its layers' times, because the layers share the chip.

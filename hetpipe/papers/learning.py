@@ -139,7 +139,7 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Return `mean (min .. max)` of the values of `of` trials; their number if some have none."""
+    """Return `mean (min .. max)`; if only 2 of `of` trials have a value, `2 of 3: min .. max`."""
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
 
 def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int, ...]:
-    """Return the number of the first layer whose name begins with each of `names`."""
+    """Return, for each name in `names`, the number of the first layer with this prefix."""
     layers = [layer.name for layer in captured.layer_graph(samples).layers]
     return tuple(next(i for i, n in enumerate(layers) if n.startswith(name)) for name in names)
 

@@ -71,7 +71,7 @@ class Trainings:
         return [(auto, best) for auto, best in rates]
 
     def _pipeline(self, crew: Crew, **options: Any) -> tuple[Workload, Pipeline]:
-        """Return a copy of the workload and its pipeline, planned for the present speeds."""
+        """Return a copy of the workload, and a pipeline planned for the present speeds."""
         own = replace(self._workload, model=copy.deepcopy(self._workload.model))
         pipe = Pipeline(
             own.model, own.loss_fn, self._example, cluster=crew.cluster, crew=crew,

@@ -103,7 +103,7 @@ class SharedSpeed:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 
     def _elapse(self) -> None:
-        """Bring times up to date; a pass slows the others only until its exact end."""
+        """Bring times up to date; a pass slows other passes only until its exact end."""
         now_s = self._now_s()
         while self._left_s:
             first = min(self._left_s, key=self._left_s.__getitem__)

@@ -122,7 +122,7 @@ class Subject:
 
 
 def timed(losses: Iterable[float]) -> Timed:
-    """Return the losses, and the seconds from now to each loss."""
+    """Return the losses, and the seconds from the call to each loss."""
     begin_s = time.perf_counter()
     pairs = [(loss, time.perf_counter() - begin_s) for loss in losses]
     return tuple(loss for loss, _ in pairs), tuple(time_s for _, time_s in pairs)

@@ -45,7 +45,7 @@ def _convolution(arguments: Sequence[Any], result: torch.Tensor) -> tuple[Produc
 
 
 def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[ProductShape, ...]:
-    """The input's gradient is a convolution the other way; the weight's sums over all pixels."""
+    """The gradient of x is a convolution; the gradient of the weight sums over all pixels."""
     dy, x, weight = arguments[:3]
     transposed, groups = arguments[7], arguments[9]
     want_x, want_weight = arguments[10][:2]

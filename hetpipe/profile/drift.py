@@ -28,7 +28,7 @@ class Correction:
 
     raw_s: float
     corrected_s: float
-    interval_s: tuple[float, float] | None  # in which the corrected step should be
+    interval_s: tuple[float, float] | None  # bounds of the corrected step
     drifts: dict[str, float]  # factor by member; a member without a probe is absent
     by_passes: bool = False
     """Whether the drifts come from the training's last passes, not from probes."""
@@ -75,7 +75,7 @@ def probes_of(table: CostTable) -> dict[str, Probe]:
 
 
 def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[str, Probe]:
-    """Probe these members together, with the sizes of the table's probes."""
+    """Probe these members together, with the programs of the probes in the table."""
     like = {id: probe for id, probe in probes_of(table).items() if id in members}
     if not like:
         return {}
@@ -114,7 +114,7 @@ def correct_for_drift(plan: Plan, table: CostTable, now: Mapping[str, Probe]) ->
 
 
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
-    """Probe the plan's devices, and return the prediction as `correct_for_drift` corrects it."""
+    """Probe the plan's devices, and return the correction by `correct_for_drift`."""
     return correct_for_drift(plan, table, probe_again(crew, table, plan.all_devices))
 
 

@@ -18,7 +18,7 @@ from hetpipe.profile.probing import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
 
 PRECISION = 0.02  # sufficient relative error of a median
-# Least ratio of the time alone to the time beside others; a lower one is a faulty measurement.
+# Lower ratios of a device's time alone to its time beside other devices are faulty measurements.
 LEAST_ALONE = 0.05
 
 
@@ -198,11 +198,10 @@ def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
 
 
 def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """Return the changes by pattern, scaled so that none is below 0 but their sum is the same.
+    """Return the changes by pattern with 0 for negative changes, scaled to keep their sum.
 
-    A negative sum becomes 0. In the sum over all layers, noise cancels; if only the negative
-    changes were dropped, the noise in the other changes would remain. `counts` has the number of
-    layers of each pattern.
+    A negative sum becomes 0. In the sum over all layers, noise cancels. If the changes above 0 were
+    not scaled, their noise would remain. `counts` has the number of layers of each pattern.
     """
     total_s = sum(counts[pattern] * one_s for pattern, one_s in changes_s.items())
     above_s = sum(counts[pattern] * max(one_s, 0.0) for pattern, one_s in changes_s.items())

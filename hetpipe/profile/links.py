@@ -29,7 +29,7 @@ from hetpipe.sdk.graph import canonical
 
 NBYTES = (4 << 10, 256 << 10, 4 << 20)
 ROUNDS = 12
-WARM_UP = 2  # first rounds, and first actions, that do not count
+WARM_UP = 2  # number of first rounds, and of first actions, that do not count
 
 Links = dict[tuple[str, str], LinkCost]
 """The costs of links by (source, target)."""

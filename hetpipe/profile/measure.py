@@ -124,9 +124,9 @@ def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
 
 
 def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
-    """Return stored tables, corrected where a device has drifted noticeably."""
+    """Return stored tables, corrected for drifts above `SMALL_DRIFT`."""
     members = list(crew.infos)
-    # Tables of one profile have the same probes; tables of different profiles may not.
+    # Tables of one profile have the same probes; tables of two profiles may have different probes.
     now: dict[frozenset[tuple[str, int, int]], dict[str, Probe]] = {}
     corrected = {}
     for size, table in tables.items():

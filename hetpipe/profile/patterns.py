@@ -1,4 +1,4 @@
-"""Patterns: layers whose programs differ only in names. They cost the same: one is measured."""
+"""Patterns: layers whose programs differ only in names. They cost the same, so one is measured."""
 
 from __future__ import annotations
 

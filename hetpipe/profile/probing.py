@@ -1,8 +1,8 @@
-"""Probes: run short fixed programs on all devices of a crew at the same time, as a training does.
+"""Probes run short fixed programs on all devices of a crew at the same time, as a training does.
 
 The programs are graphs, as layers are: a square matrix product, and an elementwise pass over some
-MiB. For the first probe of a device, they are enlarged until a run takes `ENOUGH_S`. Later probes
-of the device have the same sizes.
+MiB. The first probe of a device enlarges the programs until a run takes `ENOUGH_S`. Later probes of
+the device have the same sizes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ LEAST = 3  # runs of each program in a take
 Run = Callable[[], float]
 """Runs a program, waits for it, and returns its seconds."""
 Sizes = tuple[int, int]
-"""Rows of the product's matrices, bytes that the elementwise pass reads."""
+"""Rows of the product's matrices, and bytes that the elementwise pass reads."""
 ProbeTimes = tuple[list[float], list[float]]
 """Seconds of each run of the product, and of each run of the elementwise pass."""
 

@@ -68,7 +68,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Why some patterns cannot run, by number, and how many graphs were compiled and run."""
+    """Why patterns cannot run, by pattern; and how many graphs were compiled and run."""
 
     refused: dict[int, str]
     compilations: int
@@ -187,11 +187,10 @@ class Session:
         self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
     def walk(self, size: int, active: frozenset[int], measured: Times) -> None:
-        """Run the `active` patterns forward through the network and then backward, for one
-        micro-batch."""
+        """Run the `active` patterns forward and then backward, for one micro-batch."""
         order = range(len(self._network.layers))
         fresh: set[tuple[str, str]] = set()  # tensors written in this walk
-        skipped = 0  # bytes of the layers skipped since the last one that ran
+        skipped = 0  # bytes of the layers skipped since the last layer that ran
         for which, layers in ((FORWARD, order), (BACKWARD, reversed(order))):
             begin, ahead_s = clock.begin(), 0.0
             for layer in layers:
@@ -212,7 +211,7 @@ class Session:
         clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def _run(self, place: Place, size: int, measured: Times, fresh: set[tuple[str, str]]) -> float:
-        """Run a pass; return the seconds that it still has to wait for its emulated speed."""
+        """Run a pass; return the seconds still to wait for the emulated speed."""
         if place not in self._programs:
             return 0.0
         program, executable = self._programs[place]

@@ -106,7 +106,7 @@ REDUCTION_ENDS = (4, 5, 6)
 
 
 class Cell(nn.Module):
-    """Results of the last two cells -> results of the last cell and of this; may halve the size."""
+    """(result before the last, last result) of earlier cells -> (last result, new result)."""
 
     def __init__(
         self, before: int, last: int, channels: int, reduces: bool, last_reduced: bool

@@ -66,6 +66,6 @@ def _convnext(widths: Sequence[int], depths: Sequence[int], size: int, classes: 
 
 
 MODELS = {
-    "convnext": _convnext((96, 192, 384, 768), (3, 3, 9, 3), 224, 1000),  # -T: 29 M parameters
+    "convnext": _convnext((96, 192, 384, 768), (3, 3, 9, 3), 224, 1000),  # ConvNeXt-T: 29 M
     "convnext-small": _convnext((16, 32), (2, 2), 32, 10),
 }

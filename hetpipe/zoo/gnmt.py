@@ -3,7 +3,7 @@
 The encoder's first layer reads in both directions. Each layer from the encoder's third and the
 decoder's third on adds its input to its output. The output of the decoder's first layer is the
 query of an attention (Bahdanau et al., ICLR 2015). All later layers of the decoder read the result,
-the context. GNMT-8 has four layers in each of encoder and decoder, GNMT-16 has eight.
+the context. GNMT-8 has four layers in its encoder and four in its decoder, GNMT-16 has eight each.
 """
 
 from __future__ import annotations

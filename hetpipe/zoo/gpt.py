@@ -2,11 +2,11 @@
 
 `gpt` and `gpt-untied` have 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
 models are unsupervised multitask learners", 2019): the output shares the token embedding's weights,
-and weights begin normal. Weights of layers whose output is added to the residual stream are smaller
-by the root of the number of these layers. The deviation of the other weights is root(2 / (5 width))
-(Nguyen and Salazar, "Transformers without tears", 2019), 0.04 in `gpt`. With GPT-2's deviation of
-0.02 and a learning rate of 1e-3, `gpt` long predicts only the frequencies of tokens. There is no
-dropout.
+and initial weights are normal. Weights of layers whose output is added to the residual stream are
+smaller by the root of the number of these layers. The deviation of the other weights is
+root(2 / (5 width)) (Nguyen and Salazar, "Transformers without tears", 2019), 0.04 in `gpt`. With
+GPT-2's deviation of 0.02 and a learning rate of 1e-3, `gpt` would long predict only the frequencies
+of tokens. There is no dropout.
 
 Asynchronous pipelines update the first and the last stage at different times, so these stages
 cannot share weights: `gpt-untied` has separate output weights.

@@ -66,7 +66,7 @@ class Fork(nn.Module):
 def inception(inner: int, widths: Sequence[int]) -> Branches:
     """Return a module of GoogLeNet; `widths` has the channels of its convolutions, in order.
 
-    The four branches are 1x1; 1x1 and 3x3; another 1x1 and 3x3; a pooling and 1x1.
+    The four branches have convolutions of 1x1; 1x1 and 3x3; 1x1 and 3x3; 1x1 after a pooling.
     """
     a, b0, b1, c0, c1, d = widths
     pooled = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), BasicConv2d(inner, d, 1))

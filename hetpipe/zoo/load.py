@@ -33,7 +33,7 @@ FAMILIES = {
     "gnmt": ("gnmt8", "gnmt16"),
     "lstm": ("awd-lstm", "residual-lstm", "s2vt"),
 }
-"""The models in each module of the zoo; each has a published size and a small one."""
+"""The models in each module of the zoo; each model has a published size and a small size."""
 
 SMALL = "-small"
 """Ends the name of a model's small size."""

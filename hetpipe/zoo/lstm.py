@@ -64,7 +64,7 @@ class ResidualLstm(nn.Module):
     """A residual LSTM (Kim et al., Interspeech 2017): (n, length) of tokens -> (n, classes).
 
     PipeOptim trains it as a classifier of film reviews. Each layer adds its input to its output.
-    The mean of the last outputs over a review's tokens is classified.
+    The classifier reads the mean, over a review's tokens, of the last layer's outputs.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, classes: int = 2) -> None:

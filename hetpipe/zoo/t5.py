@@ -22,7 +22,7 @@ DROPOUT = 0.1
 
 
 def buckets(length: int, both_ways: bool) -> torch.Tensor:
-    """Return (length, length): the bucket of each pair of positions, of query and key.
+    """Return (length, length): the bucket of the distance from each query to each key.
 
     With `both_ways`, keys before and after the query have different buckets.
     """

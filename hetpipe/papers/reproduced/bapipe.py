@@ -133,7 +133,7 @@ def speedups(data: Path) -> tuple[str, list[Figure]]:
 
 
 def case_of(data: Path, key: str, figure: Mapping[str, float]) -> Model:
-    """Return the model of table 3's case `key`; `figure` has its micro-batches and batch."""
+    """Return the model of table 3's case `key`; `figure` has the case's micro-batches and batch."""
     path = data / "profiles" / "pipedream" / f"{PROFILES[key.rpartition('_')[0]][0]}.txt"
     return Model(key, path, int(figure.get("M", 0)), int(figure.get("B", BATCH)))
 

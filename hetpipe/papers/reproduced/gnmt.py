@@ -97,7 +97,7 @@ def by_weights(chain: ChainCosts) -> ChainCosts:
 
 
 def even_cuts(table: CostTable, members: Sequence[str]) -> tuple[int, ...]:
-    """Return the cuts with the quickest slowest stage, regardless of memory."""
+    """Return the cuts whose slowest stage is quickest, even if a stage does not fit in memory."""
     costs = StageCosts(table)
     matrices = [costs.matrix(members, n, 1, "max", bounded=False) for n in range(len(members))]
     cuts = exact(matrices)
