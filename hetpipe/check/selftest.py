@@ -18,6 +18,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import decompositions_of
+from hetpipe.sdk.host.validation import upload
 
 _EVENT_S = 10.0  # longest wait for one event
 _MEASURE_S = 0.2  # time for each of the two rates
@@ -57,7 +58,7 @@ def selftest(device: Device) -> SelfTest:
 
 
 def _put(device: Device, array: Array) -> Buffer:
-    buffer, event = device.upload(array)
+    buffer, event = upload(device, array)
     event.wait(_EVENT_S)
     return buffer
 

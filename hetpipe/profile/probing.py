@@ -24,7 +24,7 @@ from hetpipe.profile import clock
 from hetpipe.profile.clock import ClockWarning, Samples
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical, dump_graph
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.worker.emulation import Emulation
 
 PIECE = 1 << 20  # bytes
@@ -61,7 +61,7 @@ def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
 
 def filled_buffer(device: Device, shape: Shape) -> Buffer:
     """Return a buffer on the device, filled with small numbers."""
-    buffer, event = check_uploaded(device, device.upload(np.full(shape, 0.5, np.float32)))
+    buffer, event = upload(device, np.full(shape, 0.5, np.float32))
     event.wait()
     return buffer
 

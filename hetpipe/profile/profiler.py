@@ -42,7 +42,7 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Stirrer
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.sdk.support import require_support
 from hetpipe.worker.blame import compile_graphs, run_error
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
@@ -247,8 +247,7 @@ class Session:
                 example = _example(slot, self._network.patterns[pattern].constants, self._rng)
             if handed:
                 self._examples[size, slot.key] = example
-            uploaded = self._device.upload(example)
-            room[slot.key], event = check_uploaded(self._device, uploaded)
+            room[slot.key], event = upload(self._device, example)
             event.wait()
         fresh.add(slot.key)
         return room[slot.key]

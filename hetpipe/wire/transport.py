@@ -15,6 +15,7 @@ import numpy as np
 
 from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.host.validation import upload
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.wire.wire import (
     Array,
@@ -200,9 +201,8 @@ def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
     buffers, events = [], []
     for array in arrays:
         if isinstance(array, np.ndarray):
-            buffer, event = device.upload(array)
+            array, event = upload(device, array)
             events.append(event)
-            array = buffer
         buffers.append(array)
     for event in events:
         event.wait()

@@ -21,7 +21,7 @@ from hetpipe.process import start_refusal
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.host.parts import Part, Unit, part_of, units_of
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.sdk.inputs import form_of
 from hetpipe.wire.wire import host_dtype
 
@@ -159,7 +159,7 @@ def _run(device: Device, part: Part, inputs: Sequence[Buffer]) -> list[Buffer]:
 
 def _zeros(device: Device, node: fx.Node) -> Buffer:
     shape, dtype = form_of(node)
-    buffer, event = check_uploaded(device, device.upload(np.zeros(shape, host_dtype(dtype))))
+    buffer, event = upload(device, np.zeros(shape, host_dtype(dtype)))
     event.wait()
     return buffer
 

@@ -16,7 +16,7 @@ from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.formats.bundle import Exported
 from hetpipe.sdk.graph import load_graph, of_one_replica
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.sdk.support import require_support
 from hetpipe.wire.wire import Array, Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
@@ -143,7 +143,7 @@ class _DividedProgram(Executable):
             event.wait()
         events = []
         for name, total in zip(exchange.sums, self._meet(terms), strict=True):
-            env[name], event = check_uploaded(self._device, self._device.upload(total))
+            env[name], event = upload(self._device, total)
             events.append(event)
         return events
 

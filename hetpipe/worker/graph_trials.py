@@ -17,7 +17,7 @@ import numpy as np
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import graph_outputs, load_graph
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.wire.wire import Array
 
 WAIT_S = 300.0
@@ -83,8 +83,7 @@ def run_graph(
         if isinstance(value, Held):
             buffers.append(there[value.name])
         else:
-            uploaded = device.upload(np.asarray(value, order="C"))
-            buffer, event = check_uploaded(device, uploaded)
+            buffer, event = upload(device, np.asarray(value, order="C"))
             event.wait(WAIT_S)
             buffers.append(buffer)
     executable, results = there[name]

@@ -19,7 +19,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array, Leaving, host_dtype
@@ -289,7 +289,7 @@ class Stage:
             values.append((self._rng, np.asarray(which.rng, np.int64)))
         events = []
         for index, value in values:
-            frame[index], event = check_uploaded(self.device, self.device.upload(value))
+            frame[index], event = upload(self.device, value)
             events.append(event)
         return events
 

@@ -21,7 +21,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.host.validation import check_uploaded
+from hetpipe.sdk.host.validation import upload
 from hetpipe.wire.wire import Array, Layout, host_dtype
 from hetpipe.worker.bind import Key, PassBindings, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights
@@ -149,8 +149,7 @@ class Store:
 
     def upload(self, value: Array) -> Buffer:
         """Copy to the device, and wait for the copy."""
-        uploaded = self.device.upload(np.asarray(value, order="C"))
-        buffer, event = check_uploaded(self.device, uploaded)
+        buffer, event = upload(self.device, np.asarray(value, order="C"))
         event.wait()
         return buffer
 

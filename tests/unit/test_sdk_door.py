@@ -10,7 +10,8 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ from hetpipe.crew.fleet import _close
 from hetpipe.errors import BackendError
 from hetpipe.profile.probing import graph_of
 from hetpipe.sdk import API_VERSION, backend, blocking, info, kernels
-from hetpipe.sdk.backend import DONE
+from hetpipe.sdk.backend import DONE, Device
 from hetpipe.sdk.formats import bundle
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.sdk.support import require_support
+from hetpipe.wire.transport import to_device
 from hetpipe.worker.blame import run_error
 
 CONTRACTS = {2: "7b2e0b08c3dfff9c"}
@@ -70,14 +72,17 @@ def test_a_run_without_an_event_is_refused(device: NumpyDevice) -> None:
 
 
 def test_a_correct_run_passes(device: NumpyDevice) -> None:
-    buffer, event = check_uploaded(device, device.upload(np.zeros(3, np.float32)))
+    buffer, event = upload(device, np.zeros(3, np.float32))
     assert check_ran(device, ([buffer], event, None), 1) == ([buffer], event, ())
 
 
 @pytest.mark.parametrize("uploaded", [None, (None, DONE), (7,)])
 def test_a_wrong_result_of_upload_is_refused(device: NumpyDevice, uploaded: Any) -> None:
+    faulty = SimpleNamespace(info=device.info, upload=lambda array: uploaded)
     with pytest.raises(BackendError, match=r"upload of .* returns .*, not \(Buffer, Event\)"):
-        check_uploaded(device, uploaded)
+        upload(cast(Device, faulty), np.zeros(3, np.float32))
+    with pytest.raises(BackendError, match=r"upload of .* returns .*, not \(Buffer, Event\)"):
+        to_device(cast(Device, faulty), [np.zeros(3, np.float32)])
 
 
 def test_the_error_also_names_the_operator(device: NumpyDevice, graph: fx.GraphModule) -> None:

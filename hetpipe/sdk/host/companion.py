@@ -23,7 +23,7 @@ from torch import fx
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import dtype_name, graph_inputs, graph_outputs, operator_name
 from hetpipe.sdk.host.parts import Part, Unit, part_of, units_of
-from hetpipe.sdk.host.validation import check_ran, check_uploaded
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
 from hetpipe.sdk.support import refusal, require_support
@@ -272,7 +272,7 @@ class _Divided(Executable):
         shape, dtype = form_of(node)
         array = np.empty(shape, dtype)
         source.download(buffer, array).wait()
-        copy, event = check_uploaded(target, target.upload(array))
+        copy, event = upload(target, array)
         event.wait()
         if lends and node.meta.get("steady"):
             self._steady[node] = (weakref.ref(buffer), copy)

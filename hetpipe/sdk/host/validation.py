@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_origin, get_type_hints
 
+import numpy as np
+
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
 from hetpipe.sdk.info import (
@@ -94,8 +96,9 @@ def check_ran(device: Device, ran: Any, results: int) -> Ran:
     return outputs, event, chunks or ()
 
 
-def check_uploaded(device: Device, uploaded: Any) -> tuple[Buffer, Event]:
-    """Return the result of `Device.upload`. Raises `BackendError` as `check_ran` does."""
+def upload(device: Device, array: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
+    """Copy an array to the device. Raises `BackendError`, as `check_ran` does."""
+    uploaded: Any = device.upload(array)
     if isinstance(uploaded, tuple) and len(uploaded) == 2:
         buffer, event = uploaded
         if isinstance(buffer, Buffer) and isinstance(event, Event):
