@@ -43,7 +43,8 @@ def main(model: str, rows: str, seed: str, threads: str) -> None:
     parent = Parent()
     import torch
 
-    from hetpipe.train.eager import Eager, micro_sizes
+    from hetpipe.pipeline.batches import micro_sizes
+    from hetpipe.train.eager import Eager
     from hetpipe.zoo.load import load_workload, optimizer_of
 
     torch.set_num_threads(int(threads))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.bench.peer import PeerTorch, cores_of, equal_counts
 from hetpipe.bench.plain import PlainTorch
 from hetpipe.crew.crew import Crew
+from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.profile.drift import mean_correction
-from hetpipe.train.eager import micro_sizes
 from hetpipe.train.training import one_thread, torch_losses, train
 from hetpipe.zoo.load import optimizer_of
 

@@ -14,11 +14,12 @@ import torch
 
 from hetpipe.capture.captured import Captured
 from hetpipe.cost.table import CostTable
+from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import is_asynchronous
-from hetpipe.train.eager import Eager, micro_sizes
+from hetpipe.train.eager import Eager
 from hetpipe.zoo.data import seeded
 from hetpipe.zoo.digits import DigitsNet
 from hetpipe.zoo.load import load_workload

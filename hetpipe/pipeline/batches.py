@@ -20,7 +20,7 @@ def rows_of(leaves: Mapping[str, Any]) -> int:
     return int(next(iter(leaves.values())).shape[0])
 
 
-def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
+def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
     """Return the sizes of min(microbatches, rows) micro-batches; sizes differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import BackendError, PlanError
-from hetpipe.pipeline.batches import sizes_of
+from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.lossscale import choose_scaling, watch_gradients
 from hetpipe.pipeline.options import PassOptions, UpdateOptions
 from hetpipe.pipeline.stages import loading_of
@@ -64,7 +64,7 @@ class Exportable:
         )
         clip = watch_gradients(self.updates.clip, scaling, not plan.rule.flushes)
         loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, clip)
-        sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
+        sizes = set(micro_sizes(plan.mini_batch, plan.microbatches))
         return replace(loading, plan=self.placed, ahead=False).graphs(
             sizes, sizes if self.evaluates else ()
         )

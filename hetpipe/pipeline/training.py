@@ -19,9 +19,9 @@ from hetpipe.pipeline.batches import (
     check_gradients,
     check_whole,
     mean_loss,
+    micro_sizes,
     parts_of,
     rows_of,
-    sizes_of,
     slices,
 )
 from hetpipe.pipeline.fit import check_loss
@@ -97,7 +97,7 @@ class Training:
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index and sizes
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # each mini-batch's count since the last update
-        self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
+        self.stages.sizes |= set(micro_sizes(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
 
     @property
@@ -129,7 +129,7 @@ class Training:
     def fits(self, x: Any, y: Any) -> bool:
         """Whether the stages are loaded for a mini-batch's sizes. Raises `HetpipeError` for an
         invalid mini-batch."""
-        samples = sizes_of(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
+        samples = micro_sizes(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
 
@@ -240,7 +240,7 @@ class Training:
         setup = self.setup
         leaves = setup.captured.leaves(x, y)
         rows = rows_of(leaves)
-        samples = sizes_of(rows, self.plan.microbatches)
+        samples = micro_sizes(rows, self.plan.microbatches)
         stages = self.stages
         if len(parts := parts_of(samples, self.plan)) > 1:
             setup.captured.check_means(leaves, parts)

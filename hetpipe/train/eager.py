@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetpipe.capture.export.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
+from hetpipe.pipeline.batches import micro_sizes
 
 Tree = Any  # a tensor, or tuples, lists and dicts of tensors
 
@@ -98,12 +99,6 @@ def torch_optimizer(
     if "beta1" in settings:
         options["betas"] = (settings["beta1"], settings["beta2"])
     return optimizer([group for group in groups if group["params"]], lr=rule.lr_at(1), **options)
-
-
-def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Return the sizes of min(microbatches, rows) micro-batches; sizes differ by at most one."""
-    count = min(microbatches, rows)
-    return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
 def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:

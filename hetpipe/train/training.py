@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from hetpipe.check.difference import eps_of, largest_magnitude, tensor_difference, tolerance
 from hetpipe.check.reference import with_rounding_errors
+from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.profile import cache
-from hetpipe.train.eager import Eager, compared_sizes, micro_sizes
+from hetpipe.train.eager import Eager, compared_sizes
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:

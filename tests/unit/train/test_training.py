@@ -7,8 +7,9 @@ import torch
 
 from hetpipe import optim
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.train.eager import Eager, micro_sizes
+from hetpipe.train.eager import Eager
 from hetpipe.train.training import (
     GradientError,
     Step,
