@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -167,7 +168,7 @@ def _describe(tensor: Any) -> tuple[object, ...]:
 
 
 _VERSIONED = ("torch", "numpy", "hetpipe", "sympy")
-"""Packages whose files no key contains; `library_digest` identifies hetpipe and torch."""
+"""Packages whose files no key contains; `library_digest` identifies them."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -195,8 +196,12 @@ def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
 
 @cache
 def library_digest() -> str:
-    """Return a hash of hetpipe's sources, and of the versions of Python and torch."""
-    digest = hashlib.sha256(f"{sys.version}{torch.__version__}{torch.version.git_version}".encode())
+    """Return a hash of hetpipe's sources, and of the versions of Python, torch, numpy and sympy."""
+    versions = (
+        sys.version, torch.__version__, torch.version.git_version, version("numpy"),
+        version("sympy"),
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(versions).encode())
     backends = importlib.import_module("hetpipe.backends")
     for root in map(Path, (*hetpipe.__path__, *backends.__path__)):
         for file in sorted(root.rglob("*.py")):

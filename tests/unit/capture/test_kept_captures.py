@@ -21,6 +21,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.caches import CacheWarning
 from hetpipe.capture import Captured, disk_cache
+from hetpipe.capture.export import identity
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.signature import Rehearsal
 from hetpipe.capture.export.torch_export import WithLoss
@@ -140,6 +141,16 @@ def test_changed_code_is_captured_again(module: Callable[..., ModuleType], chang
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("package", ["numpy", "sympy"])
+def test_another_version_of_a_package_is_captured_again(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    digest, version = identity.library_digest(), identity.version
+    changed = {package: "another"}
+    monkeypatch.setattr(identity, "version", lambda name: changed.get(name) or version(name))
+    assert identity.library_digest.__wrapped__() != digest
+
+
 def test_a_value_set_at_run_time_counts(module: Callable[..., ModuleType]) -> None:
     loaded = module()
     count_exports(loaded.Model())
