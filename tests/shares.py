@@ -1,15 +1,15 @@
-"""Shares of the slow tests: a run may include an eighth of them.
+"""Shares of the slow tests: a run may include a tenth of them.
 
 A function marked `wide` has many similar cases: other sizes, devices, models. A function marked
 `slow` takes seconds: it starts workers, trains, or runs an interpreter of kernels. `--share 2` runs
-every eighth case of each wide function, and every eighth of all cases of slow functions, in a fixed
+every tenth case of each wide function, and every tenth of all cases of slow functions, in a fixed
 pseudorandom order. With `--share tree`, the files of the checked-out commit choose the share: the
 same files always have the same tests, and a change of the files changes the cases. Without the
 option, every case runs.
 
 A fault that breaks most cases of a table, or most trainings, is found at once, because each share
-has cases of each table and an eighth of the trainings. A fault in a single case is found in one of
-eight runs, so 35 changed trees find it with a probability of 99 %. Before a release, and after a
+has cases of each table and a tenth of the trainings. A fault in a single case is found in one of
+ten runs, so 44 changed trees find it with a probability of 99 %. Before a release, and after a
 change that a table or a slow test is about, run every case.
 """
 
@@ -23,7 +23,7 @@ from zlib import crc32
 
 import pytest
 
-SHARES = 8
+SHARES = 10
 ALL = "all"
 OF_TREE = "tree"
 
