@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from found_devices import infos
 from hetpipe.backends.opencl.lower.target import Target
+from hetpipe.backends.opencl.platform import runtimes
 from hetpipe.backends.opencl.platform.runtimes import runtime_of, slug
 
 from hetpipe.sdk.host.registry import get_backend
@@ -85,6 +86,24 @@ for finding in OpenCLBackend().describe():
     (line,) = (line for line in said.splitlines() if "gone.icd registers" in line)
     assert line.startswith("('missing', 'the runtime that ")
     assert "cannot be loaded: /nowhere/libgone.so.1: cannot open shared object file" in line
+    assert f"or remove {tmp_path / 'gone.icd'}" in line
+
+
+def test_the_file_to_remove_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cure named a file in /etc, even for a library that only hetpipe had registered."""
+    system, ours = tmp_path / "vendors", tmp_path / "icd-0"
+    of_pip, of_system = tmp_path / "libpip.so", system / "old.icd"
+    for folder in (system, ours):
+        folder.mkdir()
+        (folder / "old.icd").write_text("/nowhere/libold.so\n")
+    of_pip.write_text("no library")
+    (ours / "libpip.so.icd").write_text(f"{of_pip}\n")
+    monkeypatch.setattr(runtimes, "SYSTEM_VENDORS", system)
+    for name in ("OCL_ICD_VENDORS", "HETPIPE_SET_OCL_ICD_VENDORS"):
+        monkeypatch.setenv(name, str(ours))
+    cures = [cure for _, _, cure in runtimes.unloadable()]
+    start = "install the missing library, or remove"
+    assert cures == [f"{start} {of_pip}", f"{start} {of_system}"]
 
 
 def test_only_known_runtimes_get_prefetches() -> None:

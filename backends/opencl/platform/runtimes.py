@@ -171,14 +171,23 @@ def unloadable() -> list[Finding]:
     place = Path(os.environ.get("OCL_ICD_VENDORS") or SYSTEM_VENDORS)
     findings: list[Finding] = []
     for entry in sorted(place.glob("*.icd")) if place.is_dir() else [place]:
+        library = str(entry)
         try:
-            library = entry.read_text().strip() if entry.suffix == ".icd" else str(entry)
+            library = entry.read_text().strip() if entry.suffix == ".icd" else library
             ctypes.CDLL(library)
         except (OSError, ValueError) as error:
             what = f"the runtime that {entry} registers cannot be loaded: {error}"
-            cure = f"install the missing library, or remove {SYSTEM_VENDORS / entry.name}"
+            cure = f"install the missing library, or remove {_removable(entry, library)}"
             findings.append(("missing", what, cure))
     return findings
+
+
+def _removable(entry: Path, library: str) -> str:
+    """Return the file whose removal ends a registration; `_register` writes its own files again."""
+    if _user_set("OCL_ICD_VENDORS"):
+        return str(entry)
+    of_system = SYSTEM_VENDORS / entry.name
+    return str(of_system) if of_system.exists() else library
 
 
 def target_arch() -> str:
