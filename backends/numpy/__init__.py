@@ -83,7 +83,7 @@ class NumpyDevice(BlockingDevice):
         if (reason := graphs.why_not_fill(node) or graphs.why_not_strided(node)) is not None:
             return reason
         lacking = {_dtype(used) for used in (node, *node.all_input_nodes)} - {*DTYPES, ""}
-        return f"numpy has no {', '.join(lacking)}" if lacking else None
+        return f"numpy has no {', '.join(sorted(lacking))}" if lacking else None
 
     def _compile(self, graph: fx.GraphModule) -> Any:
         calls = [(node, _dtype(node), index_bounds(node)) for node in graphs.graph_calls(graph)]
