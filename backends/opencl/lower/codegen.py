@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .body import Body, Nest
-from .expr import Coord, Load, Value, loads, walk
+from .expr import Load, Value, layouts_of, loads, walk
 from .launch import Kernel, Launch, Store
 from .signature import pointed
 from .target import Target
@@ -27,9 +27,7 @@ LANES = 16
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Launch:
     """Return the launch for a group of stores of one shape; only stores in `kept` write memory."""
     exprs = list(walk(*(store.expr for store in group)))
-    layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
-    layouts += [store.layout for store in group]
-    nest = Nest(group[0].expr.shape, layouts)
+    nest = Nest(group[0].expr.shape, [*layouts_of(*exprs), *(store.layout for store in group)])
     body = Body(nest, {store.out.id: store.expr for store in group})
     body.vectorises = nest.inner >= (2 if nest.rows == 1 else LANES) and all(
         map(body.has_lanes, exprs)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from .body import Body, Nest
 from .codegen import LANES, indent
-from .expr import Coord, Layout, Load, Pool, Rows, Shape, Value, loads, walk
+from .expr import Layout, Pool, Rows, Shape, Value, layouts_of, loads, walk
 from .launch import (
     MOST_TENSORS,
     Kernel,
@@ -170,8 +170,7 @@ def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
     while d > 0 and inner < cols:
         d -= 1
         inner *= shape[d]
-    items = walk(*(store.expr for store in stores))
-    leaves = [item.layout for item in items if isinstance(item, (Load, Coord))]
+    leaves = layouts_of(*(store.expr for store in stores))
     places = [store.layout for store in stores]
     nest = Nest(shape, [*leaves, *places, Layout.row_major(shape)], borders=[d])
     return nest if nest.inner == cols else None
@@ -272,9 +271,7 @@ def macros(
     """
     result, shape = group[0].expr, group[-1].expr.shape
     whole = Layout.row_major(shape)
-    leaves = walk(*(store.expr for store in group))
-    layouts = [leaf.layout for leaf in leaves if isinstance(leaf, (Load, Coord))]
-    nest = Nest(shape, [*layouts, whole])
+    nest = Nest(shape, [*layouts_of(*(store.expr for store in group)), whole])
     body = Body(nest, {store.out.id: store.expr for store in group}, {result: "stored"})
     returned = None
     if given is not None:

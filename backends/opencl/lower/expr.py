@@ -279,6 +279,11 @@ def loads(expr: Expr) -> list[Load]:
     return [item for item in walk(expr) if isinstance(item, Load)]
 
 
+def layouts_of(*roots: Expr) -> list[Layout]:
+    """Return the layouts of all distinct loads and coordinates under `roots`."""
+    return [item.layout for item in walk(*roots) if isinstance(item, (Load, Coord))]
+
+
 def work(expr: Expr) -> int:
     """Return the rough cost of one element, in additions. Only work on loaded elements counts."""
     total = 0

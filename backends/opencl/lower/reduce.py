@@ -16,7 +16,7 @@ from functools import partial
 from .body import Body, Nest, type_names
 from .builder import Builder
 from .codegen import LANES, finish, indent
-from .expr import Const, Coord, Expr, Layout, Load, Value, loads, walk
+from .expr import Const, Expr, Layout, Value, layouts_of, loads, walk
 from .signature import C_TYPES
 
 CHAIN = 2048
@@ -70,8 +70,7 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
         order, borders = kept[:-1] + reduced + kept[-1:], [len(kept) - 1, rank - 1]
         make = _by_columns
     moved = builder.view(expr, partial(Layout.permute, order=order))
-    leaves = [item.layout for item in walk(moved) if isinstance(item, (Load, Coord))]
-    nest = Nest(moved.shape, leaves, borders)
+    nest = Nest(moved.shape, layouts_of(moved), borders)
     count = math.prod(expr.shape[d] for d in reduced)
     return make(builder, moved, nest, shape, count, how)
 
