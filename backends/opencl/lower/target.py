@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hetpipe.sdk.info import DeviceInfo
 
 from ..platform.tuning import Tuning
 from .expr import Value
+from .launch import Kernel
 
 MOST_EACH = 16
 """Most rows per work-item of a kernel over rows."""
@@ -49,6 +51,10 @@ class Target:
         no_prefetch = self.checks_memory or self.info.capabilities.untried
         named = {"NO_PREFETCH": no_prefetch, "NARROW": self.tuning.narrow}
         return tuple(name for name, is_set in named.items() if is_set)
+
+    def kernel(self, name: str, files: Iterable[str], *macros: str) -> Kernel:
+        """Return a kernel of files of `hetpipe.kernels`, with `macros` and the device's macros."""
+        return Kernel.of_files(name, files, *macros, *self.defines)
 
     @property
     def checks_memory(self) -> bool:

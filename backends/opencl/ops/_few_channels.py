@@ -6,10 +6,10 @@ import math
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.launch import Kernel
 from ..lower.product import Geometry, Operand
 from .matmul import COLS, ROWS, pack
 
+FILES = ("cpu/common.cl", "cpu/few_channels.cl")
 MOST_CHANNELS = 8
 LEAST_SHARE = 0.75
 BAND = 8
@@ -40,7 +40,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     cols = math.ceil(cols / g.stride[1])
     padded = builder.new((g.images, g.in_channels, rows, g.stride[1], cols), "float32")
     builder.launch(
-        _kernel(builder, "pad_rows"), (rows, g.images * g.in_channels),
+        builder.device.kernel("pad_rows", FILES), (rows, g.images * g.in_channels),
         {
             "x": x, "padded": padded, "height": g.size[0], "width": g.size[1],
             "top": g.padding[0], "left": g.padding[1], "stride_w": g.stride[1], "cols": cols,
@@ -50,7 +50,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     weights = Operand(weight, 0, lanes * taps, taps, 1)
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
     builder.launch(
-        _kernel(builder, "convolve_rows"),
+        builder.device.kernel("convolve_rows", FILES),
         (math.ceil(lanes / ROWS), math.ceil(g.out_size[0] / BAND), g.images * g.groups),
         {
             "padded": padded,
@@ -64,8 +64,3 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         },
     )  # fmt: skip
     return y
-
-
-def _kernel(builder: Builder, name: str) -> Kernel:
-    files = ("cpu/common.cl", "cpu/few_channels.cl")
-    return Kernel.of_files(name, files, *builder.device.defines)

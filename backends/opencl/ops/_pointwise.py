@@ -11,10 +11,10 @@ from functools import partial
 
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Layout, Value
-from ..lower.launch import Kernel
 from ..lower.product import Geometry, Operand
 from .matmul import COLS, pack
 
+FILES = ("cpu/common.cl", "cpu/matmul.cl", "cpu/pointwise.cl")
 ROOM_PANELS = 4
 """Panels of the depth `tuning.depth_block` that a second-level cache holds for a work-item."""
 MOST_PANELS = 16
@@ -73,7 +73,7 @@ def folded_gradient(
     _product(builder, _plain(g), left, dy, None, taps)
     (rows, cols), (height, width) = g.out_size, g.size
     builder.launch(
-        _kernel(builder, "fold"), (g.images, g.in_channels),
+        builder.device.kernel("fold", FILES, "EPILOGUE"), (g.images, g.in_channels),
         {
             "x": taps, "bias": bias or taps, "has_bias": int(bias is not None), "y": dx,
             "rows": rows, "cols": cols, "height": height, "width": width, **g.window,
@@ -96,7 +96,7 @@ def _product(
     items = min(units, g.groups * blocks)
     left = pack(builder, "left", a, rows, depth, g.groups)
     builder.launch(
-        _kernel(builder, "pointwise"), (items,),
+        builder.device.kernel("pointwise", FILES, "EPILOGUE"), (items,),
         {
             "left": left, "x": x, "bias": bias or x, "has_bias": int(bias is not None), "y": y,
             "room": builder.new((items, panels, depth, COLS), "float32"), "images": g.images,
@@ -110,8 +110,3 @@ def _product(
 def _plain(g: Geometry) -> Geometry:
     """Return `g` with stride 1 and with images as large as its result."""
     return replace(g, size=g.out_size, stride=(1, 1))
-
-
-def _kernel(builder: Builder, name: str) -> Kernel:
-    files = (f"cpu/{file}.cl" for file in ("common", "matmul", "pointwise"))
-    return Kernel.of_files(name, files, "EPILOGUE", *builder.device.defines)

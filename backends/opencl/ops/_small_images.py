@@ -6,10 +6,10 @@ import math
 
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Value
-from ..lower.launch import Kernel
 from ..lower.product import Geometry
 from ..lower.signature import Argument
 
+FILES = ("cpu/common.cl", "cpu/unpacked.cl", "cpu/small_images.cl")
 COLS, FEW, LANES = 32, 4, 16
 """Columns and least rows of a product's tile, and floats of a vector, as in the kernels."""
 LEAST_LANES = 2
@@ -105,6 +105,4 @@ def _window(g: Geometry) -> dict[str, Argument]:
 
 
 def _launch(builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]) -> None:
-    files = (f"cpu/{file}.cl" for file in ("common", "unpacked", "small_images"))
-    kernel = Kernel.of_files(name, files, *builder.device.defines)
-    builder.launch(kernel, size, args)
+    builder.launch(builder.device.kernel(name, FILES), size, args)

@@ -8,10 +8,10 @@ from functools import cache
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.launch import Kernel
 from ..lower.product import Geometry
 from ._convolution import filled
 
+FILES = ("cpu/common.cl", "cpu/weight_gradient.cl")
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
 MOST_SUMS, MOST_NARROW = 14, 6
@@ -67,6 +67,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     lanes, depth = g.channels()
     most_sums = MOST_NARROW if builder.device.tuning.narrow else MOST_SUMS
     tiling = choose_tiling(depth, g.kernel[1], g.dilation[1], most_sums)
+    macros = (f"DEPTH_TILE={tiling.depth}", f"SUMS={tiling.sums}")
     # Each operand gets as many floats as two panels of a matrix product.
     most = 2 * COLS * builder.device.tuning.depth_block
     b = _blocks(g, tiling, builder.device.compute_units, most)
@@ -82,7 +83,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
         "kernel_w": g.kernel[1], "parts": b.parts,
     }  # fmt: skip
     builder.launch(
-        _kernel(builder, "weight_sums", tiling), (b.items,),
+        builder.device.kernel("weight_sums", FILES, *macros), (b.items,),
         {
             "x": x, "dy": dy, "sums": sums, "room": builder.new((b.items, b.room), "float32"),
             "room_size": b.room, "images": g.images, "rows": g.out_size[0], "cols": g.out_size[1],
@@ -95,7 +96,7 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     )  # fmt: skip
     weights = depth * math.prod(g.kernel)
     builder.launch(
-        _kernel(builder, "weight_result", tiling),
+        builder.device.kernel("weight_result", FILES, *macros),
         (math.ceil(weights / LANES), math.ceil(lanes / LANES), g.groups),
         {"sums": sums, "dw": dw, **sizes},
     )  # fmt: skip
@@ -140,8 +141,3 @@ def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
 def _chunk(count: int, most: int) -> int:
     """Return the size of equal chunks of at most `most`."""
     return math.ceil(count / math.ceil(count / max(1, most)))
-
-
-def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:
-    macros = (f"DEPTH_TILE={tiling.depth}", f"SUMS={tiling.sums}", *builder.device.defines)
-    return Kernel.of_files(name, ("cpu/common.cl", "cpu/weight_gradient.cl"), *macros)

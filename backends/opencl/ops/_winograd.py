@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.launch import Kernel
 from ..lower.product import Geometry
 from ..lower.signature import Argument
 from ._convolution import forward_axis, gradient_axes
 
+FILES = ("cpu/common.cl", "cpu/unpacked.cl", "cpu/winograd.cl")
 COLS, FEW = 32, 4
 """Output channels of a register tile, and least tiles of a product, as in the kernels."""
 LANES = 16
@@ -207,6 +207,4 @@ def _launch(
     builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
     steady: bool = False,
 ) -> None:  # fmt: skip
-    files = (f"cpu/{file}.cl" for file in ("common", "unpacked", "winograd"))
-    kernel = Kernel.of_files(name, files, *builder.device.defines)
-    builder.launch(kernel, (*size, 1), args, steady=steady)
+    builder.launch(builder.device.kernel(name, FILES), (*size, 1), args, steady=steady)

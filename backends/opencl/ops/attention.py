@@ -42,8 +42,8 @@ class Heads:
 def _kernel(builder: Builder, name: str, cols: int) -> Kernel:
     """Return a kernel for matrices of up to `cols` columns."""
     span = LANES << (math.ceil(cols / LANES) - 1).bit_length()
-    macros = (f"SPAN={span}", f"BLOCK={BLOCK}", *builder.device.defines)
-    return Kernel.of_files(name, ("cpu/common.cl", "cpu/attention.cl"), *macros)
+    files = ("cpu/common.cl", "cpu/attention.cl")
+    return builder.device.kernel(name, files, f"SPAN={span}", f"BLOCK={BLOCK}")
 
 
 def _heads(builder: Builder, node: fx.Node) -> Heads:

@@ -8,7 +8,6 @@ from torch import fx
 
 from ..lower.builder import Builder
 from ..lower.expr import Value
-from ..lower.launch import Kernel
 from ..lower.product import Operand
 from ..lower.registry import lowers
 from ._common import arguments, optional, why_not_float32
@@ -37,7 +36,7 @@ def _launch(
     )
     files = ("cpu/common.cl", "exp.cl", "cpu/lstm.cl")
     builder.launch(
-        Kernel.of_files(name, files, f"ROWS={rows}", *builder.device.defines), (items,),
+        builder.device.kernel(name, files, f"ROWS={rows}"), (items,),
         {
             **args, "weight": weight, "panel": panel, "batch": batch, "hidden": hidden,
             "groups": groups,
