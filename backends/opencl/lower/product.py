@@ -30,22 +30,35 @@ class Geometry:
         """Arguments for the parameters `SHAPE` of `kernels/patches.cl`."""
         return {
             "images": self.images, "groups": self.groups, "in_channels": self.in_channels,
-            "out_channels": self.out_channels, "height": self.size[0], "width": self.size[1],
-            "out_height": self.out_size[0], "out_width": self.out_size[1],
-            "kernel_h": self.kernel[0], "kernel_w": self.kernel[1], "stride_h": self.stride[0],
-            "stride_w": self.stride[1], "pad_h": self.padding[0], "pad_w": self.padding[1],
-            "dilation_h": self.dilation[0], "dilation_w": self.dilation[1],
+            "out_channels": self.out_channels, **self.sizes,
+            **self.pairs("kernel", "stride", "dilation"),
+            "pad_h": self.padding[0], "pad_w": self.padding[1],
         }  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Arguments height, width, out_height and out_width."""
+        names = ("height", "width", "out_height", "out_width")
+        return dict(zip(names, self.size + self.out_size, strict=True))
 
     @property
     def window(self) -> dict[str, int]:
         """Arguments of kernels for CPUs: kernel, stride, padding and dilation, each in h and w."""
-        names = ("kernel", "stride", "padding", "dilation")
+        return self.pairs("kernel", "stride", "padding", "dilation")
+
+    def pairs(self, *names: str) -> dict[str, int]:
+        """Return the arguments NAME_h and NAME_w for each of the attributes `names`."""
         return {
             f"{name}_{letter}": getattr(self, name)[dim]
             for name in names
             for dim, letter in enumerate("hw")
         }
+
+    def extent(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return the rows and columns of x, with padding, that `rows` x `cols` outputs read."""
+        steps = zip((rows, cols), self.stride, self.kernel, self.dilation, strict=True)
+        height, width = ((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in steps)
+        return height, width
 
     def channels(self, flipped: bool = False) -> tuple[int, int]:
         """Return (output channels, input channels) of a group, in reverse order if `flipped`."""

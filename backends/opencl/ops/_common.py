@@ -86,7 +86,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.args)
 
 
-def optional(builder: Builder, name: str, node: Any, stand_in: Value) -> dict[str, Value | int]:
+def optional(builder: Builder, name: str, tensor: Any, stand_in: Value) -> dict[str, Value | int]:
     """Return arguments `name` and `has_name`; no kernel reads a stand-in for an absent tensor."""
-    there = node is not None
-    return {name: builder.value(node) if there else stand_in, f"has_{name}": int(there)}
+    value = builder.value(tensor) if isinstance(tensor, fx.Node) else tensor
+    return {name: value or stand_in, f"has_{name}": int(value is not None)}

@@ -7,6 +7,7 @@ import math
 from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.product import Geometry, Operand
+from ._common import optional
 from .matmul import COLS, ROWS, pack
 
 FILES = ("cpu/common.cl", "cpu/few_channels.cl")
@@ -30,13 +31,7 @@ def suits(g: Geometry) -> bool:
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
     """Return y [N][Co][OH][OW] for x [N][Ci][H][W]."""
     lanes, depth = g.channels()
-    rows, cols = (
-        (n - 1) * s + (k - 1) * d + 1
-        for n, s, k, d in zip(
-            (g.out_size[0], math.ceil(g.out_size[1] / COLS) * COLS), g.stride, g.kernel, g.dilation,
-            strict=True,
-        )
-    )  # fmt: skip
+    rows, cols = g.extent(g.out_size[0], math.ceil(g.out_size[1] / COLS) * COLS)
     cols = math.ceil(cols / g.stride[1])
     padded = builder.new((g.images, g.in_channels, rows, g.stride[1], cols), "float32")
     builder.launch(
@@ -55,12 +50,10 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         {
             "padded": padded,
             "left": pack(builder, "left", weights, lanes, taps, g.groups),
-            "bias": bias or padded, "has_bias": int(bias is not None), "y": y, "groups": g.groups,
+            **optional(builder, "bias", bias, padded), "y": y, "groups": g.groups,
             "depth": depth, "lanes": lanes, "rows": rows, "cols": cols,
             "out_height": g.out_size[0], "out_width": g.out_size[1],
-            "kernel_h": g.kernel[0], "kernel_w": g.kernel[1], "stride_h": g.stride[0],
-            "stride_w": g.stride[1], "dilation_h": g.dilation[0], "dilation_w": g.dilation[1],
-            "band": BAND,
+            **g.pairs("kernel", "stride", "dilation"), "band": BAND,
         },
     )  # fmt: skip
     return y

@@ -12,6 +12,7 @@ from functools import partial
 from ..lower.builder import Builder
 from ..lower.expr import Expr, Layout, Value
 from ..lower.product import Geometry, Operand
+from ._common import optional
 from .matmul import COLS, pack
 
 FILES = ("cpu/common.cl", "cpu/matmul.cl", "cpu/pointwise.cl")
@@ -75,7 +76,7 @@ def folded_gradient(
     builder.launch(
         builder.device.kernel("fold", FILES, "EPILOGUE"), (g.images, g.in_channels),
         {
-            "x": taps, "bias": bias or taps, "has_bias": int(bias is not None), "y": dx,
+            "x": taps, **optional(builder, "bias", bias, taps), "y": dx,
             "rows": rows, "cols": cols, "height": height, "width": width, **g.window,
         },
     )  # fmt: skip
@@ -98,11 +99,10 @@ def _product(
     builder.launch(
         builder.device.kernel("pointwise", FILES, "EPILOGUE"), (items,),
         {
-            "left": left, "x": x, "bias": bias or x, "has_bias": int(bias is not None), "y": y,
+            "left": left, "x": x, **optional(builder, "bias", bias, x), "y": y,
             "room": builder.new((items, panels, depth, COLS), "float32"), "images": g.images,
             "groups": g.groups, "rows": rows, "depth": depth, "panels": panels,
-            "height": g.size[0], "width": g.size[1], "out_height": g.out_size[0],
-            "out_width": g.out_size[1], "stride_h": g.stride[0], "stride_w": g.stride[1],
+            **g.sizes, **g.pairs("stride"),
         },
     )  # fmt: skip
 

@@ -98,10 +98,7 @@ def _multiply(
 
 
 def _window(g: Geometry) -> dict[str, Argument]:
-    return {
-        "depth": g.in_channels, "height": g.size[0], "width": g.size[1],
-        "out_height": g.out_size[0], "out_width": g.out_size[1], **g.window,
-    }  # fmt: skip
+    return {"depth": g.in_channels, **g.sizes, **g.window}
 
 
 def _launch(builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]) -> None:

@@ -79,16 +79,14 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     )
     dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
     sizes = {
-        "groups": g.groups, "lanes": lanes, "depth": depth, "kernel_h": g.kernel[0],
-        "kernel_w": g.kernel[1], "parts": b.parts,
+        "groups": g.groups, "lanes": lanes, "depth": depth, **g.pairs("kernel"), "parts": b.parts,
     }  # fmt: skip
     builder.launch(
         builder.device.kernel("weight_sums", FILES, *macros), (b.items,),
         {
             "x": x, "dy": dy, "sums": sums, "room": builder.new((b.items, b.room), "float32"),
             "room_size": b.room, "images": g.images, "rows": g.out_size[0], "cols": g.out_size[1],
-            "height": g.size[0], "width": g.size[1], "stride_h": g.stride[0],
-            "stride_w": g.stride[1], "dilation_h": g.dilation[0], "dilation_w": g.dilation[1],
+            "height": g.size[0], "width": g.size[1], **g.pairs("stride", "dilation"),
             "top": g.padding[0], "left": g.padding[1], "image_block": b.images,
             "row_block": b.rows, "block_chunk": b.lane_blocks, "tile_chunk": b.depth_tiles,
             **sizes,
@@ -120,10 +118,7 @@ def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
-    x_rows, x_cols = (
-        (n - 1) * s + (k - 1) * d + 1
-        for n, s, k, d in zip((row_block, cols), g.stride, g.kernel, g.dilation, strict=True)
-    )
+    x_rows, x_cols = g.extent(row_block, cols)
     dy_panel = image_block * row_block * cols * COLS + LANES * COLS
     x_panel = image_block * x_rows * x_cols * tiling.depth + LANES * LANES
     lanes, depth = g.channels()

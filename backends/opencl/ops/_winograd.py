@@ -9,6 +9,7 @@ from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.product import Geometry
 from ..lower.signature import Argument
+from ._common import optional
 from ._convolution import forward_axis, gradient_axes
 
 FILES = ("cpu/common.cl", "cpu/unpacked.cl", "cpu/winograd.cl")
@@ -133,9 +134,8 @@ def convolve(
         _launch(
             builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
             {
-                "products": products, "bias": bias or products, "has_bias": int(bias is not None),
-                "y": y, **place, "lanes": lanes, "lane_stride": sizes.lane_stride,
-                "height": height, "width": width,
+                "products": products, **optional(builder, "bias", bias, products), "y": y, **place,
+                "lanes": lanes, "lane_stride": sizes.lane_stride, "height": height, "width": width,
             },
         )  # fmt: skip
     return y

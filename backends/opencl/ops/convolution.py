@@ -22,7 +22,7 @@ from ..lower.product import Geometry, Patches
 from ..lower.reduce import SUM, reduce
 from ..lower.registry import lowers
 from . import _few_channels, _small_images, _weight_gradient, _winograd
-from ._common import arguments
+from ._common import arguments, optional
 from ._convolution import Axis, choose_tile, forward_axis, geometry_of, gradient_axes, why_not
 from ._pointwise import folded_gradient, folds, is_pointwise, pointwise, sampled
 
@@ -185,7 +185,7 @@ def _convolve(
     builder.launch(
         _kernel("convolution", "convolve", *macros), size,
         {
-            "packed": packed, "bias": bias or copy.value, "has_bias": int(bias is not None), "y": y,
+            "packed": packed, **optional(builder, "bias", bias, copy.value), "y": y,
             "images": images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
             "channels": lanes, "blocks": blocks, "taps_h": h.taps, "taps_w": w.taps,
             "padded": copy.value, "x_offset": copy.offset(h.start, w.start),
