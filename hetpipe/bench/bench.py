@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # numbers of micro-batches that pipelines explore
-STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))  # (schedule, weights)
+STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))  # asynchronous (schedule, weights)
 FEWER = (2, 4)  # also explored by rows with the whole model on each device
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing from more micro-batches
 PEER_COUNTS = (8, 16, 32)  # for torch's own pipeline
@@ -171,7 +171,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
     without_peer = (
-        "it is in the long form"
+        "only the long form, --full, has it"
         if not setting.peer
         else refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
     )

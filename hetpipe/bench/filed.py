@@ -1,4 +1,4 @@
-"""Tensors in a temporary file, for activations of large models that do not fit in memory."""
+"""Tensors in a temporary file, for activations that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LARGE_PARAMETERS = 250_000_000  # a model with more parameters saves its activations to a file
+LARGE_PARAMETERS = 250_000_000  # from this number on, a model's activations are saved to a file
 LARGE_NBYTES = 1 << 20  # smaller activations stay in memory
 
 

@@ -146,7 +146,7 @@ class StepInTurn:
         return tangents, held, gradients
 
     def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:
-        """Return a parameter's gradient; a tied parameter's includes later stages' gradients."""
+        """Return a parameter's gradient; for a tied parameter, add later stages' gradients."""
         own = stage.get((GRAD, name))
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         if name not in owners:

@@ -50,13 +50,13 @@ class Step:
 
 
 def with_same_parameters(model: _Model) -> _Model:
-    """Return a copy with new modules and buffers that shares the parameters of `model`."""
+    """Return a copy of `model` that shares its parameters, but not its modules and buffers."""
     same: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, same)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without dropout, which shares the model's parameters."""
+    """Return a copy of the model that has no dropout, and shares the model's parameters."""
     model = with_same_parameters(model)
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -211,7 +211,7 @@ class Errors:
     `worst` names the gradient with the largest error. `crossing` is the largest error of tensors
     that leave a layer, if layers are compared separately. `undetermined` names the gradients for
     which torch's float32 operators also exceed the limit. `passed` counts the tensors that leave
-    layers and for which the same holds. Neither is part of the errors.
+    layers and for which the same holds. The errors contain none of these gradients and tensors.
     """
 
     loss: float
@@ -266,7 +266,7 @@ class Comparison:
 
 
 def errors_of(step: Step, right: Step) -> Errors:
-    """Return the errors of a step's loss and gradients; its updates count as right."""
+    """Return the errors of a step's loss and gradients; the error of its updates is 0."""
     return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
 
 

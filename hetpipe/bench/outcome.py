@@ -18,8 +18,8 @@ class Setting:
     """The setting of one table of the benchmark.
 
     If `microbatches` is None, every row tries several numbers of micro-batches. If `steps` is None,
-    a turn has as many steps as take about a second, but at most 4. `twice` names a member; it adds
-    rows with two workers like this member. If there are several devices, `link` adds two rows with
+    a turn has as many steps as take about a second, but at most 4. `twice` names a member, and adds
+    rows with two workers of its device. If there are several devices, `link` adds two rows with
     this link emulated between all devices. `peer` adds a row with torch's own pipeline.
     """
 
@@ -130,7 +130,7 @@ class Outcome:
         return row.rate / max(self.plain, key=lambda row: row.threads).rate
 
     def over_plain(self) -> dict[str, float]:
-        """Return hetpipe's rate on a device over plain torch's rate, by member.
+        """Return the rate of each member alone over plain torch's rate, by member.
 
         Plain torch has as many threads as the member has cores. Members without cores or with an
         emulated speed have no ratio.
@@ -144,7 +144,7 @@ class Outcome:
         return ratios
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures, and every row with its spread."""
+        """Return the figures, and every row with its lowest and highest rate."""
         plan = self.balanced.plan
         return {
             "name": self.setting.name,

@@ -35,7 +35,7 @@ ENVIRONMENT = {**dict.fromkeys(THREADS, "1"), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class PeerTorch:
-    """A pipeline of torch, with a process and a stage for each core, until `close`."""
+    """A pipeline of torch. Each core has a process with one stage; `close` ends the processes."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         from hetpipe.wire.gloo import host

@@ -17,7 +17,7 @@ from hetpipe.crew.launcher import THREADS
 
 
 class PlainTorch:
-    """A process that trains with plain torch on given cores, one thread per core, until `close`."""
+    """A process that trains with plain torch on given cores, with one thread per core."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         self.threads = len(cores)

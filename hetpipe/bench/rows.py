@@ -44,7 +44,7 @@ class Pace:
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """Return fewer steps the longer `step_s` is, in seconds. `timed` sets the timed steps."""
+        """Return numbers of steps that suit steps of `step_s` seconds, or a given `timed`."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
@@ -228,8 +228,7 @@ class PipelineRow(Row):
         """The prediction of the row's step, corrected for drift.
 
         The probes before and after each turn correct the prediction for that turn. The mean of
-        these predictions is compared with the mean step. The result has the same relative error,
-        but against the median step.
+        these predictions belongs to the mean step. It is scaled to the median step.
         """
         turns = [mean_correction(pair) for pair in self.corrections]
         return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))
@@ -305,7 +304,7 @@ class AtOnceRow(Row):
         self._alone = alone
 
     def step_s(self) -> float:
-        """Return the seconds per mini-batch at the sum of the rates of all devices at once."""
+        """Return the seconds per mini-batch at the sum of the rates, while all devices train."""
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
         batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))

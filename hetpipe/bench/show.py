@@ -21,7 +21,7 @@ TORCH_BAR = 0.97  # lowest acceptable rate on one device, over plain torch's rat
 
 
 def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of matrix products on one core in GFLOP/s: median and spread."""
+    """Return a table of matrix products on one core in GFLOP/s: median, lowest, highest."""
     columns = (
         "ours", "min .. max", "its ceiling", "torch.mm", "oneDNN", "of ceiling", "times torch.mm",
     )  # fmt: skip
@@ -43,7 +43,7 @@ def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """Return a table of the rows: median rate, spread, predicted and measured steps, losses."""
+    """Return a table of the rows: rates, predicted and measured steps, errors of losses."""
     setting = outcome.setting
     numbers = (
         "M", "samples/s", "min .. max", "step", "predicted, raw", "corrected for drift", "80 % in",
@@ -112,8 +112,8 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     if outcome.twice is not None and share is not None:
         limit = outcome.twice.plan.fill_limit
         lines.append(
-            f"{outcome.twice.name}: {share:.1%} of twice its own rate, {share / limit:.1%} of the "
-            f"fill limit; over plain torch on all cores: "
+            f"{outcome.twice.name}: {share:.1%} of twice the device's rate alone, "
+            f"{share / limit:.1%} of the fill limit; over plain torch on all cores: "
             f"{outcome.over_all_cores(outcome.twice):.2f}"
         )
     if not outcome.streams:

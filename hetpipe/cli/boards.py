@@ -29,7 +29,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """List boards: GPUs, FPGAs and processors that plans use by data sheet, without the device."""
+    """List boards: GPUs, FPGAs and processors that are described by data sheets, for plans."""
     from dataclasses import asdict
 
     from hetpipe.cost.board import boards, find_board
@@ -42,7 +42,7 @@ def command(
 
 
 def _overview(boards: dict[str, Board]) -> Table:
-    """Return a table with a line for each board."""
+    """Return a table of boards."""
     from hetpipe.report.tables import make_table
 
     numbers = ("memory", "bandwidth", "to its host", "to its equal")

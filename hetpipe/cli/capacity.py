@@ -1,4 +1,4 @@
-"""`hetpipe capacity`: the largest model or micro-batch that a cluster holds."""
+"""`hetpipe capacity`: finds the largest model or micro-batch that a cluster holds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure matrix products on one core of each processor, its ceiling, and torch's products."""
+    """Compare matrix products on one core of each processor with the core's ceiling and torch."""
     from hetpipe.bench.machine import describe, machine
     from hetpipe.bench.products import products
     from hetpipe.bench.show import product_table

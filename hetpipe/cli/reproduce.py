@@ -20,7 +20,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Compute a paper's tables with our planners and simulator, and show both versions.
+    """Compute a paper's tables with our planners and simulator, beside the paper's figures.
 
     HETPIPE_DATA names the folder of the published profiles and figures.
     """

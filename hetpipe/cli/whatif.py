@@ -1,4 +1,4 @@
-"""`hetpipe whatif`: step times of a cluster with a changed or removed device, or another link."""
+"""`hetpipe whatif`: predicts steps of a cluster with changed or removed devices, or other links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hetpipe kernels list`: the kernels that come with backends."""
+"""`hetpipe kernels list`: lists the kernels that come with backends."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _operators(device_ids: list[str], json: str | None) -> None:
 def _show_flaws(
     output: Output, trial: Trial, outcome: Outcome, shown: set[tuple[object, ...]]
 ) -> None:
-    """Print the flaws of a case, in one line if an earlier case or device had the same flaw."""
+    """Print each flaw of a case, in one line if an earlier case or device had the same flaw."""
     where = f"{outcome.device_id}, case {outcome.case}"
     for flaw, text in zip(outcome.flaws, trial.texts(outcome), strict=True):
         if (flaw.kind, flaw.line) in shown:
@@ -124,11 +124,11 @@ def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
     output.console.print(table)
 
 
-MANY_ULP = 1000.0  # if the case passes, an error of this size is explained
+MANY_ULP = 1000.0  # if a case passes with an error of this size, the table needs a note
 
 
 def _show_notes(output: Output, results: list[Outcome]) -> None:
-    """Print each reason to skip and each warning once; explain a large error in ulp."""
+    """Print each reason to skip a device and each warning once; explain a large error in ulp."""
     lines: dict[str, None] = {}
     for each in results:
         if each.skipped:
