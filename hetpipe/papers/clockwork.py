@@ -4,7 +4,7 @@ The table has four times for each schedule: measured on workers; by the closed f
 if there is one; simulated with the set times of devices and links; and simulated, like plans, with
 measured times of passes and transfers ("profiled"). A forward takes 10 ms, a backward 20 ms, a
 transfer 0, 5 or 15 ms. Two passes at the same time share the device's speed. `16 chunks` means
-devices that send a result in 16 pieces while they compute it.
+devices that report a result in 16 chunks while they compute it.
 """
 
 from __future__ import annotations

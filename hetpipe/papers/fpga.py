@@ -35,11 +35,11 @@ PROFILED = 128
 """Samples per micro-batch of the profile, whose numbers have 4 bytes."""
 NBYTES, DTYPE = 2, "float16"
 MINI_BATCH = 128
-"""Samples of a mini-batch; each is a micro-batch."""
+"""Samples of a mini-batch; each sample is a micro-batch."""
 SLICES = 8
 """Slices of a layer's output channels; a cut may separate two slices (BaPipe, section 3.3.2)."""
 PRECISION = 1e-4
-"""Relative precision of the slowest stage's time at which the search for cuts ends."""
+"""The search for cuts ends when the slowest stage's time is this precise, relatively."""
 IMAGE = 3 * 224 * 224
 _CONVOLUTION = re.compile(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\)")
 _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")

@@ -52,7 +52,7 @@ def profile(
 ) -> dict[int, CostTable]:
     """Return a table per micro-batch size in `samples`; valid tables come from the cache on disk.
 
-    All devices are measured at the same time, since they will also compute at the same time
+    All devices are measured at the same time, since training also uses them at the same time
     (`hetpipe.profile.rounds`). Times of a member with an emulated speed, or of an emulator, are
     labelled emulated. Costs that were measured while other work used a large part of the cores are
     marked. Marked costs are used, now and later, with a `ContentionWarning`; `again` repeats all

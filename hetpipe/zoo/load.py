@@ -108,7 +108,10 @@ def _factory(name: str) -> Callable[[], Any]:
     factory: Callable[[], Any] | None = getattr(module, attribute, None)
     if not callable(factory):
         file = getattr(module, "__file__", None) or "built into Python"
-        raise HetpipeError(f"model {name!r}: {module_name} ({file}) has no function {attribute!r}")
+        raise HetpipeError(
+            f"model {name!r}: {module_name} ({file}) has no function {attribute!r}; name a "
+            "function that returns a Workload"
+        )
     return factory
 
 

@@ -95,7 +95,7 @@ def _merge(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
 
 
 VOCABULARY = 512
-VALIDATED = 64  # windows of the validation text from which the perplexity is computed
+VALIDATED = 64  # windows of the validation text for the perplexity
 
 
 def corpus() -> bytes:

@@ -101,8 +101,8 @@ def guard_batches(
 ) -> Callable[[int, int], Iterator[Batch]]:
     """Return a function that yields the mini-batches of `batches` and checks each.
 
-    That function raises `UserCodeError` if the user's code raises, and `HetpipeError` if the
-    mini-batches end or one is not a pair.
+    The function raises `UserCodeError` if the user's code raises, and `HetpipeError` if the
+    mini-batches end or a mini-batch is not a pair.
     """
 
     def guarded(mini_batch: int, seed: int) -> Iterator[Batch]:
