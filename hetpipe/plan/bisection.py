@@ -17,9 +17,10 @@ without transfers and memory.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +40,35 @@ below the best partition's time."""
 GALLOP = 4
 """Factor by which the limit moves away from the bound by computation alone, until a partition meets
 the limit."""
+
+Partition = TypeVar("Partition")
+
+
+def bisect_limit(
+    best: Partition,
+    low_s: float,
+    within: Callable[[float], Partition | None],
+    slowest_s: Callable[[Partition], float],
+    rounding_s: float,
+    middle_s: Callable[[float, float], float] = lambda low_s, high_s: (low_s + high_s) / 2,
+) -> tuple[float, Partition]:
+    """Return the seconds of the slowest stage of the fastest partition, and the partition.
+
+    `best` is a first partition, and no partition is faster than `low_s`. `within` returns a
+    partition that meets a limit, or None; `middle_s` chooses the limit to try between two limits.
+    """
+    high_s, snapped = slowest_s(best), False
+    # A stage of `high_s` seconds cannot meet `faster_s` by a rounding error.
+    while low_s < (faster_s := high_s * STRICTLY - rounding_s):
+        snapped = not snapped and high_s - low_s <= NEAR * high_s
+        trial_s = faster_s if snapped else middle_s(low_s, high_s)
+        partition = within(trial_s)
+        time_s = math.inf if partition is None else slowest_s(partition)
+        if partition is None or time_s >= high_s:  # by rounding, stages may exceed the limit
+            low_s = trial_s
+        else:
+            high_s, best = time_s, partition
+    return high_s, best
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,23 +165,15 @@ def fixed_order(
         return None
     search = _Search(stages, objective)
     low_s = search.computed_s()
-    high_s, best, snapped = math.inf, None, False
+    if math.isinf(low_s):
+        return None
     trial_s = min(low_s * (1 + 100 * COARSE) or 1e-12, search.most_s)
-    while math.isfinite(low_s) and low_s < search.just_below(high_s):
-        cuts = search.below(trial_s)
-        slowest_s = math.inf if cuts is None else search.slowest_s(cuts)
-        if slowest_s >= high_s or cuts is None:  # by rounding, stages may exceed the limit
-            low_s = trial_s
-        else:
-            best, high_s = cuts, slowest_s
-        if best is None:
-            if trial_s >= search.most_s:
-                return None
-            trial_s = min(search.most_s, search.least_s + GALLOP * (trial_s - search.least_s))
-            continue
-        snapped = not snapped and high_s - low_s <= NEAR * high_s
-        trial_s = search.just_below(high_s) if snapped else (low_s + high_s) / 2
-    return None if best is None else (high_s, best)
+    while (best := search.below(trial_s)) is None:
+        if trial_s >= search.most_s:
+            return None
+        low_s = trial_s
+        trial_s = min(search.most_s, search.least_s + GALLOP * (trial_s - search.least_s))
+    return bisect_limit(best, low_s, search.below, search.slowest_s, 2 * search.rounding_s)
 
 
 class _Search:
@@ -175,11 +197,6 @@ class _Search:
         """Return the seconds of the slowest stage between these cuts."""
         spans = zip(self.stages, (0, *cuts), (*cuts, self.layers), strict=True)
         return max(stage.seconds(lo, hi, self.objective) for stage, lo, hi in spans)
-
-    def just_below(self, limit_s: float) -> float:
-        """Return the highest limit below `limit_s` that a stage of `limit_s` seconds cannot meet by
-        a rounding error."""
-        return limit_s * STRICTLY - 2 * self.rounding_s
 
     def computed_s(self) -> float:
         """Return a limit just below the lowest limit that a partition meets if only computation

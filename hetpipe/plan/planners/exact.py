@@ -21,6 +21,7 @@ import numpy as np
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import PlanError
+from hetpipe.plan.bisection import ROUNDING, STRICTLY, bisect_limit
 from hetpipe.plan.costs import Array
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.partition import stage_times
@@ -126,15 +127,6 @@ def _slowest(priced: Priced, order: tuple[str, ...]) -> tuple[float, int]:
     return best
 
 
-STRICTLY = 1 - 1e-12
-ROUNDING = 2.0**-49
-"""More than all rounding errors of a stage's time, relative to the prefix sums."""
-
-NEAR = 2e-3
-"""If the lower and the upper limit are relatively this near, every second trial is a limit just
-below the best partition's time."""
-
-
 @dataclass(frozen=True, eq=False)
 class DeviceType:
     """`count` equal devices. `layers_s` has the seconds of each layer, infinite for a layer that
@@ -172,24 +164,18 @@ def free_order(types: Sequence[DeviceType]) -> tuple[float, tuple[TypedStage, ..
     are no devices, or if types have different numbers of layers.
     """
     search = _Search(types)
-    high_s, best = search.most_s, search.within(search.most_s)
+    best = search.within(search.most_s)
     if best is None:
         return None
-    high_s, low_s, snapped = search.slowest_s(best), search.least_s(), False
-    while low_s < search.just_below(high_s):
-        snapped = not snapped and high_s - low_s <= NEAR * high_s
-        trial_s = (low_s + high_s) / 2
-        if snapped:
-            trial_s = search.just_below(high_s)
-        elif 0 < low_s < high_s / 2:
-            trial_s = math.sqrt(low_s * high_s)
-        stages = search.within(trial_s)
-        slowest_s = np.inf if stages is None else search.slowest_s(stages)
-        if stages is None or slowest_s >= high_s:  # by rounding, stages may exceed the limit
-            low_s = trial_s
-        else:
-            high_s, best = slowest_s, stages
-    return high_s, best
+    rounding_s = ROUNDING * search.most_s
+    return bisect_limit(
+        best, search.least_s(), search.within, search.slowest_s, rounding_s, _middle_s
+    )
+
+
+def _middle_s(low_s: float, high_s: float) -> float:
+    """Return the mean of two limits; the geometric mean if the limits are far apart."""
+    return math.sqrt(low_s * high_s) if 0 < low_s < high_s / 2 else (low_s + high_s) / 2
 
 
 class _Search:
@@ -216,11 +202,6 @@ class _Search:
             for kind, sums in zip(types, self.seconds, strict=True)
         )
         self.levels = _levels([kind.count for kind in types])
-
-    def just_below(self, limit_s: float) -> float:
-        """Return the highest limit below `limit_s` that a stage of `limit_s` seconds cannot meet by
-        a rounding error."""
-        return limit_s * STRICTLY - ROUNDING * self.most_s
 
     def least_s(self) -> float:
         """Return a lower bound of the slowest stage: the layers' least times, summed, divided by
