@@ -154,8 +154,7 @@ class StageCosts:
     ) -> Array:
         """Return `stage_s` for all [lo, hi]; infinite for an empty stage and, if `bounded`, for a
         stage that exceeds the device's memory."""
-        lo = np.arange(self.count + 1)[:, None]
-        hi = np.arange(self.count + 1)[None, :]
+        lo, hi = np.ogrid[: self.count + 1, : self.count + 1]
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
         fits = (lo < hi) & (self.memory_nbytes(lo, hi, in_flight, versions) <= capacity)
         return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)

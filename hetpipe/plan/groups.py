@@ -37,8 +37,7 @@ def group_matrix(
     group = groups[stage]
     if len(group) == 1:
         return costs.matrix(heads, stage, in_flight, objective, bounded, versions)
-    lo = np.arange(costs.count + 1)[:, None]
-    hi = np.arange(costs.count + 1)[None, :]
+    lo, hi = np.ogrid[: costs.count + 1, : costs.count + 1]
     kinds: dict[tuple[int, float], list[str]] = defaultdict(list)
     for device in group:  # equal devices share a tuple of layers
         cost = costs.table.devices[device]

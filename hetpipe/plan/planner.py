@@ -47,20 +47,15 @@ def make_plan(
     (`hetpipe.schedule.weights`). Raises `PlanError` as `make_pipeline` does, and for costs of
     another micro-batch size.
     """
-    if not 1 <= microbatches <= mini_batch:
-        raise PlanError(
-            f"a mini-batch of {mini_batch} cannot be {microbatches} micro-batches; choose 1 to "
-            f"{mini_batch}"
-        )
-    samples = -(-mini_batch // microbatches)
+    options = PlannerOptions(
+        mini_batch, (microbatches,), (schedule,), weights, free_order=not fixed_order
+    )
+    samples = options.size(microbatches)
     if samples != table.samples:
         raise PlanError(
             f"{microbatches} micro-batches of a mini-batch of {mini_batch} have {samples} samples, "
             f"but the costs are for {table.samples}; profile at {samples}"
         )
-    options = PlannerOptions(
-        mini_batch, (microbatches,), (schedule,), weights, free_order=not fixed_order
-    )
     return make_pipeline({samples: table}, devices, options, cuts)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hetpipe.schedule.action import GRADIENTS, Action, Op
+from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.turns import round_of
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -79,10 +80,9 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
         # All backwards of the row, so that gradients are always summed in one order.
-        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
         most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
         for a in row:
-            if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:
+            if a.stage == n and a.op in WEIGHTS and a.number // shape.microbatches <= most:
                 yield a
     elif op is Op.UPDATE:
         summing = (Op.ALL_REDUCE, *GRADIENTS, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)

@@ -13,11 +13,11 @@ from math import lcm
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
+from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import Rule, rule_of
 
 ENTERS = (Op.RECV_FORWARD, Op.FORWARD)
-BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Stream:
             for action in (a for a in row if a.stage == stage):
                 if action.op is Op.FORWARD:
                     forwards[action.number] = updates
-                elif action.op in BACKWARDS:
+                elif action.op in WEIGHTS:
                     counts[action.number] = (forwards[action.number], updates)
                 updates += action.op is Op.UPDATE
         return counts

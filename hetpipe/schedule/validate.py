@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
+from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.lanes import laned_stages, row_names, row_workers
 from hetpipe.schedule.requirements import (
     BACKWARDS,
@@ -158,7 +159,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
                 raise _fail(schedule, why, row_number, index)
             done.add(action)
             waiting[n] += action.op is Op.FORWARD
-            ends = (Op.RECV_VACANT,) if n in shape.laned else (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            ends = (Op.RECV_VACANT,) if n in shape.laned else WEIGHTS
             waiting[n] -= action.op in ends
             if in_flight is not None and waiting[n] > in_flight[n]:
                 why = f"stage {n} has {waiting[n]} forwards in flight, its bound is {in_flight[n]}"

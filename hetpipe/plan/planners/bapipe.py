@@ -119,8 +119,7 @@ def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ..
 
 def _computes(costs: StageCosts, device: str) -> Array:
     """Return a matrix: [lo, hi] is the seconds of layers lo..hi-1, infinite if there are none."""
-    lo = np.arange(costs.count + 1)[:, None]
-    hi = np.arange(costs.count + 1)[None, :]
+    lo, hi = np.ogrid[: costs.count + 1, : costs.count + 1]
     return np.where(lo < hi, costs.compute_s(device, lo, hi), np.inf)
 
 

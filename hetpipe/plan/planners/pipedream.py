@@ -32,6 +32,7 @@ from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, single_device_groups
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.turns import noam
 
 SyncRule = Literal["text", "published-code"]
 """How the synchronisation of a stage's gradients counts, for m replicas and w bytes of weights.
@@ -79,8 +80,7 @@ class PipeDreamPlan:
 
         At the input stage this is NOAM: workers over replicas, rounded up.
         """
-        replicas = [stage.replicas for stage in self.stages]
-        return tuple(math.ceil(sum(replicas[n:]) / count) for n, count in enumerate(replicas))
+        return tuple(noam([stage.replicas for stage in self.stages]))
 
 
 def plan_pipedream(
