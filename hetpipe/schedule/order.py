@@ -1,18 +1,21 @@
 """Order: sorts the steps of a plain schedule, each after all steps for which it waits.
 
-A schedule is plain if every stage is on one row, and replicas neither sum gradients nor send them
-to each other. Then the order of each worker and each edge does not depend on any time.
+`run_order` sorts the actions of any schedule. A schedule is plain if every stage is on one row, and
+replicas neither sum gradients nor send them to each other. Then the order of each worker and each
+edge does not depend on any time.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hetpipe.schedule.action import Action, Message
+from hetpipe.schedule.action import Action, Message, Op, Schedule
 from hetpipe.schedule.codes import (
     COMPUTE,
     IS_TIED,
@@ -26,6 +29,38 @@ from hetpipe.schedule.codes import (
     WAYS,
     Array,
 )
+
+
+def run_order(schedule: Schedule) -> Iterator[tuple[tuple[int, ...], Action]]:
+    """Yield each action with its rows, in an order in which the actions can run.
+
+    A send never waits, a receive waits for its send, and a sum waits until all its rows have
+    reached the sum. Actions that wait for each other, a deadlock, are left out.
+    """
+    position = [0] * len(schedule)
+    sent: set[Message | None] = set()
+    takers = Counter(a for row in schedule for a in row if a.op is Op.ALL_REDUCE)
+    reached: dict[Action, list[int]] = defaultdict(list)
+    moved = True
+    while moved:
+        moved = False
+        for number, row in enumerate(schedule):
+            while position[number] < len(row):
+                action, rows = row[position[number]], [number]
+                if action.op.is_receive and action.message not in sent:
+                    break
+                if action.op is Op.ALL_REDUCE:
+                    rows = reached[action]
+                    if number not in rows:
+                        rows.append(number)
+                    if len(rows) < takers[action]:
+                        break
+                if action.op.is_send:
+                    sent.add(action.message)
+                for each in rows:
+                    position[each] += 1
+                moved = True
+                yield tuple(rows), action
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ later mini-batch adds the same actions with higher numbers.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
@@ -15,6 +14,7 @@ from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.order import run_order
 from hetpipe.schedule.rule import Rule, rule_of
 
 ENTERS = (Op.RECV_FORWARD, Op.FORWARD)
@@ -165,35 +165,22 @@ def _segments(
 ) -> list[list[tuple[Action, ...]]]:
     """Divide each row into segments: an action is in the first segment in which it can run.
 
-    An action can run after the previous action on its row, if its mini-batch has entered the
-    stream. A receive also waits for its send, and a sum waits until all its rows have reached the
-    sum.
+    An action waits as in `run_order`, and until its mini-batch has entered the stream.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
-    position, at = [0] * len(schedule), [0] * len(schedule)
-    sent: dict[Message, int] = {}
-    takers = Counter(a for row in schedule for a in row if a.op is Op.ALL_REDUCE)
-    there: dict[Action, dict[int, int]] = defaultdict(dict)
-    while any(place < len(row) for place, row in zip(position, schedule, strict=True)):
-        for worker, row in enumerate(schedule):
-            while position[worker] < len(row):
-                action = row[position[worker]]
-                message = action.message
-                if action.op in ENTERS:
-                    at[worker] = max(at[worker], action.number // microbatches)
-                if action.op.is_receive and message is not None:
-                    if message not in sent:
-                        break
-                    at[worker] = max(at[worker], sent[message])
-                if action.op is Op.ALL_REDUCE:
-                    there[action][worker] = at[worker]
-                    if len(there[action]) < takers[action]:
-                        break
-                    at[worker] = max(there[action].values())
-                if action.op.is_send and message is not None:
-                    sent[message] = at[worker]
-                parts[worker][at[worker]].append(action)
-                position[worker] += 1
+    at = [0] * len(schedule)  # segment of each row's last action
+    sent: dict[Message | None, int] = {}
+    for rows, action in run_order(schedule):
+        segment = max(at[row] for row in rows)
+        if action.op in ENTERS:
+            segment = max(segment, action.number // microbatches)
+        if action.op.is_receive:
+            segment = max(segment, sent[action.message])
+        if action.op.is_send:
+            sent[action.message] = segment
+        for row in rows:
+            at[row] = segment
+            parts[row][segment].append(action)
     return [[tuple(part) for part in parts_of] for parts_of in parts]
 
 

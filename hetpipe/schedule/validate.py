@@ -4,12 +4,13 @@ action marked."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.lanes import laned_stages, row_names, row_workers
+from hetpipe.schedule.order import run_order
 from hetpipe.schedule.requirements import (
     BACKWARDS,
     HALVES,
@@ -248,41 +249,14 @@ def _check_edges(schedule: Schedule, shape: Shape) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Raise `ScheduleError` for a deadlock. The check runs the schedule without a clock: a send
-    never waits, a receive waits for its send, and a sum waits until all its replicas have reached
-    the sum."""
-    position = [0] * len(schedule)
-    sent: set[Message] = set()
-    takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)
-    there: dict[Action, set[int]] = defaultdict(set)
-    moved = True
-    while moved:
-        moved = False
-        for worker, row in enumerate(schedule):
-            while position[worker] < len(row):
-                action = row[position[worker]]
-                message = action.message
-                if action.op.is_receive and message not in sent:
-                    break
-                if action.op is Op.ALL_REDUCE:
-                    moved |= worker not in there[action]
-                    there[action].add(worker)
-                    if len(there[action]) < takers[action]:
-                        break
-                if action.op.is_send and message is not None:
-                    sent.add(message)
-                position[worker] += 1
-                moved = True
-    stuck = {w: p for w, p in enumerate(position) if p < len(schedule[w])}
+    """Raise `ScheduleError` for a deadlock, in which `run_order` cannot reach all actions."""
+    done = Counter(row for rows, _ in run_order(schedule) for row in rows)
+    stuck = {worker: done[worker] for worker, row in enumerate(schedule) if done[worker] < len(row)}
     if stuck:
-        raise ScheduleError(
-            f"deadlock: {_cycle(schedule, stuck, there)}\n{format_grid(schedule, stuck)}"
-        )
+        raise ScheduleError(f"deadlock: {_cycle(schedule, stuck)}\n{format_grid(schedule, stuck)}")
 
 
-def _cycle(
-    schedule: Schedule, stuck: dict[int, int], there: Mapping[Action, Collection[int]]
-) -> str:
+def _cycle(schedule: Schedule, stuck: dict[int, int]) -> str:
     """Describe the cycle of a deadlock: go from a stuck worker to the worker for which it waits,
     until a worker repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
@@ -294,7 +268,7 @@ def _cycle(
         action = schedule[worker][stuck[worker]]
         if action.message is None:  # the sum waits for a worker that has not reached it
             absent = (w for w, row in enumerate(schedule) if action in row and w in stuck)
-            worker = next(w for w in absent if w not in there[action])
+            worker = next(w for w in absent if schedule[w][stuck[w]] != action)
         else:
             worker = sender[action.message]
     cycle = trail[trail.index(worker) :]
