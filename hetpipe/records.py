@@ -122,7 +122,7 @@ class Parsed:
         from pydantic_core.core_schema import no_info_wrap_validator_function, str_schema
 
         def read(value: Any, inner: Callable[[Any], Any]) -> Any:
-            return _with_place(lambda: self.parse(inner(value)))
+            return with_place(lambda: self.parse(inner(value)))
 
         return no_info_wrap_validator_function(read, str_schema(strict=True))
 
@@ -135,7 +135,7 @@ class Placed:
         from pydantic_core.core_schema import no_info_wrap_validator_function
 
         return no_info_wrap_validator_function(
-            lambda value, inner: _with_place(lambda: inner(value)), handler(kind)
+            lambda value, inner: with_place(lambda: inner(value)), handler(kind)
         )
 
 
@@ -318,7 +318,8 @@ def _left_out(kind: Any, data: Any, place: Place) -> Iterator[tuple[Place, str]]
             yield from _left_out(get_args(kind)[0], value, (*place, index))
 
 
-def _with_place(make: Callable[[], T]) -> T:
+def with_place(make: Callable[[], T]) -> T:
+    """Return a value of a record; add the value's place to a `HetpipeError`."""
     from pydantic_core import PydanticCustomError
 
     try:

@@ -16,7 +16,7 @@ from hetpipe.conformance.operators import normal
 from hetpipe.conformance.rig import Rig, compare, trace
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Backend, Buffer, Device
-from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.graph import dtype_name, graph_calls, operator_name
 from hetpipe.sdk.host.registry import devices_of, get_backend
 from hetpipe.sdk.host.validation import check_devices
 from hetpipe.sdk.info import HOST_MEMORY
@@ -161,7 +161,7 @@ def _(rig: Rig) -> None:
         inputs = [square, other] if name == "orders of inputs" else [square]
         programs += [(name, fn, inputs) for fn in functions]
     programs += [("shapes", torch.t, [normal(*shape)]) for shape in ((4, 9), (9, 4))]
-    kept = [dtype for dtype in _DTYPES if str(dtype)[6:] in rig.info.dtypes]
+    kept = [dtype for dtype in _DTYPES if dtype_name(dtype) in rig.info.dtypes]
     whole = torch.tensor([3, 100, 7, 1])
     programs += [("dtypes of inputs", lambda x: x + x, [whole.to(dtype)]) for dtype in kept]
     graphs = {}

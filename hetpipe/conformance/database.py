@@ -14,7 +14,7 @@ from torch import fx
 from hetpipe.check.difference import Array, case_tolerance, eps_of, errors_of, largest_of
 from hetpipe.check.reference import float64_results, tensors_of
 from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
-from hetpipe.conformance.rig import Rig, compare, trace
+from hetpipe.conformance.rig import Rig, compare, forms_of, trace
 from hetpipe.sdk.graph import graph_calls
 
 LOOKED_AT = 24
@@ -210,9 +210,7 @@ def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
 
 
 def _compare(question: Question, actual: list[Array]) -> None:
-    tensors = question.tensors
-    forms = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
-    terms = max([tensor.numel() for tensor in tensors], default=1) or 1
+    terms = max([tensor.numel() for tensor in question.tensors], default=1) or 1
     results = zip(actual, question.wide, question.near, strict=True)
     for index, (array, wide, near) in enumerate(results):
         limit = case_tolerance(wide, eps_of(near.dtype.name), terms)
@@ -222,7 +220,7 @@ def _compare(question: Question, actual: list[Array]) -> None:
             limit = max(limit, ILL_CONDITIONED * largest_of(errors_of(near, wide)))
         place = index - question.values
         what = f"result {index}" if place < 0 else f"gradient {place}"
-        compare(array, wide, limit, f"{what} of inputs {forms}")
+        compare(array, wide, limit, f"{what} of inputs {forms_of(question.tensors)}")
 
 
 @cache

@@ -21,8 +21,8 @@ from hetpipe.conformance.check import (
     expect,
     expect_refusal,
 )
-from hetpipe.conformance.rig import Rig, compare
-from hetpipe.sdk.graph import graph_outputs
+from hetpipe.conformance.rig import Rig, compare, forms_of
+from hetpipe.sdk.graph import dtype_name, graph_outputs
 
 aten = torch.ops.aten
 
@@ -50,15 +50,11 @@ def judge(
     for index, (array, wide, node) in enumerate(
         zip(actual, expected, graph_outputs(graph), strict=True)
     ):
-        declared = str(node.meta["val"].dtype)[6:]
-        where = f"result {index} (inputs {_shapes(inputs)})"
+        declared = dtype_name(node.meta["val"].dtype)
+        where = f"result {index} (inputs {forms_of(inputs)})"
         expect(array.dtype.name == declared, f"{where} is {array.dtype}, it should be {declared}")
         eps = eps_of(declared, *(tensor.dtype for tensor in inputs))
         compare(array, wide, case_tolerance(wide, eps, terms, units), where)
-
-
-def _shapes(inputs: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in inputs)
 
 
 def _of_case(case: Case, rig: Rig) -> None:
@@ -143,8 +139,8 @@ for _name, _view in VIEWS.items():
 
 
 def _dtype(dtype: torch.dtype, fn: Callable[..., Any], values: list[Any], rig: Rig) -> None:
-    if str(dtype)[6:] not in rig.info.dtypes:
-        raise NotAsked(f"{str(dtype)[6:]} is not among its dtypes")
+    if dtype_name(dtype) not in rig.info.dtypes:
+        raise NotAsked(f"{dtype_name(dtype)} is not among its dtypes")
     judge(rig, fn, [torch.tensor(values, dtype=dtype)])
 
 

@@ -15,7 +15,7 @@ from hetpipe.check.difference import Array, difference
 from hetpipe.check.reference import tensors_of
 from hetpipe.conformance.check import BrokenRule, NotAsked
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
-from hetpipe.sdk.graph import canonical, graph_calls, operator_name
+from hetpipe.sdk.graph import canonical, dtype_name, graph_calls, operator_name
 from hetpipe.sdk.host.registry import decompositions_of
 
 Function = Callable[..., Any]
@@ -54,7 +54,7 @@ class Rig:
         dtypes = {*self.info.dtypes, *self.info.cast_dtypes}
         for node in graph.graph.nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and (name := str(value.dtype)[6:]) not in dtypes:
+            if isinstance(value, torch.Tensor) and (name := dtype_name(value.dtype)) not in dtypes:
                 raise NotAsked(f"{name} is not among its dtypes")
 
     def compile(self, fn: Function, *inputs: torch.Tensor) -> Executable:
@@ -170,6 +170,11 @@ def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
         if reason is not None:
             answers.append(f"{operator_name(node)} ({reason})")
     return answers
+
+
+def forms_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the dtypes and shapes of tensors, for a message."""
+    return ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
 
 
 def compare(actual: Array, expected: Array, limit: float, where: str) -> None:

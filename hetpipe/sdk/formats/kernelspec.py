@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hetpipe.errors import BackendError
-from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text
+from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text, with_place
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.toml import Lines, parse_toml
 from hetpipe.words import short, word, words
@@ -88,19 +88,16 @@ class Size:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import PydanticCustomError
         from pydantic_core.core_schema import no_info_plain_validator_function
 
-        def read(value: Any) -> Size:
-            if isinstance(value, bool) or not isinstance(value, (int, str)):
-                why = f"{short(value)} is no size; write {GRAMMAR}"
-                raise PydanticCustomError("refused", "{why}", {"why": why})
-            try:
-                return Size(str(value))
-            except BackendError as refused:
-                raise PydanticCustomError("refused", "{why}", {"why": str(refused)}) from refused
+        return no_info_plain_validator_function(lambda value: with_place(lambda: _size_of(value)))
 
-        return no_info_plain_validator_function(read)
+
+def _size_of(value: Any) -> Size:
+    """Return the size that a file gives as a number or a text. Raises `BackendError`."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise BackendError(f"{short(value)} is no size; write {GRAMMAR}")
+    return Size(str(value))
 
 
 def _check(tree: ast.expr, text: str) -> None:
