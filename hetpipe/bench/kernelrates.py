@@ -25,6 +25,7 @@ from hetpipe.bench.machine import keep_memory
 from hetpipe.check.reference import float64_results
 from hetpipe.child import Parent
 from hetpipe.environment import clock
+from hetpipe.profile.clock import spread_of
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.host.registry import decompositions_of, open_device
@@ -192,13 +193,6 @@ def time_of(run: Callable[[], object], count: int) -> float:
     for _ in range(count):
         run()
     return (CLOCK() - begin_s) / count
-
-
-def spread_of(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / 2 / middle
 
 
 if __name__ == "__main__":

@@ -115,8 +115,6 @@ EVERY_S = 10.0  # seconds between two lines about one phase
 @contextmanager
 def progress_bar(phase: str = "") -> Iterator[Progress]:
     """Yield a callable (text, done, total) that shows the progress; `phase` is the first text."""
-    from hetpipe.cli.output import error_console
-
     console = error_console()
     if not console.is_terminal:
         with Lines(_write).beating() as lines:

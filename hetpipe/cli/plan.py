@@ -174,13 +174,11 @@ def _priced(
     model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
 ) -> tuple[Plan, CostTable]:
     """Return a plan by the costs in a file, and these costs. No device is opened."""
-    from hetpipe.cli.plan import check_layers, plan_by
     from hetpipe.cost.importers import read_costs
-
-    table = read_costs(path)
     from hetpipe.pipeline.fit import check_policy
     from hetpipe.zoo.load import load_workload, optimizer_of
 
+    table = read_costs(path)
     workload = load_workload(model)
     samples = mini_batch or workload.mini_batch
     with progress_bar("capturing") as progress:

@@ -7,11 +7,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean, quantiles
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.profile.clock import spread_of
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
@@ -186,12 +187,6 @@ def typical(values: Sequence[float]) -> float:
     ordered = sorted(values)
     aside = len(ordered) // 4
     return fmean(ordered[aside : len(ordered) - aside])
-
-
-def spread_of(values: Sequence[float]) -> float:
-    """Return half the distance between the quartiles, relative to the median."""
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / (2 * middle)
 
 
 def scale_costs(

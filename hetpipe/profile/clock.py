@@ -16,7 +16,6 @@ from hetpipe.errors import CostError
 from hetpipe.worker.emulation import Emulation, Moment
 
 LONGEST_S = 600.0
-QUARTILES = 4
 
 
 class ClockWarning(UserWarning):
@@ -86,8 +85,7 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, over the median."""
-        return half_width_s(self.good) / self.median_s
+        return spread_of(self.good)
 
     @property
     def error_s(self) -> float:
@@ -104,5 +102,10 @@ def half_width_s(times_s: Sequence[float]) -> float:
     """Return half the distance between the quartiles; 0 for fewer than two times."""
     if len(times_s) < 2:
         return 0.0
-    quartiles_s = statistics.quantiles(times_s, n=QUARTILES, method="inclusive")
-    return float(quartiles_s[2] - quartiles_s[0]) / 2
+    low_s, _, high_s = statistics.quantiles(times_s, n=4, method="inclusive")
+    return (high_s - low_s) / 2
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Return half the distance between the quartiles, over the median; 0 for fewer than two."""
+    return half_width_s(values) / statistics.median(values)

@@ -12,7 +12,7 @@ from functools import cached_property
 from hetpipe.cost.probe import Probe
 from hetpipe.cost.table import LayerCost
 from hetpipe.errors import CostError
-from hetpipe.profile.clock import Samples, credible, half_width_s
+from hetpipe.profile.clock import Samples, credible, half_width_s, spread_of
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Times
@@ -68,7 +68,7 @@ class Series:
     def spread(self, size: int) -> float:
         """Return the relative spread of the network's time from slice to slice."""
         ratios = self._ratios(size)
-        return half_width_s(ratios) / statistics.median(ratios) if len(ratios) > 1 else 0.0
+        return spread_of(ratios) if ratios else 0.0
 
     def usual(self, size: int) -> float:
         """Return the median over slices of a slice's time over the sum of its passes' medians.

@@ -26,9 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.compiled import compiled
 from benchmarks.eagermemory import peak_nbytes
-from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
+from hetpipe.bench.kernelrates import runs_in, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
+from hetpipe.profile.clock import spread_of
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.registry import decompositions_of, open_device
 from hetpipe.train.eager import Eager
