@@ -167,7 +167,7 @@ def _refusals(refused: Mapping[str, str]) -> list[str]:
     for name, why in sorted(refused.items()):
         groups.setdefault((family(name), why), []).append(f"`{name}`")
     rows = [[title, ", ".join(names), why] for (title, why), names in sorted(groups.items())]
-    return _table([["family", "entries", "missing"], *rows])
+    return _table([["family", "entries", "refused"], *rows])
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -186,13 +186,14 @@ The backends were asked to run {asked} of the {entries} entries that torch {torc
 They were not asked to run entries that torch cannot run or trace, nor entries whose results are
 random, complex, uninitialised or no tensors.
 
-An entry runs on a backend if the largest of its first samples runs, forward and with all gradients
-that torch has, and if every result equals torch's result in float64 within the bounds of
-[the conformance suite](conformance.md#error-classes). A backend refuses every other entry by name,
-when a graph is planned. No entry gives a wrong result or crashes.
+An entry runs on a backend if the largest of its first 24 samples runs, forward and with all
+gradients that torch has, and if every result equals torch's result in float64 within the bounds of
+[the conformance suite](conformance.md#error-classes). A backend refuses every other entry before it
+runs, and names the operator or the dtype. No entry gives a wrong result or crashes.
 
-The first table counts the entries that run. The last tables name the operators of torch, or the
-dtypes, that a backend lacks to run an entry.
+The first table counts the entries that run. The last tables name the dtype or the operators that a
+backend refuses when it is asked to run an entry. Some operators are refused only for the dtype or
+the arguments of this entry. For example, numpy multiplies (`aten.mul`), but not complex numbers.
 """
 
 
