@@ -154,7 +154,11 @@ def _(rig: Rig) -> None:
                 output == 0,
                 f"the run reports a chunk of output {output}, but it has only one output",
             )
-            expect(0 <= lo < hi <= expected.size, f"a chunk {lo}..{hi} of {expected.size} elements")
+            expect(
+                0 <= lo < hi <= expected.size,
+                f"the run reports a chunk {lo}..{hi}, which is empty or not within the output's "
+                f"{expected.size} elements",
+            )
             event.wait(WAIT_S)
             part: Array = np.zeros(hi - lo, np.float32)
             rig.device.download_part(outputs[0], lo, hi, part).wait(WAIT_S)

@@ -67,9 +67,9 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
     if len(ranks) != 1 or len(axes) != 1 or len(other_sizes) != 1:
         listed = ", ".join(f"{list(s)} for {rows} samples" for rows, s in sorted(shapes.items()))
         raise HetpipeError(
-            f"{name}, which crosses between stages, is {listed}: no dimension of it has one row "
-            "for each sample, so replicas cannot divide it; cut elsewhere, or give both stages "
-            "the same shares"
+            f"{name}, which crosses between stages, is {listed}: it is not clear which dimension "
+            "has one row for each sample, so replicas cannot divide it; cut elsewhere, or give "
+            "both stages the same shares"
         )
     return axes[0]
 

@@ -147,7 +147,7 @@ def _failing_operator(
             readers.subtract(node.all_input_nodes)
         for source in [source for source in values if readers[source] <= 0]:
             del values[source]
-    return f"{_describe(graph)} failed, though none of its operators fails alone"
+    return f"{_describe(graph)} failed, but no operator that was run alone failed"
 
 
 def _run(device: Device, part: Part, inputs: Sequence[Buffer]) -> list[Buffer]:

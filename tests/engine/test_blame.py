@@ -29,7 +29,7 @@ ERRORS = {
     ),
     "pairs": (
         r"failed at 1F0: wrong:pairs:0: a graph of layers layers\.2 to layers\.6 \(aten\.permute.*"
-        r"\) failed, though none of its operators fails alone: ValueError: not these two"
+        r"\) failed, but no operator that was run alone failed: ValueError: not these two"
     ),
     "dies": (
         r"aten\.permute\.default of layer layers\.2 failed, and other operators fail now: the "

@@ -167,8 +167,8 @@ def largest_bert(data: Path) -> tuple[str, list[Figure]]:
                 f"{paper} layers, {paper_M}M",
                 f"{ours} layers, {bert_params(data, ours) / 1e6:.0f}M",
                 f"{ours / layers[2]:.2f} times the layers on two devices, {paper / BERT[2][0]:.2f} "
-                f"times in the paper; there, {16e-9 * paper_M * 1e6 / devices:.1f} GB a device are "
-                "for parameters; the rest is for inputs of an unpublished size and for tensors "
+                f"times in the paper. Parameters take {16e-9 * paper_M * 1e6 / devices:.1f} GB of "
+                "each device there; the rest holds inputs of an unpublished size, and tensors "
                 "inside layers, which the profile does not list",
             )
         )
