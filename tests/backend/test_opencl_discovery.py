@@ -106,6 +106,14 @@ def test_the_file_to_remove_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cures == [f"{start} {of_pip}", f"{start} {of_system}"]
 
 
+def test_a_system_without_runtimes_registers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "SYSTEM_VENDORS", tmp_path / "absent")
+    monkeypatch.delenv("OCL_ICD_VENDORS", raising=False)
+    assert runtimes.unloadable() == []
+
+
 def test_only_known_runtimes_get_prefetches() -> None:
     """Mesa's runtime crashes at a prefetch."""
     info = DeviceInfo("opencl:x:0", "opencl", "cpu", "x", "x", "x", 1, HOST_MEMORY)

@@ -168,9 +168,10 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
 
 def unloadable() -> list[Finding]:
     """Return findings for registered runtimes that the loader skips silently, with the reason."""
-    place = Path(os.environ.get("OCL_ICD_VENDORS") or SYSTEM_VENDORS)
+    named = os.environ.get("OCL_ICD_VENDORS")
+    place = Path(named or SYSTEM_VENDORS)
     findings: list[Finding] = []
-    for entry in sorted(place.glob("*.icd")) if place.is_dir() else [place]:
+    for entry in sorted(place.glob("*.icd")) if place.is_dir() or not named else [place]:
         library = str(entry)
         try:
             library = entry.read_text().strip() if entry.suffix == ".icd" else library
