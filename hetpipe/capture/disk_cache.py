@@ -15,6 +15,7 @@ import torch
 
 from hetpipe import data_pickle
 from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
+from hetpipe.capture.export.named_tensors import tensor_bytes
 from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, COUNT, PassPrograms, Program, Slot, StageGraphs
@@ -63,7 +64,7 @@ def _fingerprint(flat: FlatGraph) -> str:
         row = (node.op, str(node.target) if node.op == "call_function" else "", role)
         digest.update(repr((row, args, kwargs, shape, flat.layer.get(node))).encode())
     for name, value in sorted(flat.constants.items()):
-        digest.update(name.encode() + value.numpy().tobytes())
+        digest.update(name.encode() + tensor_bytes(value))
     return digest.hexdigest()
 
 

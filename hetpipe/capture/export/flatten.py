@@ -129,6 +129,11 @@ def _name_inputs(
                     "draw from torch's default generator, without generator="
                 )
             value = stored[target].detach().cpu()
+            if value.dtype == torch.bfloat16:
+                raise CaptureError(
+                    f"forward uses a constant of {value.dtype}, which numpy lacks: make it in "
+                    "float32, and convert it with .bfloat16() where it is used"
+                )
             key = (CONSTANT, constant_name(target, value))
             flat.constants[key[1]] = value
         if key in first:

@@ -33,9 +33,14 @@ _PLAIN = (
 )  # fmt: skip
 
 
-_CHANCE = frozenset(
-    ("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "normal", "bernoulli")
-)
+_CHANCE = {
+    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal",
+    "bernoulli", "multinomial", "poisson", "gumbel_softmax", "dropout", "dropout1d", "dropout2d",
+    "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "uniform_", "normal_",
+    "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_",
+    "trunc_normal_", "kaiming_uniform_", "kaiming_normal_",
+}  # fmt: skip
+"""Names of functions and methods that draw numbers."""
 
 
 class UnsignedError(Exception):

@@ -207,7 +207,7 @@ def _advice(error: Exception, where: str) -> str:
             "not have: call torch.ops.aten._ctc_loss and _ctc_loss_backward in two operators of "
             "your own (torch.library.custom_op), which torch devices run"
         )
-    if "nested" in f"{text} {where}":
+    if "nested" in text or re.search(r"torch\.nested|nested_tensor\(", where):
         return "; a graph has no nested tensors: pad rows to one length, and give a mask in x"
     if "GuardOnDataDependent" in text or "data-dependent" in text:
         return (

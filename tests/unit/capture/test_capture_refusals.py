@@ -16,6 +16,7 @@ from torch import func, nn
 from torch.autograd import grad
 
 from hetpipe.capture import Captured
+from hetpipe.capture.export import unsupported
 from hetpipe.errors import CaptureError, HetpipeError
 
 HERE = r"test_capture_refusals\.py:\d+"
@@ -101,6 +102,10 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
         (lambda x: func.grad(lambda z: (z**2).sum())(x), rf"gradient is computed.*{HERE}"),
         (lambda x: func.vmap(lambda z: z.sum())(x)[:, None] + x, None),
         (lambda x: x.detach(), None),
+        (
+            lambda x: x * torch.tensor([2.0, 3.0, 4.0, 5.0], dtype=torch.bfloat16).float(),
+            r"uses a constant of torch.bfloat16, which numpy lacks: make it in float32",
+        ),
     ],
 )
 def test_functions(function: Callable[[torch.Tensor], torch.Tensor], message: str | None) -> None:
@@ -438,3 +443,9 @@ def test_a_complex_buffer_is_a_constant() -> None:
         stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
         stages.step((x, y), [4], [1.0])
         assert stages.loss == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
+
+
+def test_a_folders_name_gives_no_advice() -> None:
+    line = " at /home/nested/model.py:3 (y = scale(x))"
+    assert unsupported._advice(ValueError("boom"), line) == ""
+    assert "pad rows" in unsupported._advice(ValueError("boom"), f"{line[:-12]}torch.nested.x)")

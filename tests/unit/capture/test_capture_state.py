@@ -105,6 +105,17 @@ def first_batch(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h - model.mask
 
 
+def kept_draw(draw: Callable[[], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Return a function that draws a mask in its first call, and keeps it."""
+
+    def function(model: Any, h: torch.Tensor) -> torch.Tensor:
+        if model.mask is None:
+            model.mask = draw()
+        return h * model.mask
+
+    return function
+
+
 def global_counter(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h * next(COUNT)
 
@@ -190,6 +201,26 @@ def test_state_is_refused(
     assert states[1] == np.random.get_state()[1].tolist()
     assert states[2] == NUMBERS.bit_generator.state
     assert STORED == {}
+
+
+DRAWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(4),
+    "uniform": lambda: torch.empty(4).uniform_(),
+    "normal": lambda: torch.zeros(4).normal_(),
+    "bernoulli": lambda: torch.zeros(4).bernoulli_(0.5),
+    "exponential": lambda: torch.zeros(4).exponential_(),
+    "multinomial": lambda: torch.ones(8).multinomial(4).float(),
+    "dropout": lambda: F.dropout(torch.ones(4)),
+    "gumbel_softmax": lambda: F.gumbel_softmax(torch.zeros(1, 4))[0],
+    "init": lambda: nn.init.xavier_uniform_(torch.empty(1, 4))[0],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_that_later_calls_read_is_refused(name: str) -> None:
+    """A graph would draw the numbers again in every mini-batch, and eager torch keeps them."""
+    with pytest.raises(CaptureError, match=rf"reads the attribute mask \(Model\) at .*{HERE}"):
+        Captured(Model(kept_draw(DRAWS[name])), F.cross_entropy, _batch())
 
 
 def kept_mask(model: Any, h: torch.Tensor) -> torch.Tensor:
