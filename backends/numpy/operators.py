@@ -97,8 +97,8 @@ def _scatter_reduce(
     y, index = np.atleast_1d(x).copy(), np.atleast_1d(index)
     places = _along(index, dim)
     if not include_self:
-        limits: Any = np.finfo(y.dtype) if y.dtype.kind == "f" else np.iinfo(y.dtype)
-        y[places] = {"prod": 1, "amax": limits.min, "amin": limits.max}.get(reduce, 0)
+        least, most = _limits(y.dtype)
+        y[places] = {"prod": 1, "amax": least, "amin": most}.get(reduce, 0)
     into: Any = REDUCE[reduce]
     into.at(y, places, np.atleast_1d(source)[tuple(map(slice, index.shape))])
     if reduce == "mean":
@@ -107,6 +107,13 @@ def _scatter_reduce(
         divide = np.divide if y.dtype.kind == "f" else np.floor_divide
         y = divide(y, counts.clip(1))
     return y.reshape(x.shape)
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the least and the largest value of a dtype."""
+    if dtype.kind in "fb":
+        return (-math.inf, math.inf) if dtype.kind == "f" else (False, True)
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
 def _pad(x: Array, widths: Sequence[int], value: float = 0) -> Array:

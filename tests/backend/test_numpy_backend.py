@@ -93,3 +93,16 @@ def test_strides_count_the_elements_of_a_broadcast_view() -> None:
     repeated = np.broadcast_to(np.float32(2.0), (6,))
     read = OPERATORS["aten.as_strided.default"](repeated, (2, 3), (3, 1))
     np.testing.assert_array_equal(read, np.full((2, 3), 2.0, np.float32))
+
+
+@pytest.mark.parametrize("how", ["amax", "amin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int32])
+def test_an_extreme_without_the_own_value_is_right(how: str, dtype: torch.dtype) -> None:
+    """A place's extreme may be infinite, or True or False."""
+    infinite = torch.tensor([-np.inf, np.inf, 1.0])
+    source = infinite if dtype == torch.float32 else torch.tensor([0, 1, 1]).to(dtype)
+    x, index = torch.ones(3).to(dtype), torch.tensor([0, 2, 2])
+    expected = x.scatter_reduce(0, index, source, how, include_self=False)
+    reduce = OPERATORS["aten.scatter_reduce.two"]
+    found = reduce(x.numpy(), 0, index.numpy(), source.numpy(), how, include_self=False)
+    np.testing.assert_array_equal(found, expected.numpy())
