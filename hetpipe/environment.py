@@ -76,7 +76,7 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
     """Raise `HetpipeError` if a launcher such as torchrun started this process several times."""
     ranks = environment.get("WORLD_SIZE", "")
     rank = environment.get("RANK", environment.get("LOCAL_RANK"))
-    if rank is None or not ranks.isdigit() or int(ranks) < 2:
+    if rank is None or not ranks.isdecimal() or int(ranks) < 2:
         return
     raise HetpipeError(
         f"this is process {rank} of {ranks} (RANK and WORLD_SIZE, as torchrun sets them), and each "

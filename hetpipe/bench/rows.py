@@ -307,7 +307,7 @@ class AtOnceRow(Row):
         """Return the seconds per mini-batch at the sum of the rates, while all devices train."""
         pace = self.task.pace
         window_s = pace.timed * max(row.plan.step_s for row in self._alone)
-        batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))
+        batches = list(islice(self.task.workload.batches(self.task.mini_batch, self.task.seed), 8))
 
         def warm_up(row: PipelineRow) -> None:
             for x, y in batches[: pace.warm_up]:

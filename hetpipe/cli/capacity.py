@@ -48,6 +48,6 @@ def command(
 def parse_block(text: str) -> tuple[int, int]:
     """Parse a block of layers: `"2:9"` -> `(2, 9)`. Raises `PlanError`."""
     first, colon, last = text.partition(":")
-    if not colon or not first.strip().isdigit() or not last.strip().isdigit():
+    if not colon or not first.strip().isdecimal() or not last.strip().isdecimal():
         raise PlanError(f"--repeat {text!r}: write the first and last layer, for instance 2:9")
     return int(first), int(last)

@@ -45,7 +45,8 @@ def command(
         ),
     ] = None,
     junit: Annotated[
-        Path | None, typer.Option(help="Write JUnit XML, one file per device.")
+        Path | None,
+        typer.Option(help="Write JUnit XML to this file, or one file per device to this folder."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -64,11 +65,16 @@ def conform(
     """Test these devices, print the results and write `junit` and `json`.
 
     With `several`, a `junit` without a suffix is a folder, and each device gets a file in it.
-    Raises `HetpipeError` if a device breaks a rule.
+    Raises `HetpipeError` if a device breaks a rule, or for one file and more devices.
     """
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators, write_junit
     from hetpipe.errors import HetpipeError
 
+    if junit is not None and junit.suffix and len(infos) > 1:
+        raise HetpipeError(
+            f"--junit {junit} is 1 file for {len(infos)} devices: name a folder without a suffix, "
+            "or choose one device with --device"
+        )
     output = Output(json)
     reports: dict[str, Any] = {}
     broken = []

@@ -183,7 +183,7 @@ def split_numbers(text: str | None, option: str) -> list[int] | None:
     names = split_names(text)
     if names is None:
         return None
-    if not names or not all(name.isdigit() for name in names):
+    if not names or not all(name.isdecimal() for name in names):
         raise PlanError(f"{option} {text!r}: separate the numbers by commas, for instance 2,1")
     return [int(name) for name in names]
 

@@ -136,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--neighbour", action="store_true", help="slow the worker by a process on its core"
     )
     asked = parser.parse_args(arguments)
+    if asked.steps < GROUP or asked.steps % GROUP:
+        parser.error(f"--steps {asked.steps}: give a multiple of {GROUP}")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hetpipe").setLevel(logging.INFO)
     cluster = Cluster.local(devices=[DEVICE, DEVICE])

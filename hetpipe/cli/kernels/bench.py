@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.options import split_names
 from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def command(
     from hetpipe.bench.machine import describe
     from hetpipe.bench.products import run_pinned
 
-    _check_sets(sets)
+    names = ",".join(_sets(sets))
     output = Output(json)
     output.text(describe())
     rows: list[dict[str, Any]] = []
@@ -52,7 +53,7 @@ def command(
         for number, info in enumerate(chosen := processors(device or [])):
             progress(f"kernels of {info.id}", number, len(chosen))
             rates = run_pinned(
-                "hetpipe.bench.kernelrates", info, info.id, sets, seconds, rounds, limit_s=LIMIT_S
+                "hetpipe.bench.kernelrates", info, info.id, names, seconds, rounds, limit_s=LIMIT_S
             )
             output.console.print(_table(info, rates))
             _conclude(output, info, rates)
@@ -62,12 +63,15 @@ def command(
     output.finish_list(rows)
 
 
-def _check_sets(sets: str) -> None:
+def _sets(sets: str) -> list[str]:
+    """Split the names of sets. Raises `HetpipeError` if there is none, or an unknown one."""
     from hetpipe.bench.kernelcases import SETS
     from hetpipe.errors import HetpipeError
 
-    if unknown := [name for name in sets.split(",") if name not in SETS]:
+    names = split_names(sets) or [sets]
+    if unknown := [name for name in names if name not in SETS]:
         raise HetpipeError(f"no set of kernels {unknown[0]!r}; known: {', '.join(SETS)}")
+    return names
 
 
 def processors(named: list[str]) -> list[DeviceInfo]:

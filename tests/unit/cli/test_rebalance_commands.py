@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 from hetpipe.cli.output import Output, logged
 from hetpipe.errors import HetpipeError
-from hetpipe.papers.rebalance import GROUP, table_of
+from hetpipe.papers.rebalance import GROUP, main, table_of
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,10 @@ def test_the_table_says_when_a_training_recovers() -> None:
     assert lines[5].split() == ["40..49", "58.0", "60.0", "0.97"]
     assert lines[-2] == "change at step 30: back at 0.90 of the best plan within 20 steps"
     assert lines[-1] == "change at step 60: back at 0.90 of the best plan not in this phase"
+
+
+@pytest.mark.parametrize("steps", ["0", "5", "19"])
+def test_a_phase_has_whole_groups(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--steps", steps])
+    assert f"--steps {steps}: give a multiple of 10" in capsys.readouterr().err
