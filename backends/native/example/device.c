@@ -562,12 +562,13 @@ static void release_event(hetpipe_event *event)
 
 static int open_device(uint32_t index, hetpipe_device **out, hetpipe_error *error)
 {
-    hetpipe_device *device = calloc(1, sizeof *device);
+    hetpipe_device *device;
     pthread_condattr_t monotonic;
-    if (!device || index >= DEVICES) {
-        free(device);
-        return fail(error, device ? "there is no such device" : "out of memory");
-    }
+    if (index >= DEVICES)
+        return fail(error, "there is no such device");
+    device = calloc(1, sizeof *device);
+    if (!device)
+        return fail(error, "out of memory");
     pthread_mutex_init(&device->lock, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC); /* the clock of `wait_for` */
