@@ -19,7 +19,7 @@
  * never calls `run` of one program from two threads at once, and a function that gives something
  * back (`close`, `free`, `release_program`, `release_event`) is the last call that uses the thing.
  * All functions may take locks. `open`, `compile` and `close` may take long. The other functions
- * only queue work; they may also do the work at once, and return when it is done.
+ * only queue work; they may also do the work themselves, and return when it is done.
  *
  * Memory. The library owns everything that it returns, until the host gives it back through the
  * matching function. Pointers from the host are valid only during the call, unless a comment says

@@ -62,7 +62,7 @@ typedef struct hetpipe_node {
     const hetpipe_value *values; /* [args + kwargs] */
     const char *const *names;    /* [kwargs]: names[i] is the keyword of values[args + i] */
     uint32_t results;            /* number of forms: 1, or more for a call with several results */
-    uint8_t several;             /* whether items take the results of the call */
+    uint8_t several;             /* call: 1 if it returns a tuple, whose results items take */
     const hetpipe_form *forms;   /* [results] */
     uint32_t of, item;           /* item: result number `item` of node `of` */
     uint8_t steady;              /* input: a weight, the same buffer for many runs in a row */

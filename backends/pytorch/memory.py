@@ -126,7 +126,7 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         return None
     free = [n for n in candidates if _can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
-        # Leave storage that a shape-only node can take, for example for an accumulator's zeros.
+        # Prefer storage that no shape-only node, such as an accumulator's zeros, can take.
         free.sort(key=storages.promised)
     return free[0] if free else None
 

@@ -12,7 +12,7 @@ _LSTM = 2  # torch's number for LSTM, among the kinds of recurrent networks
 
 
 def by_library(graph: fx.Graph) -> None:
-    """Let oneDNN compute the LSTM layers of a graph for the CPU, if it supports them."""
+    """Let oneDNN, if torch has it, compute the float32 LSTM layers of a graph for the CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     functions = {
@@ -32,7 +32,7 @@ def lstm_layer(
     w_hh: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `hetpipe.lstm_layer`; the last result is oneDNN's workspace."""
+    """Compute `hetpipe.lstm_layer`; the last result is oneDNN's workspace for the backward."""
     x, w_ih, w_hh, h0, c0 = _row_major(x, w_ih, w_hh, h0, c0)
     with torch.enable_grad():  # without gradients, oneDNN returns no workspace
         y, _, last_c, workspace = aten.mkldnn_rnn_layer(

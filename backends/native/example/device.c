@@ -290,7 +290,7 @@ static int compile(hetpipe_device *device, const void *graph, uint64_t nbytes,
     return status;
 }
 
-/* Compile for the same checks, and drop the program. */
+/* Compile the graph, which makes all checks, and drop the program. */
 static int supports(hetpipe_device *device, const void *graph, uint64_t nbytes, hetpipe_error *error)
 {
     hetpipe_program *program;

@@ -149,8 +149,8 @@ static int clamp(const call *c)
     return HETPIPE_OK;
 }
 
-/* full, full_like, scalar_tensor: one number everywhere, from argument `operands`. arange: numbers
- * from the first one on, in steps. */
+/* full, full_like, scalar_tensor: one number everywhere, the argument at place `operands`. arange:
+ * numbers from the first argument on, in steps. */
 static int fill(const call *c)
 {
     const tensor *out = &c->results[0];

@@ -139,7 +139,7 @@ static int slides(const windows *w, const tensor *x, const tensor *y)
     return 1;
 }
 
-/* Set lo to hi: the places along dimension `i` at which window element `k` is inside the plane. */
+/* Set lo and hi: window element `k` is in the plane at places lo..hi-1 along dimension `i`. */
 static void inside(const windows *w, int i, int64_t k, int64_t size, int64_t places, int64_t *lo,
                    int64_t *hi)
 {
@@ -286,7 +286,7 @@ static int pooling(const call *c, uint32_t place, int dilates, const tensor *x, 
         return 0;
     w->stride[0] = given[0] == -1 ? w->kernel[0] : given[0]; /* no stride: windows side by side */
     w->stride[1] = given[1] == -1 ? w->kernel[1] : given[1];
-    /* With less padding than half a window, every window has an element inside. */
+    /* With padding up to half a window, every window without dilation has an element inside. */
     return slides(w, x, y) && 2 * w->padding[0] <= w->kernel[0] && 2 * w->padding[1] <= w->kernel[1];
 }
 

@@ -74,7 +74,7 @@ static void check(int status, const char *doing, const hetpipe_error *error)
         give_up(doing, error->text);
 }
 
-/* Wait for an event, give it back, and return the status of its work; NULL has happened already. */
+/* Wait for an event, give it back, and return the status of its work; NULL: it has ended. */
 static int finish(const hetpipe_backend *b, hetpipe_event *event, hetpipe_error *error)
 {
     int status;
@@ -150,7 +150,7 @@ static const hetpipe_backend *load(const char *path, void **library)
     symbol = dlsym(*library, "hetpipe_backend_entry");
     if (!symbol)
         give_up(path, "it does not export hetpipe_backend_entry");
-    memcpy(&entry, &symbol, sizeof entry); /* C has no cast from data to functions */
+    memcpy(&entry, &symbol, sizeof entry); /* C cannot cast a data pointer to a function pointer */
     table = entry(HETPIPE_ABI_VERSION);
     if (!table || table->abi_version != HETPIPE_ABI_VERSION || table->struct_size < sizeof *table)
         give_up(path, "it has another version of the interface");
@@ -303,7 +303,7 @@ static int fuzz(const char *path, const char *cases)
         if (nbytes > content.nbytes - at)
             give_up(cases, "its last graph has no end");
         one.nbytes = nbytes;
-        one.data = memory(nbytes); /* allocated alone, so that a sanitizer sees a byte too many */
+        one.data = memory(nbytes); /* separate, so that a sanitizer sees a read past it */
         memcpy(one.data, content.data + at, nbytes);
         counts[try_graph(b, device, one)]++;
         free(one.data);

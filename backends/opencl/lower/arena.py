@@ -39,7 +39,7 @@ def aligned(nbytes: int, alignment: int) -> int:
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
     """Return the life of each tensor's memory, by id, in order of first use.
 
-    The launches of a dataflow run at once: each counts as the dataflow's last launch.
+    Launches of a dataflow, see `Launch.beside`, run together: each counts as the dataflow's last.
     """
     by_id: dict[int, Life] = {}
     for number, launch in enumerate(launches):

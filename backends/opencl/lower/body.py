@@ -59,7 +59,7 @@ class Body:
         return lines + self._row
 
     def stores(self, group: Sequence[Store], width: int, returned: Expr | None = None) -> list[str]:
-        """Return statements that store `width` elements from `i` on, and return `returned`."""
+        """Return C statements that store `width` elements from `i` on, then return `returned`."""
         lines: list[str] = []
         memo: dict[Expr, str] = {}
         ends = [store.expr for store in group]
@@ -116,7 +116,7 @@ class Body:
         return self._still[expr]
 
     def has_lanes(self, expr: Expr) -> bool:
-        """Return whether 16 neighbours of `expr` can be computed at once."""
+        """Return whether 16 neighbours of `expr` can be computed as one vector."""
         if not isinstance(expr, Load) or not expr.indices or self.still(expr):
             return True
         straight = self.nest.step(expr.layout) == 1

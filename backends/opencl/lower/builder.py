@@ -37,7 +37,7 @@ LARGEST = 48
 NEAR = 6
 """A store may join one of the last NEAR kernels."""
 WAITING = 2
-"""Products that may wait for an epilogue at once: the gradients of an input and of a weight."""
+"""The most products that wait for an epilogue: the gradients of an input and of a weight."""
 
 Lowered = Expr | tuple["Expr | None", ...]
 
@@ -46,7 +46,7 @@ class Builder:
     """The state of lowering: expressions not yet stored, tensors, and launches in order."""
 
     def __init__(self, target: Target, outputs: frozenset[fx.Node] = frozenset()) -> None:
-        """Each of `outputs` is stored when it is defined, in one kernel with its operands."""
+        """`define` stores each of `outputs`, if possible in the kernel of its operands."""
         self.device = target
         self._outputs = outputs
         self._steps: list[Launch | list[Store]] = []
@@ -263,9 +263,9 @@ class Builder:
         return expr
 
     def _flush(self, needed: set[int]) -> None:
-        """Emit the groups, but a product only if an emitted group or the next launch needs it.
+        """Emit the groups, but a product only if an emitted group reads it or `needed` names it.
 
-        `needed` lists the ids of tensors that the next launch uses.
+        `needed` has the ids of the next launch's tensors, or the id of a product to emit.
         """
         needed = set(needed)
         waiting, ready = [], []

@@ -107,7 +107,7 @@ class Layout:
         return Layout(shape, tuple(strides), self.offset)
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return (size, innermost stride) of the fewest dimensions with the same elements."""
+        """Merge dimensions where strides allow it; return (size, innermost stride) of each."""
         runs: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if size == 1:
@@ -181,7 +181,7 @@ class Apply(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Expr):
-    """A result of a kernel over whole rows. The kernels of the product `source` send the rows.
+    """A result of a kernel over whole rows of a product, which `source` loads.
 
     `file` has the kernel's source, `arguments` maps the kernel's parameters to arguments, and
     `reads` loads the tensors among them that the kernel reads.

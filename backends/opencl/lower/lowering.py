@@ -111,10 +111,10 @@ def lower(
 def order(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the operators that the results need, in the order of lowering.
 
-    If only results depend on an elementwise operator, the operator directly follows its operands.
-    A traced graph has it at the end, where its operands have left the cache, and no kernel that
-    reads them is near enough to include it. A traced graph begins with all recomputed masks and
-    copies of inputs. Each moves directly before its first reader, and takes no memory until then.
+    An elementwise operator that only results need directly follows its operands. A traced graph
+    has it at the end, where its operands have left the cache, and the kernels that read them are
+    too far away to include it. A traced graph begins with all recomputed masks and copies of
+    inputs. Each of these moves directly before its first reader, and takes no memory until then.
     """
     needed = set(graph_outputs(graph))
     for node in reversed(graph.graph.nodes):

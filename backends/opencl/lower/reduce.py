@@ -1,9 +1,9 @@
 """Generates reduction kernels, which compute their operands inside their loops.
 
 Sums are deterministic: every work-item adds its elements in order. Long sums are cut into segments,
-which run at once and round less. A second kernel adds the segments in order. The numbers of results
-and of reduced rows are kernel arguments, so micro-batches of all sizes with the same number of
-segments share one text.
+which work-items add in parallel, with smaller rounding errors. A second kernel adds the segments'
+sums in order. The numbers of work-items and of reduced rows are kernel arguments, so micro-batches
+of different sizes often share one text.
 """
 
 from __future__ import annotations

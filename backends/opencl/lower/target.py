@@ -58,7 +58,7 @@ class Target:
 
     @property
     def checks_memory(self) -> bool:
-        """Whether the device is an interpreter that reports accesses outside an allocation."""
+        """Whether the device interprets kernels and reports accesses outside an allocation."""
         return self.info.capabilities.reference
 
     def rows_each(self, rows: int) -> int:

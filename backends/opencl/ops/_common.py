@@ -54,7 +54,7 @@ def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def why_not_float32(node: fx.Node) -> str | None:
-    """Return why a float32 kernel cannot run a node, or None. Class numbers may be int64."""
+    """Return why a float32 kernel cannot run a node, or None. Indices may be int64."""
     return _other_dtype(node, torch.int64) or _empty(node.all_input_nodes[:1])
 
 

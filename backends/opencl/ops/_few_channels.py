@@ -18,7 +18,7 @@ BAND = 8
 
 
 def suits(g: Geometry) -> bool:
-    """Return whether vectors of neighbouring pixels are fuller than vectors of channels."""
+    """Return whether input channels are few, and vectors of pixels about as full as of channels."""
     lanes, depth = g.channels()
     width = g.out_size[1]
     rows = 1 if lanes == 1 else math.ceil(lanes / 4) * 4

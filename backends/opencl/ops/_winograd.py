@@ -22,7 +22,7 @@ POINTS = (SIDE + 2) ** 2
 LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 """Bounds of memory for transformed inputs and products, which should stay in the last cache."""
 MOST_FEW, CHUNK = 16, 32
-"""Most tiles for which the kernel of products transforms weights itself, CHUNK channels at once."""
+"""Most tiles for which the products' kernel transforms weights itself, CHUNK channels at a time."""
 KEPT_NBYTES = 10 << 20
 """Most bytes of transformed weights (four times the weights) that are kept between runs."""
 PART_NBYTES = 5 << 18

@@ -48,7 +48,7 @@ class ChannelsLast:
     top: int
     left: int
     first: int = 0
-    """Index of the first image in the copy."""
+    """Index of the copy's first image among all images."""
 
     @property
     def row(self) -> int:

@@ -171,7 +171,7 @@ def _no_masks(node: fx.Node) -> str | None:
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_no_masks)
 def index_put(builder: Builder, node: fx.Node) -> None:
-    """Add the values of one place in their order; without `accumulate`, keep the last value."""
+    """Add the values for each place in order; without `accumulate`, keep the last value."""
     indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
     indexed = [d for d, index in enumerate(indices) if index is not None]
@@ -242,7 +242,7 @@ def _known(node: fx.Node) -> str | None:
         "aten.scatter.value_reduce", "aten.scatter_add.default", "aten.scatter_reduce.two",
         supports=_known)  # fmt: skip
 def scatter(builder: Builder, node: fx.Node) -> None:
-    """Reduce the values of one place in their order; without a reduction, keep the last value."""
+    """Reduce the values for each place in order; without a reduction, keep the last value."""
     arguments: Any = node.args
     source, dim, places, values = arguments[:4]
     dtype, reduction = node_dtype(node), _reduction(node)

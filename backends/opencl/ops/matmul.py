@@ -72,7 +72,7 @@ class Parts:
 
 
 def parts_of(device: Target, p: Product) -> Parts:
-    """Return a part per compute unit, more if parts are large; a streaming device has short parts.
+    """Return one part per compute unit, more if parts are large; streaming needs parts of few rows.
 
     Each part packs its rows of A and its columns of B, so few large parts do less work.
     """

@@ -61,7 +61,7 @@ def extreme(builder: Builder, node: fx.Node) -> None:
     name = operator_name(node).split(".")[1]
     how = {"amax": MAXIMUM, "max": MAXIMUM, "amin": MINIMUM, "min": MINIMUM}.get(name)
     how = how or (ANY if name == "any" else ALL)
-    # For uint8, torch also compares elements with 0, and returns 0 or 1 as uint8.
+    # For uint8, torch's `any` and `all` compare elements with 0, and return 0 or 1 as uint8.
     dtype = "bool" if how in (ANY, ALL) else node_dtype(node)
     expr = cast(builder, builder.expr(node.args[0]), dtype)
     dims = _dims(argument(node, 1, "dim"), len(expr.shape))
