@@ -39,7 +39,7 @@ def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: A
     w_ = w.reshape(groups, -1, *w.shape[1:])
     parts = np.einsum("ngoij,gochw->ngcijhw", dy_, w_, optimize=True)
     dx, view = windows(np.zeros_like(x_), w.shape[2:], how)
-    for place in np.ndindex(*w.shape[2:]):  # windows share no element at one place
+    for place in np.ndindex(*w.shape[2:]):  # at one kernel place, windows share no element
         view[(..., *place)] += parts[(..., *place)]
     dx = dx[..., top : top + height, left : left + width].reshape(x.shape)
     _, view = windows(x_, w.shape[2:], how)

@@ -95,7 +95,7 @@ class Builder:
         steady: bool = False,
         inplace: Iterable[Value] = (),
     ) -> None:
-        """Run `kernel`. It gets int arguments as int32 and float arguments as float32.
+        """Append a launch of `kernel`, which gets ints as int32 and floats as float32.
 
         `args` maps the parameter names of the source to arguments; see `signature.bind`. By default
         every work-item is a group; with None as the local size, the runtime chooses the groups.
@@ -108,7 +108,7 @@ class Builder:
         self.add(Launch(kernel, size, local, bind(kernel, args), ids, steady=steady))
 
     def add(self, launch: Launch) -> None:
-        """Run a launch after the launches that it depends on."""
+        """Append a launch after the launches that it depends on."""
         self._flush(launch.touches)
         if math.prod(launch.global_size) > 0:
             self._steps.append(launch)

@@ -91,8 +91,8 @@ class Launch:
     """Whether the launch reads only weights, so that it runs again only when they change."""
     beside: int = 0
     """The additional queue in which this launch of a dataflow runs, or 0 for the queue of its pass.
-    A dataflow ends with the next launch whose `beside` is 0. Its launches run at once and send data
-    through channels; the last launch receives all data."""
+    A dataflow ends with the next launch whose `beside` is 0. Its launches run together and send
+    data through channels; the last launch receives all data."""
     step: int = 0
     """Elements of the results that a step of the first global id completes, in row-major order; 0
     if steps do not complete them in this order."""

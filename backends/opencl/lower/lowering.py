@@ -69,7 +69,7 @@ class Lowered:
 def lower(
     graph: fx.GraphModule, target: Target, lowerings: Mapping[str, Lowering] = LOWERINGS
 ) -> Lowered:
-    """Lower every node that a result needs, in order."""
+    """Lower every node that a result needs, in the order that `order` returns."""
     nodes = graph_outputs(graph)
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)

@@ -61,7 +61,7 @@ class Geometry:
         return height, width
 
     def channels(self, flipped: bool = False) -> tuple[int, int]:
-        """Return (output channels, input channels) of a group, in reverse order if `flipped`."""
+        """Return (lanes, depth): output and input channels of a group, exchanged if `flipped`."""
         lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
         return (depth, lanes) if flipped else (lanes, depth)
 

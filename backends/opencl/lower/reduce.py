@@ -20,7 +20,7 @@ from .expr import Const, Expr, Layout, Value, layouts_of, loads, walk
 from .signature import C_TYPES
 
 CHAIN = 2048
-"""Longest chain of additions; longer sums are cut into segments."""
+"""Target length of a chain of additions; longer sums are cut into segments."""
 COLUMNS = 8
 """Most neighbouring vectors of columns per work-item."""
 

@@ -47,7 +47,7 @@ class Target:
 
     @property
     def defines(self) -> tuple[str, ...]:
-        """Macros to define in the sources of products."""
+        """Macros of this device, see `kernel`."""
         no_prefetch = self.checks_memory or self.info.capabilities.untried
         named = {"NO_PREFETCH": no_prefetch, "NARROW": self.tuning.narrow}
         return tuple(name for name, is_set in named.items() if is_set)

@@ -66,7 +66,7 @@ class Sizes:
     def blocks(self) -> int:
         return math.ceil(self.lanes / COLS)
 
-    # With strides of a power of two, a tile's rows would evict each other from the first cache.
+    # With power-of-two strides, a tile's rows would evict each other from the first-level cache.
     @property
     def depth_stride(self) -> int:
         return (math.ceil(self.depth / LANES) + 1) * LANES

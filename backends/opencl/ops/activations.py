@@ -26,7 +26,7 @@ def gelu(builder: Builder, node: fx.Node) -> None:
             code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
         expr = builder.apply(code, x.dtype, x, weight=2 * DEAR)
     else:
-        # x times the distribution function, by terms that the derivative can share
+        # x times the normal distribution function, from terms that the derivative can share
         times, weight = ARITHMETIC["mul"]
         x, root, half = operands(builder, node, (node.args[0], math.sqrt(0.5), 0.5))
         twice = erf_plus_one(builder, builder.apply(times, x.dtype, x, root, weight=weight))

@@ -32,7 +32,7 @@ LANES = 16
 BAND_PIXELS = 1024
 """Approximate number of pixels that a work-item of the layout kernel copies."""
 TURN_NBYTES = 4 << 20
-"""Memory for copied images, which should stay in the last cache."""
+"""Bytes for copied images, which should stay in the last-level cache."""
 BY_PATCHES = {"gpu": tiled_patches, "fpga": systolic_patches}
 """Families whose products read patches directly from the images, see `kernels/patches.cl`."""
 

@@ -25,7 +25,7 @@ from ._copies import at_sources, copy_at_once, is_turned_later
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 GROUP = 2
-"""Panels of columns that are packed together if they are neighbours in memory."""
+"""Panels (of COLS columns) that are packed together if they are neighbours in memory."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
 BALANCE, LARGE_PANELS = 4, 16
@@ -38,7 +38,7 @@ take 1 to 6 % less time, 32 panels the same time, and 48 panels 3 to 5 % more.""
 FEW_ROWS = 4
 """A tile at the edge has a multiple of FEW_ROWS rows."""
 SETS, LINE_NBYTES = 64, 64
-"""Least sets of a first-level cache, and bytes per line; more sets only spread lines better."""
+"""Fewest sets of a first-level cache, and bytes per line; more sets only spread lines better."""
 MOST_LINES = 6
 """Most lines of a tile's rows in one set of the cache; a set holds at least 8 lines."""
 PACKED, IN_PLACE = "packed", "in_place"
