@@ -40,7 +40,7 @@ def decompositions(kept: Collection[str]) -> Mapping[Any, Callable[..., Any]]:
 
 
 def beside_kernel(decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Decompose a call with float64 tensors or an empty input; leave other calls to the kernel."""
+    """Decompose calls with float64 tensors or an empty first input; leave others to the kernel."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if args[0].numel() and all(tensor.dtype != torch.float64 for tensor in tensors):
         return NotImplemented

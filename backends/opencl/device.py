@@ -87,7 +87,7 @@ class OpenCLDevice(OpenedDevice):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # Share nothing with an interpreter that checks memory: it must see all accesses.
+            # Share no host memory with an interpreter of kernels: it checks all accesses.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -134,7 +134,7 @@ class OpenCLDevice(OpenedDevice):
 
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
         """Compile a source of a bundle, and return the binary. If the runtime compiles kernels
-        at their first launch, the binary has the code for the first launches of `programs`."""
+        only at a launch, launch them here as in `programs`, so that the binary has their code."""
         cl = driver()
         job = job_of(text, source.options, programs if self._late else ())
         with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):

@@ -1,7 +1,7 @@
 """Reference devices: torch's operators in float64, and in the dtypes that graphs declare.
 
-A buffer of the float64 device reports the declared shape and dtype, but holds a floating tensor in
-float64. A download rounds once to the declared dtype.
+A buffer of the float64 device reports the declared shape and dtype, but stores floating values in
+float64. A download rounds them once to the declared dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetpipe.sdk.inputs import Form, form_of
 
 
 class ExactBuffer(Buffer):
-    """A tensor of a declared shape and dtype; a floating tensor is in float64."""
+    """A tensor with a declared shape and dtype; `ExactDevice` stores floating values in float64."""
 
     def __init__(self, device: ExactDevice, tensor: torch.Tensor, form: Form) -> None:
         self.device = device

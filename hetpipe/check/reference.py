@@ -40,7 +40,7 @@ _LONG_SUMS = ("conv", "lstm", "attention", "scatter", "put", "norm", "embedding"
 
 
 def float64_results(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Array]:
-    """Run a function with floating inputs and new tensors in float64; return its results."""
+    """Run a function and return its results; its floating inputs and new tensors are float64."""
     with default_dtype(torch.float64):
         results = tensors_of(function(*to_float64(list(inputs))))
     return [tensor.detach().numpy() for tensor in results]
@@ -122,7 +122,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_comparable(node: fx.Node) -> bool:
-    """Return whether a node's value is defined: neither uninitialised memory nor a workspace."""
+    """Return whether a node's value is defined: not uninitialised memory, nor `is_workspace`."""
     return "empty" not in operator_name(node) and not is_workspace(node)
 
 
@@ -156,7 +156,7 @@ def operator_and_layer(node: fx.Node) -> str:
 
 
 def call_of(node: fx.Node) -> fx.Node:
-    """Return the call that produced an item (`getitem`), or else the node itself."""
+    """Return the call whose result a `getitem` node reads; for another node, the node itself."""
     return node.all_input_nodes[0] if operator_name(node) == "getitem" else node
 
 
@@ -227,7 +227,7 @@ def disturb_node(generator: torch.Generator, node: fx.Node, value: Value) -> Val
 
 
 def rounding_effects(node: fx.Node, arguments: Any, expected: Value) -> list[float]:
-    """Return, for each tensor of a value, the error that a device may have beyond the tolerance.
+    """Return, for each tensor of `expected`, a device's possible error beyond the tolerance.
 
     This error covers torch's error in the graph's dtypes, and the effect of rounding errors in the
     inputs, which sums with cancelling terms amplify.

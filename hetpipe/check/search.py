@@ -15,7 +15,7 @@ Fault = TypeVar("Fault")
 Item = TypeVar("Item")
 
 OTHERS = 4
-"""If this many other operators fail as well, the device counts as lost."""
+"""If this many other operators, or all if there are fewer, also fail, the device counts as lost."""
 
 
 def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:
@@ -26,7 +26,7 @@ def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) ->
 def shortest_fault(
     units: Sequence[Unit], probe: Callable[[Sequence[Unit]], Fault | None]
 ) -> Fault | None:
-    """Return the fault of the shortest faulty run of units, or None if all units pass together."""
+    """Return the fault of the shortest faulty sequence of units, or None if all pass together."""
     if (fault := probe(units)) is None:
         return None
     end, fault = _bisect(len(units), lambda count: probe(units[:count]), fault)
@@ -34,7 +34,7 @@ def shortest_fault(
 
 
 def _bisect(count: int, probe: Callable[[int], Fault | None], fault: Fault) -> tuple[int, Fault]:
-    """Return the smallest count that fails, and its fault; `count` fails with `fault`."""
+    """Return the smallest count that fails, and its fault; `count` itself fails with `fault`."""
     right, wrong = 0, count
     while wrong - right > 1:
         middle = (right + wrong) // 2

@@ -21,7 +21,7 @@ from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.sdk.host.validation import upload
 
 _EVENT_S = 10.0  # longest wait for one event
-_MEASURE_S = 0.2  # time for each of the two rates
+_MEASURE_S = 0.2  # time for the copies, and for each matrix size
 _SIZES = (64, 256, 1024)  # matrix sizes, tried in order until a product takes too long
 _COPY_NBYTES = 4 << 20
 TERMS = 16

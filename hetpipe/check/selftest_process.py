@@ -1,8 +1,8 @@
 """Self-tests of devices in separate processes: a driver that crashes or hangs harms nothing.
 
-    this process  -- reference and device -->  a child that has imported torch
+    this process  -- backend and device ---->  a child that has imported torch
                                                  `-- forks for each device, one after another
-                  <-- result, or its end ---------'
+                  <-- result, or fork's end ------'
 
 `trusted` remembers the devices that have passed.
 """

@@ -159,7 +159,7 @@ class _Examination:
         self._blame("program", run, beyond[0], search)
 
     def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
-        """Run on halved inputs, then on the inputs again; raise if the outputs have changed."""
+        """Run on inputs times 0.5, then on the inputs; raise if that run differs from `outputs`."""
         first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
         self._run(run, search, [half_of(value) for value in given], keeps=False)
         again = self._run(run, search, given, keeps=False)

@@ -71,7 +71,7 @@ class Diagnosis:
       graph, or a whole program wrong.
     - `unsteady`: a device's results change from run to run.
     - `failed`: a device raises an error.
-    - `between`: all programs are right by themselves, but the pipeline's own pass is wrong.
+    - `between`: each program alone is right, but the pipeline's run by its schedule is wrong.
     - `capture`: all stages run their programs right, but the programs differ from the module.
     - `numbers`: a value is not finite, in torch as well.
 

@@ -1,7 +1,7 @@
 """Rehearsal: one mini-batch through all programs of a pipeline.
 
 As in training, a program's inputs are results of the devices that ran the earlier programs, so that
-no stage gets the blame for an error of another stage. All values are copies.
+no stage gets the blame for an error of another stage. The pipeline's values do not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a program; `is_first` marks the first micro-batch of a size."""
+    """A run of a program; `is_first` marks each program's first run."""
 
     stage: int
     member: str
@@ -219,7 +219,7 @@ class Rehearsal:
         elif request.grad_scale is not None:
             self._grad_scale = request.grad_scale
         clip = request.clip
-        # Without clipping, stages only sum gradients; the sum cancels too much to be compared.
+        # Without clipping, a norm sums plain gradients, which cancel too much to be compared.
         if clip is not None and clip.takes_norms:
             with_norm = [stage for stage in self.start.stages if stage.norm is not None]
             for stage in with_norm:

@@ -124,7 +124,7 @@ class Finding:
 
 
 class Search:
-    """Search in one run of a program: its graph, and the reference value of every node.
+    """Search for faulty operators in one run of a program, with the reference value of every node.
 
     `held` maps placeholders to values that only the device can read.
     """
@@ -170,7 +170,7 @@ class Search:
         return first_fault(self._units, self._probe_again)
 
     def together(self) -> Finding | None:
-        """Return the shortest run of consecutive operators that is wrong in one graph."""
+        """Return the shortest sequence of consecutive operators that is wrong in one graph."""
         return shortest_fault(self._units, self._probe)
 
     def fails_elsewhere(self, finding: Finding) -> bool:

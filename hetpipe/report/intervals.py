@@ -1,7 +1,7 @@
 """Turns a timeline into intervals for people: passes, sums, transfers and waits.
 
 A predicted receive begins when its worker asks for the message, but a measured receive begins when
-the message arrives. So transfers and waits are derived from both kinds by the same rules:
+the message arrives. The same rules derive transfers and waits from predicted and measured spans:
 
 - A message is under way while its send lasts. Then the message waits until the receiving lane has
   ended its pass, and is under way again until the end of its receive.
@@ -52,7 +52,7 @@ class Interval(NamedTuple):
 
     kind: Kind
     worker: int
-    action: Action  # of a transfer, the receive; of a wait, the delayed pass
+    action: Action  # for a transfer, the receive; for a wait, the delayed pass
     start_s: float
     end_s: float
 

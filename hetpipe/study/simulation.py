@@ -77,7 +77,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
 
 
 def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
-    """Return the outcome of one mini-batch in a full pipeline, from the whole timeline's."""
+    """Return the outcome of one mini-batch in a full pipeline; `whole` covers the timeline."""
     count = 1 + max(s.action.number for s in timeline.spans if s.action.op is Op.UPDATE)
     busy_s = ((1 - bubble) * whole.step_s / count for bubble in whole.bubble)
     return replace(

@@ -127,7 +127,7 @@ def plan(
 
 
 def costs_for(priced: Priced, plan: Plan) -> CostTable:
-    """Return the costs, after a plan's splits, at its size of micro-batches or the nearest one."""
+    """Return the costs after a plan's splits, at the plan's micro-batch size or the nearest one."""
     size = priced.options.size(plan.microbatches)
     least, most = min(priced.tables), max(priced.tables)
     table = priced.table(min(max(size, least), most))

@@ -1,1 +1,1 @@
-"""Workbench for kernels: tests a user's kernels on every device that runs such files."""
+"""Workbench for kernels: tests a user's kernels on every device that can run them."""

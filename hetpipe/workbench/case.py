@@ -21,7 +21,7 @@ MOST_ELEMENTS = 1 << 26
 POISONS = (0xFF, 0x3D)
 """Bytes that fill outputs before a launch; as a float, 0xFF is NaN and 0x3D a small number."""
 SCALES = {"float16": 4.0}
-"""Factors of normal values in the run `VALUES`, by dtype; other dtypes have the factor `SCALE`."""
+"""Factors of `normal` values in run `VALUES`, by dtype; other dtypes have the factor `SCALE`."""
 SCALE = 100.0
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
@@ -32,7 +32,7 @@ class Run(IntEnum):
     LISTED = 0
     AGAIN = 1
     VALUES = 2
-    """Other values: another seed, and normal values times `scale`."""
+    """Other values: another seed; `normal` values times `scale`, uniform values for some `ones`."""
     SIZES = 3
     """Other sizes: each size is larger by one, except `fixed` and `define` sizes."""
 

@@ -16,7 +16,7 @@ def check_kernel(request: pytest.FixtureRequest) -> Callable[..., None]:
             check_kernel("my.cl", "my.toml", devices=["opencl:pocl:0"])
 
     Paths are relative to the test's file. The default specification has the source's name with the
-    suffix .toml. By default the kernel runs on all devices that run such files. The test fails with
+    suffix .toml. By default the kernel runs on all devices that can run it. The test fails with
     all flaws, their lines, and the commands that repeat them.
     """
     folder = request.path.parent

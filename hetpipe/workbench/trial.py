@@ -121,7 +121,7 @@ def _runner_of(source: Path) -> KernelRunner:
 
 
 def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
-    """Return the ids of all devices that run files with this suffix, or the `named` ids.
+    """Return the ids of all devices that run files with the source's suffix, or the `named` ids.
 
     Raises `BackendError` if a named device does not run such files.
     """

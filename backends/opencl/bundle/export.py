@@ -101,7 +101,7 @@ def _argument(arg: Value | int | float) -> Argument:
 def _direct(lowered: Lowered, directions: Directions) -> None:
     """Add to `directions` how the launches of a graph use their arguments.
 
-    Launches never write an input of the graph. Every other tensor is written by its first launch.
+    No launch writes an input of the graph. The first launch with any other tensor writes it.
     """
     inputs = {value.id for value in lowered.inputs}
     touched = set(inputs)

@@ -1,1 +1,1 @@
-"""Products and convolutions for FPGAs: dataflows of single work-items, joined by channels."""
+"""Products and convolutions for FPGAs: kernels of one work-item, joined by channels."""

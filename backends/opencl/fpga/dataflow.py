@@ -1,4 +1,4 @@
-"""A product as a dataflow of kernels that run at once, joined by channels; or as one kernel.
+"""A product as one kernel, or as a dataflow: kernels that run together, joined by channels.
 
 The kernel that stores a product can send its rows to a kernel over rows: softmax, or a norm.
 """
@@ -131,7 +131,7 @@ def launch(
 
 
 def _row_cols(target: Target) -> int:
-    """Return ROW_COLS if local memory can hold the blocks and a strip of such rows, else 0.
+    """Return ROW_COLS if local memory holds the blocks and a strip of rows of this length, else 0.
 
     With channels the driver's limit does not matter, because an FPGA makes local memory from
     block RAM as kernels need it.

@@ -134,8 +134,8 @@ def whole(array: Array, operation: str) -> KernelSheet:
 def design(array: Array = ARRAY) -> dict[str, str | int | float]:
     """Return the fields of `hetpipe.cost.fpga.ProductDesign` for a product with channels.
 
-    A step takes as long as the slower kernel of two: load, which first reads the step's floats and
-    then sends them, and array.
+    A step of k takes as long as the slower kernel of two: load, which first reads the step's floats
+    and then sends them, and array.
     """
     rows, cols = array.tile
     parts = (loading(array, "load"), multiplying(array), storing(array, "matmul"))

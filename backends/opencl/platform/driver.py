@@ -35,7 +35,7 @@ def driver() -> Any:
 
 
 def _write_callers_once() -> None:
-    """Make pyopencl generate a caller once per kernel, not once per kernel object.
+    """Make pyopencl generate a launcher once per kernel, not once per kernel object.
 
     pyopencl generates and compiles Python code for every kernel object, and a large graph has a
     thousand objects of some fifty kernels. pyopencl stays unchanged if it lacks the function.

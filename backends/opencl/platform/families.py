@@ -23,7 +23,7 @@ FAMILIES = ("cpu", "gpu", "fpga")
 CHANNELS = "cl_intel_channels"
 """The OpenCL extension for kernels that send data to each other."""
 MOST_KERNELS = 8
-"""More kernels than ever run at the same time; a dataflow has up to four."""
+"""More kernels than ever run at the same time: a dataflow joins up to four kernels by channels."""
 VARIABLE = "HETPIPE_OPENCL_FAMILIES"
 """Environment variable: a family for all devices, or `PATTERN=FAMILY,PATTERN=FAMILY`."""
 
@@ -86,4 +86,4 @@ class Options:
     channels: bool = True
     """Whether channels join kernels of the family fpga, on devices that support channels."""
     dataflow_limit_s: Annotated[float, Number(above=True)] = 600.0
-    """A dataflow counts as stuck if none of its kernels ends for this many seconds."""
+    """A dataflow counts as stuck if none of its kernels begins or ends for this many seconds."""

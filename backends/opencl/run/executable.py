@@ -255,7 +255,7 @@ class OpenCLExecutable(Executable):
     ) -> list[OpenCLBuffer]:
         """Place a run's results and intermediates in memory; return the buffers of the results."""
         if donate:
-            # Launches read a buffer that is two inputs under two ids: nothing may overwrite it.
+            # A buffer that is two inputs may be read later as the other one: do not overwrite it.
             memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
@@ -290,7 +290,7 @@ class OpenCLExecutable(Executable):
         if not target.checks_memory:
             apart = frozenset(self._kept)
             return plan(self._lowered, donate, parts, apart, target.alignment_nbytes, moves)
-        # Allocate each tensor alone, so that the interpreter sees every access outside a tensor.
+        # Allocate each tensor alone, so that an interpreter of kernels sees accesses outside it.
         life = lives(self._lowered.launches)
         for key in self._arguments.unset(life.keys() - self._lowered.crossing):
             piece = self._device.memory.create(room_nbytes(life[key].nbytes))

@@ -1,9 +1,9 @@
 """Placement of a run's tensors in memory.
 
 Results that the caller keeps together, such as all tensors that a forward saves, share a new piece
-of memory. A later run gets them back as donated inputs. After the last launch that reads a donated
-input, the run reuses the input's memory for intermediates and for results that are kept together.
-Intermediates that find no room in either piece are placed in the queue's arena.
+of memory. A later run gets these results as donated inputs. After the last launch that reads a
+donated input, the run reuses the input's memory for intermediates and for results that are kept
+together. Intermediates that find no room in either piece are placed in the queue's arena.
 """
 
 from __future__ import annotations

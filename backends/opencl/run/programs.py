@@ -108,7 +108,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program to build: the sources in `parts`, with their helpers. `name` names a kernel."""
+    """A program to build: the sources in `parts`, with their helpers. `name` is one kernel."""
 
     source: str
     options: tuple[str, ...]

@@ -53,9 +53,9 @@ class SecondCompiler:
     def compile(self, jobs: Sequence[Job]) -> dict[tuple[str, tuple[str, ...]], Any]:
         """Compile all new jobs; return the programs built in this process, by source and options.
 
-        The caller builds the other programs from the runtime's cache. There are none if there is
-        little to compile, no second core or no room in the cache. Raises `BackendError` with the
-        compiler's log.
+        The caller builds the other programs from the runtime's cache. The second process is not
+        used if there is little to compile, no second core or no room in the cache. Raises
+        `BackendError` with the compiler's log.
         """
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)

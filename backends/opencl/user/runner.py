@@ -47,7 +47,7 @@ CTYPES = {
 }  # fmt: skip
 ELEMENTS = {**{name: np.dtype(kind).name for name, kind in CTYPES.items()}, "half": "float16"}
 FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
-    (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # pointers are for vload_half
+    (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # `half *` needs no extension
     (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
     (re.compile(r"\b\w*sub_group\w*\b"), ("cl_khr_subgroups", "cl_intel_subgroups")),
 )

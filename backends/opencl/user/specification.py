@@ -111,7 +111,7 @@ def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
     """Return the sizes that the specification names, from the shapes of a call.
 
     If the specification gives an argument one dimension, the tensor may have any rank: it is read
-    as one row. Raises `BackendError` if shapes or dtypes differ.
+    as one row. Raises `BackendError` if the call does not fit the specification.
     """
     sizes = {name: values[0] for name, values in spec.define.items()}
     later: list[tuple[str, Size, int]] = []
