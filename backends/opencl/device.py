@@ -87,7 +87,7 @@ class OpenCLDevice(OpenedDevice):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # Share no host memory with an interpreter of kernels: it checks all accesses.
+            # Share no host memory with an interpreter of kernels: it must see all accesses.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory

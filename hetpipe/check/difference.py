@@ -110,7 +110,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float:
 
 
 def tolerance(largest: float, eps: float, terms: int = 1, units: float = UNITS) -> float:
-    """Return the allowed error of sums with `terms` terms and the largest magnitude `largest`."""
+    """Return the allowed error of sums of `terms` terms; `largest` is the largest absolute sum."""
     return units * math.sqrt(max(terms, 1)) * eps * largest
 
 

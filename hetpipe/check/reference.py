@@ -122,7 +122,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_comparable(node: fx.Node) -> bool:
-    """Return whether a node's value is defined: not uninitialised memory, nor `is_workspace`."""
+    """Return False for uninitialised memory and for a workspace (see `is_workspace`), else True."""
     return "empty" not in operator_name(node) and not is_workspace(node)
 
 

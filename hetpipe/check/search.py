@@ -15,7 +15,7 @@ Fault = TypeVar("Fault")
 Item = TypeVar("Item")
 
 OTHERS = 4
-"""If this many other operators, or all if there are fewer, also fail, the device counts as lost."""
+"""The device counts as lost if this many other operators, or all if there are fewer, also fail."""
 
 
 def first_fault(items: Iterable[Item], probe: Callable[[Item], Fault | None]) -> Fault | None:

@@ -73,7 +73,7 @@ class ModuleComparison:
         return self._captured.itself.run(values, feeds, request.loss_tangents, wide)
 
     def _losses(self) -> str:
-        """Describe the first loss that differs; for micro-batch 0 also name the first layer."""
+        """Describe the first differing loss; for micro-batch 0 also the first differing layer."""
         for number, frame in enumerate(self._rehearsal.frames):
             actual = next(float(value) for (role, _), value in frame.items() if role == LOSS)
             near, exact = self._near.losses[number], self._exact.losses[number]

@@ -164,7 +164,7 @@ class Array:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of C that the array computes at once."""
+        """Rows and columns of C that the array computes at the same time."""
         return self.rows * self.interleave_rows, self.cols * self.interleave_cols
 
     @property

@@ -16,7 +16,7 @@ from ..lower.signature import Argument
 from ..lower.target import Target
 
 DEPTH = 16
-"""Steps of k in local memory at once."""
+"""Steps of k in local memory at the same time."""
 GROUPS_PER_UNIT = 4
 """Work-groups for each compute unit, so that some compute while others wait for memory."""
 SHORTEST_PART = 256

@@ -255,7 +255,7 @@ class OpenCLExecutable(Executable):
     ) -> list[OpenCLBuffer]:
         """Place a run's results and intermediates in memory; return the buffers of the results."""
         if donate:
-            # A buffer that is two inputs may be read later as the other one: do not overwrite it.
+            # If two inputs are one buffer, launches may read it as either: do not overwrite it.
             memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)

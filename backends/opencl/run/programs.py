@@ -108,7 +108,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program to build: the sources in `parts`, with their helpers. `name` is one kernel."""
+    """A program to build: the sources in `parts`, with their helpers. `name` is a kernel's name."""
 
     source: str
     options: tuple[str, ...]
