@@ -49,7 +49,7 @@ def keep_attributes(run: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_globals(*runs: object) -> Iterator[None]:
-    """Remove tensors without values from the modules' classes and files on exit.
+    """On exit, remove tensors without values from the classes and files of `runs`.
 
     Exported code may compute a table once and store it in a global dictionary. All other new values
     stay in the globals, for instance an import.
@@ -99,7 +99,7 @@ def clear_caches(run: nn.Module) -> Iterator[None]:
 
 
 def _owners(run: object) -> Iterator[type | ModuleType]:
-    """Yield the files that define a module's submodules or a function, and all their classes."""
+    """Yield the files of a function, or of a module and its submodules, and the files' classes."""
     modules = list(run.modules()) if isinstance(run, nn.Module) else []
     classes = {cls for module in modules for cls in type(module).__mro__}
     classes -= set(nn.Module.__mro__)

@@ -1,4 +1,4 @@
-"""Decomposes operators before the cut that have no derivative, or a derivative for one device only.
+"""Before the cut, decomposes operators without a derivative, or with one for a single device only.
 
 Batch norms are also decomposed if replicas share the statistics.
 """

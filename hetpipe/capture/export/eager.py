@@ -52,7 +52,7 @@ class EagerModule:
         tangents: Sequence[float],
         wide: bool,
     ) -> EagerRun:
-        """Run micro-batches by autograd; each gradient is multiplied by the micro-batch's tangent.
+        """Run the micro-batches `feeds` with autograd; `tangents` multiply the losses' gradients.
 
         `values` replace parameters and buffers of the same name; the model's own tensors do not
         change. With `wide` torch computes in float64, otherwise in the precision of the passes.

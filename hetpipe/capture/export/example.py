@@ -1,4 +1,4 @@
-"""The example batch: names its tensors, makes other sizes, and calls the model with a batch."""
+"""The example batch: names its tensors, makes batches of other sizes, and calls the model."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _array_of(name: str, value: torch.Tensor | Array) -> Array:
-    """Return an array of native numbers, which may share memory. Raises `CaptureError`."""
+    """Return an array in native byte order; it may share memory. Raises `CaptureError`."""
     if cure := _cure(value):
         raise CaptureError(f"{name} of the batch is {cure}")
     if isinstance(value, torch.Tensor):

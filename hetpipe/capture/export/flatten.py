@@ -52,7 +52,7 @@ def flatten(
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]
-    # All other sums are for means of terms that are equal on all replicas: drop these sums.
+    # Replica sums that depend on no sample are for means of equal terms: drop these sums.
     drop_sums(graph, kept=dependents(graph, samples_and_draws))
     _skip_copies(flat)
     drop_dead(graph)
@@ -73,7 +73,7 @@ def flatten(
 
 
 def _skip_copies(flat: FlatGraph) -> None:
-    """Let buffers receive values without the final copies, which may be in later layers."""
+    """Let buffers receive values without a final copy, which may be in a later layer."""
     returned = list(results(flat.graph))
     for index, ((role, _), node) in enumerate(flat.outputs):
         source: Any = node.args[0] if node.target is aten.expand.default else None

@@ -56,7 +56,7 @@ class Identity:
         options: Sequence[object],
         seen: Callable[[int, bool, Any], None],
     ) -> None:
-        """Rehearsals will call `seen` with (samples, training, the model's output)."""
+        """Each `Rehearsal` will call `seen` with (samples, training, the model's output)."""
         self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
         self.changed: frozenset[tuple[str, str]] | None = None
@@ -73,7 +73,7 @@ class Identity:
         )  # fmt: skip
 
     def key(self, kind: str, samples: Sequence[int], training: bool, *more: object) -> str | None:
-        """Return the key of content that depends on micro-batches of these sizes, and on `more`.
+        """Return the key of a cache entry for micro-batches of these sizes; `more` is part of it.
 
         Raises `CaptureError` for a model that would do something else at its next call.
         """
@@ -83,7 +83,7 @@ class Identity:
         return key_of(kind, list(samples), training, signatures, self._parts, *more)
 
     def check_computing(self, samples: int, training: bool) -> None:
-        """If the rehearsal without values failed, rehearse with computed values.
+        """If the rehearsal on meta tensors failed, rehearse on tensors with values.
 
         Raises `CaptureError` for a model that would do something else at its next call.
         """
@@ -108,7 +108,7 @@ class Identity:
         with self._modes.apply(evaluation=not training), exportable_modules():
             run = WithLoss(
                 self._model, self._loss_fn, self._example,
-                lambda out: self._seen(samples, training, out),  # a deep copy shares functions
+                lambda out: self._seen(samples, training, out),  # deepcopy does not copy a lambda
             )  # fmt: skip
             try:
                 rehearsal = Rehearsal(run, self._example.tensors(samples), computes)

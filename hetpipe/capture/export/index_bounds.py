@@ -130,7 +130,7 @@ def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
 
 
 class _LeafTracer:
-    """Finds the elements of a leaf that reach a node, by moving the elements' numbers instead."""
+    """Finds the elements of a leaf that reach a node: runs operators on the elements' numbers."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self._flat = flat

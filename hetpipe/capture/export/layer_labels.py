@@ -59,7 +59,7 @@ def label(
 
 
 def _matrices(module: nn.Module) -> set[int]:
-    """Return the ids of a module's own parameters, also parametrized, of two or more dimensions."""
+    """Return the ids of a module's own parameters of 2 or more dimensions, also if parametrized."""
     parametrized = module._modules.get(PARAMETRIZATIONS)
     inside = () if parametrized is None else parametrized.parameters()
     return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}

@@ -1,4 +1,4 @@
-"""Makes data to compare losses: micro-batches with the example's or other labels, and outputs."""
+"""Makes micro-batches with the example's or other labels, and model outputs, to compare losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class LossBatches:
-    """Makes whole micro-batches of `samples` rows, as leaves of the example batch."""
+    """Makes joined micro-batches of `samples` samples each, as a list of the batch's leaves."""
 
     def __init__(self, example: Example, bounds: Sequence[IndexBound], samples: int) -> None:
         self._example, self._samples = example, samples

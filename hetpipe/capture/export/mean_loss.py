@@ -2,8 +2,8 @@
 
 The check compares two losses by value and by gradient: the loss of some joined micro-batches, and
 the mean (or the sums) of their single losses. A loss usually depends only on the model's output, so
-random outputs of the right shapes are enough. The model itself runs before a refusal, if its
-outputs cannot be drawn (a loss, for example), and if the loss refers to the model.
+random outputs of the right shapes are enough. The model itself runs only before a refusal, if
+its outputs cannot be drawn (a loss, for example), or if the loss refers to the model.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LossCheck:
         return outputs is None or outputs.elements(count * self._samples) >= MANY_ELEMENTS
 
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
-        """Return whether the loss of random outputs is the mean of its parts; None if unknown."""
+        """Return whether random outputs' loss is the mean of their parts' losses; None if unknown."""
         compared = [] if outputs is None else self._compare_random(outputs, leaves)
         return all(comparison.agrees for comparison in compared) if compared else None
 

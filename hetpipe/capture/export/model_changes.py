@@ -18,7 +18,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.Tensor)
 CALLS = ("step", "run", "evaluate", "gradients")
 """The calls of a pipeline that compute with the model."""
 _SAMPLE = 1024
-"""Number of elements of a parameter that its checksum covers."""
+"""A parameter's checksum covers all its elements, or at least this many."""
 
 
 class ModelChangedWarning(UserWarning):
@@ -95,7 +95,7 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """Return a parameter with values neither captured nor returned, once for each change."""
+        """Name a parameter whose values were neither captured nor returned, once per change."""
         versions = [p._version for p in self._parameters.values()]
         if versions == self._versions:
             return None

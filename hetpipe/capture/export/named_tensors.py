@@ -134,7 +134,7 @@ def exported_name(target: str) -> str:
 def move_to_cpu(
     model: nn.Module, loss_fn: Callable[..., Any]
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return the model and the loss, or copies on the CPU that also share tensors."""
+    """Return model and loss, or copies on the CPU that share tensors as the originals do."""
     modules = [module for _, module in roots(model, loss_fn)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     if all(tensor.device.type == "cpu" for tensor in tensors):

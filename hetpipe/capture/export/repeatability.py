@@ -201,7 +201,7 @@ def _user_name(run: nn.Module, key: tuple[str, ...]) -> str:
 
 
 def generators_of(run: nn.Module) -> dict[str, Any]:
-    """Return all random generators by name: Python's, numpy's, in attributes and in globals."""
+    """Return random generators by name: Python's, numpy's, and all in attributes and globals."""
     found: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
     files: set[str] = set()
     for name, module in run.named_modules():

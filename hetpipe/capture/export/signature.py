@@ -51,7 +51,7 @@ class Rehearsal:
     """Calls a copy of `run` with the same leaves, again and again.
 
     A call sees the changes that earlier calls have made to attributes and lists. Tensors are on the
-    meta device; with `computes`, calls instead compute with copies of all tensors.
+    meta device, without values; with `computes`, they are copies with values.
     """
 
     def __init__(self, run: nn.Module, leaves: list[torch.Tensor], computes: bool = False) -> None:
@@ -69,9 +69,9 @@ class Rehearsal:
         self._own = {id(value) for value in (*named.values(), *leaves)}
         self.calls: list[Call] = []
         self.attributes = attributes_of(self.run)
-        """The attributes before the first call."""
+        """The copy's attributes before the first call."""
         self.original = attributes_of(run)
-        """The attributes of the copied modules."""
+        """The attributes of `run` itself."""
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()

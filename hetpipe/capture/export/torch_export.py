@@ -41,9 +41,9 @@ OutputListener = Callable[[Any], None]
 
 
 class WithLoss(nn.Module):
-    """A module from the leaves of a batch to the loss, or (sum, count).
+    """Maps the leaves of a batch to (loss,), or to (sum, count).
 
-    It calls `seen` with the model's output; the tensors may have no values.
+    It calls `seen` with the model's output, whose tensors may have no values.
     """
 
     def __init__(
