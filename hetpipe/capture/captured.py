@@ -241,7 +241,7 @@ class Captured:
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # rehearsals have failed: let export note it
+            if training not in self._outputs:  # rehearsals have failed: let export note the output
                 self._flat(self._summary.samples, training)
             with self._modes.apply(evaluation=not training):
                 check = LossCheck(

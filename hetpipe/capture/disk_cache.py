@@ -1,6 +1,6 @@
 """Keeps captures on disk, so that a second start of the same model needs no export.
 
-Entries are data: records of capture, graphs as lists of operator names, and arrays of numbers.
+Entries are data: the fields of records, graphs as rows of plain values, and arrays of numbers.
 Loading an entry never runs code from the entry.
 """
 

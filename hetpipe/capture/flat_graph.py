@@ -20,8 +20,8 @@ PARAMETRIZATIONS = "parametrizations"
 class FlatGraph:
     """A functional graph of `samples` samples.
 
-    `free` nodes depend on no sample, parameter or changing buffer: each stage computes the free
-    nodes that it uses. `layer` gives the layer number of every other call. `rows` gives, for every
+    `free` nodes depend only on constants and unchanging buffers: each stage computes the free nodes
+    that it uses. `layer` gives the layer number of every other call. `rows` gives, for every
     parameter that is split in two, the number of rows in its first part.
     """
 

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: layers, and the bytes that cross between them. No torch."""
+"""A model as the planner sees it, without torch: layers, and the bytes that cross cuts."""
 
 from __future__ import annotations
 

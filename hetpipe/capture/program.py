@@ -24,11 +24,11 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 PARAM = "param"  # a parameter, by the model's name; an update's output is its next version
 BUFFER = "buffer"  # a buffer (batch-norm statistics), by the model's name; outputs replace it
 CONSTANT = "constant"  # a tensor that never changes, value in StageGraphs.constants
-INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"): batch first
+INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"); dimension 0 is the samples
 CUT = "cut"  # a tensor that crosses between neighbouring stages, by its node name
 LOSS = "loss"  # 0-d, the micro-batch's loss: its mean over samples, or its sum (see COUNT)
 COUNT = "count"  # 0-d, number of terms in the loss's sum; only if loss_fn returns (sum, count)
-SAVED = "saved"  # the forward keeps it for this micro-batch's backward
+SAVED = "saved"  # a tensor that the forward keeps for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, by "STATE/PARAMETER"; see `Optimizer.state`
@@ -125,7 +125,7 @@ class PassPrograms:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes that one micro-batch in flight keeps: saved tensors, and inputs of the backward."""
+        """Bytes that one micro-batch in flight keeps: saved tensors, and kept stage inputs."""
         if self.backward is None:
             return 0
         kept = (SAVED, INPUT, CUT)
@@ -144,13 +144,13 @@ class PassPrograms:
 class StageGraphs:
     """Everything that a device needs to run one stage.
 
-    `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). A parameter that an earlier
-    stage owns (tied weights) only gets its zeroed GRAD. None if nothing is trained. `predict`:
-    PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates. None if nothing
-    is trained or the optimizer predicts nothing. `norm`: GRAD, SCALAR -> NORM, for the parameters
-    that the stage owns. None if it owns none. `evaluation`: forwards in eval mode by number of
-    samples, which save nothing; empty if not requested. `tied` lists (parameter, owner stage, other
-    stages) for the parameters shared with other stages; the owner is the first of these stages.
+    `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). If an earlier stage owns a
+    parameter (tied weights), the update only zeroes its GRAD. None if nothing is trained.
+    `predict`: PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates.
+    `norm`: GRAD, SCALAR -> NORM, for the parameters that the stage owns. These two are None if not
+    requested, if the stage owns no parameter, or (`predict`) if the optimizer predicts nothing.
+    `evaluation`: forwards in eval mode, by number of samples; they save nothing. `tied` lists
+    (parameter, owner stage, other stages); the owner is the first stage that reads the parameter.
     """
 
     stage: int

@@ -69,7 +69,7 @@ def _piece(
 
 
 def _label_free(graph: fx.Graph) -> None:
-    """Label the nodes that every stage computes for itself with the layer that uses them first."""
+    """Label each free node (see `FlatGraph`) with the layer that uses it first."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and "layer" not in node.meta:
             labels = [user.meta["layer"] for user in node.users if "layer" in user.meta]

@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Terms that the replicas add up together, and the names of their sums."""
+    """Names of the terms that the replicas add up, and of the terms' sums."""
 
     terms: tuple[str, ...]
     sums: tuple[str, ...]

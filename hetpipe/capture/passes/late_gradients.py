@@ -18,8 +18,8 @@ from hetpipe.capture.slots import has_same_form, make_program, placeholders, res
 def first_gradients(program: Program) -> Program:
     """Return a backward that returns gradients instead of sums, and reads no accumulators.
 
-    A gradient that is also another result or an input keeps its accumulator, because every result
-    needs its own memory.
+    An exception is a gradient that is also another result or an input: it is still added to its
+    accumulator, because every result needs its own memory.
     """
     graph = program.graph.graph
     inputs = [

@@ -42,7 +42,7 @@ from hetpipe.sdk.operators.replicas import is_sum
 
 NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
 MODES = (NONE, INPUTS, MIN_CUT)
-"""`none`: the forward keeps every tensor that autograd reads, and the backward repeats nothing.
+"""`none`: the forward keeps the tensors that autograd reads; the backward repeats almost nothing.
 
 `inputs`: the forward keeps the stage's inputs, and the backward runs the whole forward again (Chen
 et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
@@ -250,7 +250,7 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that a node's results need, apart from new running statistics."""
+    """Return the operands that a node's results, apart from new running statistics, need."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 

@@ -42,11 +42,11 @@ class _Mask(NamedTuple):
 
 
 def mask_pooled(graph: fx.Graph) -> None:
-    """Mask gradients of maxima before they are spread over the image of a rectifier.
+    """Mask a max pooling's gradients before they are spread over its input, a rectifier's output.
 
     A maximum equals the element that gets its gradient, and all other elements get no gradient, so
     the result is the same. The mask has the size of the maxima, which are fewer than the pixels,
-    and the backward does not need the image itself.
+    and the backward does not need the pooling's input.
     """
     for spread in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
         pool: Any = spread.args[7].args[0]

@@ -117,7 +117,7 @@ def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[
 
 
 def splittable(flat: FlatGraph, tied: Collection[str]) -> dict[str, int]:
-    """Return the output channels, two or more, of the layers that can be split."""
+    """Return the number of output channels, 2 or more, of each layer that can be split."""
     channels = {}
     for index, layer in enumerate(flat.layer_names):
         try:
@@ -222,7 +222,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _renumber(flat: FlatGraph, index: int, product: fx.Node) -> None:
-    """Make room for a layer after `index`, which keeps the nodes that `product` needs."""
+    """Make room for a layer after `index`; layer `index` keeps the nodes that `product` needs."""
     outside = [node for node, layer in flat.layer.items() if layer != index]
     kept = reachable([product], outside)
     for node, layer in flat.layer.items():

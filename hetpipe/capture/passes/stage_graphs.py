@@ -24,7 +24,7 @@ from hetpipe.optim.rule import Optimizer
 Extra = Literal["predict", "norm", "finite"]
 EXTRAS: tuple[Extra, ...] = ("predict", "norm")
 """Programs that only some trainings need: `predict` for predicted weights, `norm` for a clip by
-norm. The extra `finite` is a cheaper `norm`, for a training without a clip."""
+norm. The extra `finite` is a cheaper `norm`, which shows only whether gradients are finite."""
 
 
 def trace_stages(

@@ -51,7 +51,7 @@ class Traces:
         self._formulas: dict[int, tuple[Decompositions, Formulas]] = {}  # by id of the table
 
     def formulas(self, table: Decompositions) -> Formulas:
-        """Return the formulas of optimizers in the operators that a table leaves."""
+        """Return the formulas of optimizers, in operators that the table does not decompose."""
         if id(table) not in self._formulas:
             self._formulas[id(table)] = table, Formulas(table)
         return self._formulas[id(table)][1]

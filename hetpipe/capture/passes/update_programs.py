@@ -155,7 +155,7 @@ def trace_norm(
     others: Mapping[str, torch.Tensor] | None = None,
     squares: bool = True,
 ) -> Program | None:
-    """Trace GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
+    """Trace GRAD, SCALAR -> NORM: the sum of (`grad_scale` * gradient)^2 over all elements.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
     `others` are gradients outside of the sum that only count for the dtype of the scalars. Without
