@@ -1,4 +1,4 @@
-"""Data of workloads: sets in memory and random draws, with accuracy, losses and weights."""
+"""Data of workloads, in memory or drawn at random; also accuracy, losses and weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """GPT: `gpt` and `gpt-untied` learn Python's help pages, and `gpt2` learns random tokens.
 
-`gpt` and `gpt-untied` have 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
+`gpt` has 13 MB of weights. The network follows GPT-2 (Radford et al., "Language
 models are unsupervised multitask learners", 2019): the output shares the token embedding's weights,
 and initial weights are normal. Weights of layers whose output is added to the residual stream are
 smaller by the root of the number of these layers. The deviation of the other weights is

@@ -105,8 +105,8 @@ class AwdLstm(nn.Module):
 
     (n, length) of tokens -> (n, length, vocabulary) logits of the next tokens. The output shares
     the embedding's weights. The paper also drops recurrent weights and words of the embedding for
-    a whole mini-batch. This is left out here: each micro-batch would drop different ones, and so
-    train a different network.
+    a whole mini-batch. This is left out here: each micro-batch would drop different weights and
+    words, and so train a different network.
     """
 
     def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int = 3) -> None:

@@ -44,7 +44,7 @@ class BytePairs:
         return BYTES + len(self.merges)
 
     def encode(self, text: bytes) -> Tokens:
-        """Return the text's tokens as an array, after all merges in the order of learning."""
+        """Return the text's tokens as an array, after all merges in the order of `merges`."""
         tokens = _tokens(text)
         for token, pair in enumerate(self.merges, BYTES):
             tokens = _merge(tokens, pair, token)

@@ -52,7 +52,7 @@ def _cut(summary: traceback.TracebackException) -> None:
 
 
 def check_workload(where: str, workload: Any) -> Workload:
-    """Check the fields of a factory's workload; return it with checks around its functions.
+    """Check a factory's workload; return it with checks around `batches` and `validate`.
 
     `where` begins each message. Raises `HetpipeError` for a wrong field.
     """
