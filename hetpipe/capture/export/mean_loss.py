@@ -123,7 +123,7 @@ class LossCheck:
         return outputs is None or outputs.elements(count * self._samples) >= MANY_ELEMENTS
 
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
-        """Return whether random outputs' loss is the mean of their parts' losses; None if unknown."""
+        """Return whether the losses of random outputs and their parts agree; None if unknown."""
         compared = [] if outputs is None else self._compare_random(outputs, leaves)
         return all(comparison.agrees for comparison in compared) if compared else None
 
