@@ -76,7 +76,7 @@ def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
     """Compute `aten.view` also for strides that it refuses, by a copy.
 
     Such strides occur because a decomposition may return another layout than the operator that it
-    replaces. A later pass drops the copy.
+    replaces. `simplify` drops the copy.
     """
     if x.is_contiguous():
         return NotImplemented
@@ -97,7 +97,7 @@ def _empty(node: fx.Node) -> torch.Tensor:
 
 
 class _TracedStep:
-    """The traced function. It remembers which inputs got a gradient."""
+    """The traced function. `received` has the indices of the inputs that got a gradient."""
 
     def __init__(self, piece: StagePiece, tangent_of: list[int]) -> None:
         self._piece, self._tangent_of = piece, tangent_of
@@ -169,7 +169,7 @@ class _LabellingInterpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _GRADIENT_BY_LAYOUT:
-            args = (args[0].contiguous(), *args[1:])  # a later pass drops the copy
+            args = (args[0].contiguous(), *args[1:])  # `simplify` drops the copy
         return super().call_function(target, args, kwargs)
 
     def close(self) -> None:
