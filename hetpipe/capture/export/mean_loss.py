@@ -33,7 +33,7 @@ FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
 """Random outputs with fewer than FEW_ELEMENTS are drawn several times. Outputs with MANY_ELEMENTS
 or more are drawn for two micro-batches only, because their losses take long."""
 PARTS = 8
-"""At most so many micro-batches get random labels, or run if outputs cannot be drawn at random."""
+"""Maximum number of micro-batches with random labels, or to run if outputs cannot be drawn."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
