@@ -22,7 +22,7 @@ class NotAsked(Exception):
 
 
 class Level(IntEnum):
-    """Extent of a run; each level includes the checks of the lower levels."""
+    """Extent of the suite; each level includes the checks of the lower levels."""
 
     CORE = 0
     TRAINING = 1

@@ -37,7 +37,7 @@ def entries() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """A function of tensors with its results in float64 (`wide`) and in torch's dtypes (`near`).
+    """A function of tensors, with its results in float64 (`wide`) and in its own dtypes (`near`).
 
     The first `values` results are the operator's; the remaining results are the gradients with
     respect to the floating inputs.
@@ -180,7 +180,7 @@ def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
     """Run the first `samples` usable samples of an entry, forward and with gradients.
 
     Raises `BrokenRule` for a wrong result, and `NotAsked` if the device refuses a sample or no
-    sample is usable. An entry counts as refused if the device refuses its first sample.
+    sample is usable. An entry counts as refused if its first usable sample is refused.
     """
     asked, refused, unusable = 0, dict[int, str](), list[str]()
     for question in questions(name):

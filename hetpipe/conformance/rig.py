@@ -70,7 +70,7 @@ class Rig:
 
     def get(self, buffer: Buffer) -> Array:
         """Return a buffer's values in a host array."""
-        # The array starts with 77, so that a missing copy shows.
+        # The array is full of 77, so that a missing copy shows.
         array = np.full(buffer.shape, 77, host_dtype(buffer.dtype))
         self.device.download(buffer, array).wait(WAIT_S)
         return array
@@ -100,7 +100,7 @@ class Rig:
     def heavy(self, rows: int = 192, depth: int = 12) -> tuple[Executable, Array, Array]:
         """Return a chain of products that takes milliseconds, an input, and the chain's result.
 
-        Each product is divided by its size, so values stay below one. An interpreter gets a short
+        Each product is divided by 2 * `rows`, so values stay below one. An interpreter gets a short
         chain of small products.
         """
         if self.is_interpreter:
@@ -160,7 +160,7 @@ def _drop_unread_writes(graph: fx.Graph) -> None:
 def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
     """Return the operators that the device refuses, each with the reason.
 
-    Raises `BrokenRule` if `supports` returns anything but a text or None.
+    Raises `BrokenRule` if `supports` returns neither None nor a reason.
     """
     answers = []
     for node in graph_calls(graph):

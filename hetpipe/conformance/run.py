@@ -73,7 +73,7 @@ class Result:
 
 
 def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
-    """Return the checks of a level and of lower levels, or only of some `groups`, in order.
+    """Return the checks of a level and of lower levels, in order; only in `groups` if given.
 
     Raises `BackendError` for a group that is not in `GROUPS`.
     """
@@ -117,7 +117,7 @@ def run_check(each: Check, rig: Rig) -> Result:
 def run_suite(
     info: DeviceInfo, level: Level, limit_s: float = LIMIT_S, groups: Collection[str] = ()
 ) -> Iterator[Result]:
-    """Yield the result of each check of a level, or of some `groups`, as soon as the check ends.
+    """Yield the result of each of `checks_of(level, groups)` as soon as the check ends.
 
     Raises `BackendError` for an unknown group, or if another process cannot load the backend.
     """

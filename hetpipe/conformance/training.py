@@ -56,7 +56,7 @@ class _Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """A small model, the shape of a sample, and its optimizer.
+    """A small model with its optimizer, and the shape of a sample.
 
     Samples are integers below `high`, or floats if `high` is 0.
     """
@@ -85,7 +85,7 @@ class Model:
         return getattr(hetpipe.optim, name)(**settings)
 
     def losses(self) -> list[float]:
-        """Return the losses of the same training with torch in float64."""
+        """Return the losses of the model's training by torch in float64."""
         torch.manual_seed(0)
         model = self.model().double()
         name, settings = self.optimizer
@@ -200,7 +200,7 @@ def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
 
 
 def _reference(rig: Rig) -> str:
-    """Return the id of another device of hetpipe, preferably a reference, or raise `NotAsked`."""
+    """Return the id of another device, of hetpipe's own backends, or raise `NotAsked`."""
     from hetpipe.sdk.host.registry import discover_devices, provider_of
 
     infos = [info for info in discover_devices()[0] if info.id != rig.info.id]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Event(ABC):
-    """The end of work on a device. Several threads may call its methods at once.
+    """The end of work on a device. Several threads may call its methods at the same time.
 
     `hetpipe.sdk.events` has ready-made event classes.
     """
@@ -58,7 +58,7 @@ class Buffer(ABC):
     """A row-major tensor in a device's memory. Immutable unless donated.
 
     The device may free the memory when nobody holds the object *and* all work on it has ended:
-    the engine drops buffers while passes that read them are still queued.
+    hetpipe drops buffers while passes that read them are still queued.
     """
 
     device: Device
@@ -136,7 +136,7 @@ class Device(ABC):
         """
 
     def export(self, programs: Mapping[str, torch.fx.GraphModule]) -> Exported:
-        """Return the kernels of these graphs, given by name, as sources for an offline compiler.
+        """Return the kernels of the named graphs `programs` as sources for an offline compiler.
 
         Called, like `build`, if `capabilities.exports` is true. It compiles nothing, and raises
         like `compile`. For a board that holds only one binary at a time, return only one source.
@@ -179,7 +179,7 @@ class Device(ABC):
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, operations), or None if the device cannot measure its ceiling.
+        """Return (run, operations), or None if the device cannot measure its rate of multiply-adds.
 
         `run` does float32 multiply-adds that read only registers, and waits for their end;
         `operations` counts two for each. Their rate limits the device's matrix products.
@@ -187,10 +187,10 @@ class Device(ABC):
         return None
 
     def launch_floor(self) -> tuple[Callable[[], None], int] | None:
-        """Return (run, launches), or None if the device cannot measure its launches.
+        """Return (run, launches), or None if the device cannot measure the time of a launch.
 
-        `run` launches an empty kernel `launches` times and waits for the end. No launch of a graph
-        takes less time.
+        `run` launches an empty kernel `launches` times and waits for the end. No launch of another
+        kernel takes less time.
         """
         return None
 
@@ -235,9 +235,9 @@ class Backend(ABC):
     api_version: int = 1
     """The version of this contract that the backend was written for: a literal number."""
     lends: str = ""
-    """The backend, or the id of the device, that runs the operators that this backend's devices
-    refuse; empty for none. Values cross through the host's memory. Plans and `hetpipe coverage`
-    name these operators."""
+    """The name of the backend, or the id of the device, that runs the operators that this backend's
+    devices refuse; empty for none. Tensors are copied between the two devices through the host's
+    memory. Plans and `hetpipe coverage` name these operators."""
     discover_limit_s: float = 20.0
     """Most seconds for `discover`; a slower backend is disabled, and a message names it."""
     open_limit_s: float = 120.0
@@ -263,7 +263,7 @@ class Backend(ABC):
         raise BackendError(f"backend {self.name!r} takes no options; it got {', '.join(options)}")
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return the decompositions for graphs on these devices; default: `core_decompositions()`.
+        """Return the decompositions for graphs on its devices; default: `core_decompositions()`.
 
         hetpipe keeps the result until the next call of `configure`.
         """

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class BlockingDevice(Device):
     """A device whose calls return when their work is done.
 
-    A subclass defines only `supports` and the four abstract methods below. It needs no events and
-    no chunks. `_run`, `_to_device` and `_to_host` may be called at the same time, with different
-    buffers.
+    A subclass sets `info`, and defines only `supports` and the four abstract methods below. It
+    needs no events and no chunks. `_run`, `_to_device` and `_to_host` may be called at the same
+    time, with different buffers.
     """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """The conformance suite, `hetpipe.conformance`, for authors of backends.
 
-The suite trains pipelines, so it belongs to a higher room; no lower room imports this file.
+The suite trains pipelines, so its code is not in `hetpipe.sdk`, which trains nothing.
 """
 
 from hetpipe.conformance.suite import BackendSuite

@@ -33,7 +33,7 @@ class Signal(Event):
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the event, once. With `error`, the work has failed, and each waiter raises it."""
+        """End the event, once. If the work failed, `done` and `wait` raise `error`."""
         self._error = error
         self._ended.set()
 
@@ -52,9 +52,9 @@ class Signal(Event):
 class FdEvent(Event):
     """An event that has happened once a file descriptor is readable: a fence, a pipe, an eventfd.
 
-    The event owns the descriptor: dropping the event closes it, and nobody reads from it. Pass
-    `os.dup(fd)` to keep your descriptor. The event calls `check` once, at the end; `check` raises
-    if the work failed.
+    The event owns the descriptor, never reads from it, and closes it when Python frees the event.
+    Pass `os.dup(fd)` to keep your descriptor. The event calls `check` once, after the end of the
+    work; `check` raises if the work failed.
     """
 
     def __init__(self, fd: int, doing: str, check: Callable[[], None] = lambda: None) -> None:
@@ -157,7 +157,7 @@ class WorkQueue:
                 work()
 
             finish(ended, follow)
-            del job, work, after, ended, follow  # frees their memory before the next job comes
+            del job, work, after, ended, follow  # frees the job's memory before the next job comes
 
 
 def finish(outcome: Signal, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The canonical form of a graph, and helpers that backends and the engine share.
+"""The canonical form of a graph, and helpers that backends and hetpipe share.
 
 A graph is a `torch.fx.GraphModule` with
 - placeholders: the inputs, in order;
@@ -13,7 +13,7 @@ A graph is a `torch.fx.GraphModule` with
 `meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so a
 device may keep results that it computes from steady inputs alone, until another buffer comes.
 `meta["together"]` on the output node is a set of indices of results. The caller donates these
-results together to one later run, so they may share a piece of memory. `dump_graph` drops this set.
+results together to one later run, so they may share one allocation. `dump_graph` drops this set.
 `meta["checked"]` on a placeholder of integers is the range (low, size, ignored) that the caller has
 checked: see `hetpipe.sdk.indices`.
 """
@@ -33,7 +33,7 @@ import hetpipe.sdk.operators.attention
 import hetpipe.sdk.operators.corrected
 import hetpipe.sdk.operators.random
 import hetpipe.sdk.operators.recurrent
-import hetpipe.sdk.operators.replicas  # these register operators for load_graph
+import hetpipe.sdk.operators.replicas  # these imports register operators for load_graph
 from hetpipe import data_pickle
 from hetpipe.errors import BackendError
 
@@ -71,7 +71,7 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     """Return decompositions down to core ATen, except for the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`. The table
-    includes `hetpipe.attention` and `hetpipe.lstm_layer`.
+    also decomposes `hetpipe.attention` and `hetpipe.lstm_layer`.
     """
     from torch._decomp import core_aten_decompositions
 
@@ -202,7 +202,7 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def load_graph(data: bytes) -> fx.GraphModule:
-    """Restore a graph from `dump_graph`, with row-major tensors on the meta device as metas."""
+    """Restore a graph from `dump_graph`; each `meta["val"]` is row-major on the meta device."""
     return graph_of_rows(data_pickle.loads(data))
 
 
@@ -246,7 +246,7 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
 
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph for a single replica, which has all rows: without sums over replicas."""
+    """Return the graph without sums over replicas, for a single replica, which has all rows."""
     if not any(map(hetpipe.sdk.operators.replicas.is_sum, graph.graph.nodes)):
         return graph
     alone = canonical(graph)
@@ -255,7 +255,7 @@ def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
-    """Copy `graph` with the types of the canonical form (metas on the meta device)."""
+    """Copy `graph` into the canonical form, with each `meta["val"]` on the meta device."""
     return load_graph(dump_graph(graph))
 
 

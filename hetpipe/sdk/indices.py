@@ -1,4 +1,4 @@
-"""Operators that read or write at the places in an index tensor, and the bounds of the indices."""
+"""Operators that read or write where an index tensor says, and the bounds of the indices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _along(node: fx.Node, arguments: dict[str, Any]) -> Iterator[Bound]:
     """Yield the bound of `gather(x, dim, index)` and similar calls; a 0-d tensor has one row."""
     dim = arguments["dim"]
     size = (_shape(arguments["self"]) or (1,))[dim]
-    low = -size if name_of(node) == "aten.index_fill" else 0  # which takes negative indices
+    low = -size if name_of(node) == "aten.index_fill" else 0  # index_fill takes negative indices
     yield Bound(node, arguments["index"], size, low, noun=f"entries in dimension {dim}")
 
 

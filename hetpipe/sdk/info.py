@@ -1,4 +1,4 @@
-"""A device's description of itself. It needs no torch, so that planners can read it."""
+"""A device's description of itself. This module imports no torch, because planners use it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def form_of(node: fx.Node) -> Form:
 
 
 def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]) -> None:
-    """Raise `BackendError`, with both forms, unless `inputs` have the compiled forms."""
+    """Raise `BackendError` unless `inputs` have the forms of the compiled graph."""
     if len(inputs) != len(forms):
         raise BackendError(f"{device_id}: the graph takes {len(forms)} inputs, got {len(inputs)}")
     for number, (buffer, (shape, dtype)) in enumerate(zip(inputs, forms, strict=True)):

@@ -24,7 +24,7 @@ class LocalMemory:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of the kernel `function` in the text of the file `path`.
+    """One launch of the kernel `function` in `source`, the text of the file `path`.
 
     `arguments` holds arrays (C-contiguous), numbers and local memory by the names of the
     parameters. `inputs` and `outputs` name the arrays that the kernel reads and writes.
@@ -112,7 +112,7 @@ class KernelRunner(ABC):
         raise BackendError(f"the kernels of {device_id} have no tuning {name!r}")
 
     def checks(self, device_id: str) -> bool:
-        """Return whether a device is a checker: an interpreter that sees every access."""
+        """Return whether a device is a checker: an interpreter that sees every memory access."""
         return False
 
     def checker_environment(self, log: Path) -> Mapping[str, str]:

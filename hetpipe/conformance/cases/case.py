@@ -102,7 +102,7 @@ CASES: list[Case] = []
 
 
 def table(family: str) -> Callable[..., None]:
-    """Return a function that adds cases, with the given fields of `Case`, to a family."""
+    """Return a function that adds a case to `family`; `settings` are further fields of `Case`."""
 
     def case(name: str, fn: Callable[..., Any], *inputs: Feed | str, **settings: Any) -> None:
         each = [feeds(row) if isinstance(row, str) else (row,) for row in inputs]

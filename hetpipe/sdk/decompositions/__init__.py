@@ -1,6 +1,6 @@
 """Decompositions into other aten operators, for operators without a kernel in a backend.
 
-Core ATen keeps these operators whole or does not have them.
+`core_decompositions` leaves most of these operators whole.
 """
 
 from __future__ import annotations

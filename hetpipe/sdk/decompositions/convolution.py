@@ -84,7 +84,7 @@ def convolution_backward(
     if x.dim() != 5:
         return NotImplemented
     flat = _flat(stride, padding, dilation, transposed, output_padding, groups)
-    # Each slab of the kernel multiplies all slabs of `few` by slabs of `many`, `stride` apart.
+    # Each slab of the kernel pairs the slabs of `few` with slabs of `many`, `stride` apart.
     few, many = (x, gradient) if transposed else (gradient, x)
     count, kernel = few.shape[2], weight.shape[2]
     reach = (count - 1) * stride[0] + dilation[0] * (kernel - 1) + 1

@@ -59,7 +59,7 @@ def _covering(x: Tensor, dim: int, out: int) -> Windows:
 
 
 def _seen(x: Tensor, windows: Sequence[Windows], outside: float) -> Tensor:
-    """Return the elements of each window, in a new last dimension; `outside` beyond the border."""
+    """Return each window in a new last dimension, with `outside` for elements beyond the border."""
     count = len(windows)
     first = x.dim() - count
     for at, each in enumerate(windows):

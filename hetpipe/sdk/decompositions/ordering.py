@@ -2,7 +2,7 @@
 
 The place of an element is the number of elements that go before it. Sorting n elements takes n * n
 comparisons, which can all run in parallel. A running result computes each element from all elements
-before it: this takes more operations than a loop, but all run in parallel.
+up to it: this takes more operations than a loop, but all run in parallel.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Argument:
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """Factor of `normal` values in the run that uses other values. With 1, `ones` stay 1 there."""
+    """In a second run with other values: the factor of `normal` values. With 1, `ones` stay 1."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which stay below `high`."""
@@ -194,10 +194,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an output may be off.
+    """The error that an output may have.
 
-    `exact`: not at all. `ulp`: by `units` units in the last place of each element. `sum`: by the
-    error of a sum of `terms` terms, 16 * sqrt(terms) * eps * the largest magnitude of the output.
+    `exact`: none. `ulp`: `units` units in the last place of each element. `sum`: the error
+    of a sum of `terms` terms, 16 * sqrt(terms) * eps * the largest magnitude of the output.
     """
 
     error: Annotated[str, OneOf(CLASSES)] = "sum"

@@ -176,7 +176,7 @@ class _Reader:
         return shape, _dtype_of(code)
 
     def _count(self, nbytes: int) -> int:
-        """Read a count of entries of at least `nbytes`; refuse more than the data can hold."""
+        """Read a count of entries of at least `nbytes` each; refuse more than the data can hold."""
         count = self._u32()
         if count * nbytes > len(self._data) - self._at:
             raise _damaged(f"it counts {count} entries at byte {self._at} of {len(self._data)}")

@@ -5,7 +5,7 @@
                                      | gelu
                          mm          |
 
-A graph without lent operators is compiled whole for the device, as if there were no companion.
+If the device lacks no operator of a graph, the device gets the whole graph.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lent:
 
 
 def _ask_device(name: str) -> Any:
-    """Return a method that calls the same method of the device alone."""
+    """Return a method that only calls the device's method `name`."""
 
     def call(self: CompanionDevice, *args: Any) -> Any:
         return getattr(self.device, name)(*args)
@@ -97,7 +97,7 @@ class CompanionDevice(Device):
         return self.compile_all([graph])[0]
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
-        """Compile all parts of all graphs with one call for each side."""
+        """Compile all parts of all graphs with one call of each device."""
         for graph in graphs:
             require_support(self, graph)
         divided = [self._parts(graph) for graph in graphs]
@@ -155,7 +155,7 @@ class CompanionDevice(Device):
         self.companion.close()
 
     def _parts(self, graph: fx.GraphModule) -> list[tuple[Part, bool]]:
-        """Return each part, and whether the companion runs it; no parts if nothing is lent."""
+        """Return each part, and whether the companion runs it; no parts if the device runs all."""
         units = units_of(graph)
         lends = [self.lends(unit[0]) is not None for unit in units]
         if not any(lends):
@@ -166,7 +166,7 @@ class CompanionDevice(Device):
 
 
 def _grouped(units: Sequence[Unit], lends: Sequence[bool]) -> list[tuple[list[Unit], bool]]:
-    """Return the units in topological order, grouped by side, with few changes of side."""
+    """Return the units in topological order, grouped by device, with few changes of device."""
     unit_of = {node: number for number, unit in enumerate(units) for node in unit}
     waits = [
         {unit_of[source] for source in unit[0].all_input_nodes if source in unit_of}

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def watch(limit_s: float, log: TextIO) -> None:
-    """End this process `limit_s` after the latest call, with its threads' stacks in `log`."""
+    """End this process `limit_s` after the last `watch` call, with its threads' stacks in `log`."""
     faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
 
 
@@ -26,7 +26,7 @@ def place(log: str) -> str | None:
     if "Timeout (" not in log:
         return None
     threads = [_FRAME.findall(stack) for stack in log.split("Thread 0x")[1:]]
-    for frames in reversed(threads):  # the main thread is last; a stack begins with its latest call
+    for frames in reversed(threads):  # the main thread is last; the innermost call is first
         called = 0
         while called < len(frames) and not _is_core(Path(frames[called][0])):
             called += 1

@@ -19,7 +19,7 @@ class NoAnswerError(BackendError):
 
 @contextmanager
 def blamed(name: str, problem: str) -> Iterator[None]:
-    """Turn exceptions of backend `name` in the block into a `BackendError` that names it.
+    """Turn exceptions of backend `name` in the block into a `BackendError` that names the backend.
 
     A `BackendError` and Ctrl-C pass unchanged.
     """

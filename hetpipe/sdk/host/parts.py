@@ -54,7 +54,7 @@ def dependents(graph: fx.Graph, starts: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """Return a graph that computes `outputs` from `inputs` (any nodes of `source`), with metas."""
+    """Return a graph that computes `outputs` from `inputs` (any nodes of `source`), with `meta`."""
     needed = reachable(outputs, inputs)
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:

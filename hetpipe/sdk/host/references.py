@@ -1,4 +1,4 @@
-"""References to backends: texts by which a worker process loads a class of the controller."""
+"""References to backends: texts by which a worker process loads the controller's backend class."""
 
 from __future__ import annotations
 

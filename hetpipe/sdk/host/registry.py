@@ -110,7 +110,7 @@ def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> No
 
 
 def forget_options(name: str) -> None:
-    """Remove a backend's options from an earlier cluster file, if there were any."""
+    """Remove the options that an earlier cluster file gave to a backend, if any."""
     if name in _options:
         configure_backend(name, {}, _options[name][1])
         del _options[name]

@@ -29,8 +29,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 def check_class(backend: Any, source: str) -> type[Backend]:
     """Return `backend` if it is a subclass of `Backend`.
 
-    Raises `BackendError`, whose text begins with `source`, for anything else, for a name that ids
-    cannot have, and for an unsupported version of the contract.
+    Raises `BackendError`, whose text begins with `source`, for anything else, for a name that a
+    backend cannot have, and for an unsupported version of the contract.
     """
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(f"{source} is not a Backend class; derive it from sdk.Backend")

@@ -4,7 +4,7 @@
 
 Shapes: query [..., L, E], key [..., S, E], value [..., S, V], out [..., L, V], with one or two
 leading dimensions; logsumexp [..., L] is the natural logarithm of each row's sum of exponentials.
-Causal: row i reads the keys 0 to i, whatever the lengths. The backward computes the weights again
+Causal: row i reads the keys 0 to i, whatever the lengths. The backward computes the softmax again
 from logsumexp, after Dao, "FlashAttention-2" (2023), section 2.3.2.
 """
 

@@ -2,7 +2,7 @@
 
 Replicas divide the rows of a micro-batch; the loss of the micro-batch is the sum of the replicas'
 parts. For a single replica, which has all rows, the operator is the identity. No backend gets the
-operator: the engine divides a graph at the operator (`hetpipe.worker.divided`), or drops it.
+operator: a worker divides a graph at the operator (`hetpipe.worker.divided`), or drops it.
 """
 
 from __future__ import annotations
