@@ -16,7 +16,7 @@ own = torch.ops.hetpipe
 
 
 def attention(is_causal: bool) -> Callable[..., Any]:
-    """Return a function of (query, key, value, tangent): both results and the gradients."""
+    """Return a function of (query, key, value, tangent): logsumexp, out and the gradients."""
 
     def run(*args: torch.Tensor) -> Any:
         out, logsumexp = own.attention(*args[:3], is_causal, 0.3)

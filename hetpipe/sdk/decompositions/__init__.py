@@ -24,7 +24,7 @@ FROM_TORCH = (
     aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d,
     aten.upsample_trilinear3d, aten.view_copy,
 )  # fmt: skip
-"""Operators that torch can decompose, although its table for core ATen lacks them."""
+"""Operators that torch can decompose, although its table for core ATen lacks most of them."""
 
 
 def fallback_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:

@@ -134,8 +134,8 @@ def multilabel_margin_backward(
 ) -> Tensor:
     """Return the gradient of `multilabel_margin_loss`.
 
-    The loss of a row is the sum over labels j and other classes i of
-    max(0, 1 - x[j] + x[i]) / classes.
+    The loss of a row sums max(0, 1 - x[j] + x[i]) / classes over labels j and all classes i
+    without a label.
     """
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1, x.shape[-1])
     other = is_target.reshape(rows.shape) == 0

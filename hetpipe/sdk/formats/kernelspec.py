@@ -234,7 +234,7 @@ def _same_dimensions(global_size: Sequence[Size], local_size: Sequence[Size]) ->
 class KernelSpec:
     """A kernel's arguments, and the results that it should compute.
 
-    `expect` has a numpy expression for each output, over the inputs in float64 and the sizes.
+    `expect` has a numpy expression for each output, over the inputs (floats in float64) and sizes.
     Otherwise, `reference` names a function, `FILE.py:FUNCTION`, which takes inputs and sizes as
     keywords, and returns the output or a dict of several outputs.
     """

@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Lent:
-    """An operator that a companion runs in a graph: layers, calls, bytes copied there and back."""
+    """An operator that a companion runs in a graph: layers, calls, bytes copied to it and back."""
 
     operator: str
     layers: tuple[str, ...]

@@ -36,7 +36,7 @@ def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result])
     """Return the answer of backend `name` to a question, which runs in a new thread.
 
     Raises `BackendError`, "backend NAME PROBLEM: ...", if the question raises anything or takes
-    longer than `limit_s`. The thread of an unanswered question stays until the process ends.
+    longer than `limit_s`. The thread of an unanswered question keeps running.
     """
     answer: list[Result] = []
     failure: list[BaseException] = []

@@ -128,7 +128,7 @@ def _is_there(operator: str) -> bool:
 
 
 def check_not_loading() -> None:
-    """Raise `BackendError` if this process loads a script for a backend, so it must not train."""
+    """Raise `BackendError` while this process loads a backend's script, which must not train."""
     if _executing:
         raise BackendError(
             f"{_executing[-1]} trains while a worker loads the backend that it defines: put the "

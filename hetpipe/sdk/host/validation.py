@@ -54,7 +54,7 @@ def check_name(name: Any, source: str) -> None:
 
 
 def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
-    """Return the result of `discover`. Raises `BackendError` with the first fault in it."""
+    """Return the result of `discover`. Raises `BackendError` with its first fault."""
     if not isinstance(infos, (list, tuple)):
         raise BackendError(
             f"backend {name!r}: discover returns {type(infos).__name__}, not a list of DeviceInfo"

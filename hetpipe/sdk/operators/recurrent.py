@@ -166,7 +166,7 @@ kernel for the layer may return other tensors, of any shape, instead."""
 
 
 def is_workspace(node: fx.Node) -> bool:
-    """Return whether a node is `lstm_layer`'s c or gates, which no other backend can read."""
+    """Return whether a node is `lstm_layer`'s c or gates, which only their own backend reads."""
     source = node.args[0] if node.target is getitem else None
     if not isinstance(source, fx.Node) or source.target is not torch.ops.hetpipe.lstm_layer.default:
         return False
