@@ -119,10 +119,10 @@ class Cluster:
         return 1.0 if pair and pair.bandwidth_Bps else self._layout.sum_speed(one, other)
 
     def way(self, one: str, other: str) -> tuple[str, ...]:
-        """Return the media that a message from one member to another occupies, in order.
+        """Return the media (links, buses) that a message between two members occupies, in order.
 
-        The result is empty if only messages of this pair, in this direction, use the media. Raises
-        `ClusterError` for unknown members.
+        The result is empty if nothing describes the media, or if only messages of this pair, in
+        this direction, use them. Raises `ClusterError` for unknown members.
         """
         if self.member(one) is self.member(other):
             return ()
@@ -136,8 +136,7 @@ class Cluster:
         return self._layout.groups
 
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Return, for each level, the number of its components and the bandwidth (B/s) between
-        them.
+        """Return, by level, the number of components and the bandwidth (B/s) between them.
 
         The components are the devices of a server at the inner level, and the servers at the outer
         level. Raises `ClusterError` if servers or links differ from each other, or if a bandwidth

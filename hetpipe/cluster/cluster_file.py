@@ -265,8 +265,8 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
 def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """Yield the members, each with the index of its table.
 
-    All devices of one copy of a server come before the devices of the next copy. The numbers after
-    a prefix continue through the whole cluster.
+    All devices of one copy of a server come before the devices of the next copy. The numbers at the
+    end of ids continue through the whole cluster.
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
@@ -277,7 +277,7 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     for index, table in enumerate(tables.device):
         rows = [(index, table)]
         if table.server in copies:
-            # Empty if an earlier table of the server has yielded its devices.
+            # Empty if an earlier table has yielded all devices of this server.
             rows = together.pop(table.server, [])
         for server in copies.get(table.server, (table.server,)):
             for row, device in rows:

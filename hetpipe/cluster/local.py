@@ -31,7 +31,7 @@ def local_members(
     every accelerator joins, and for each memory domain and backend one device of the kind "cpu":
     the device with the lowest `rank`, or without `rank` the first that the backend lists. Emulated
     and reference devices join only if they are named. If neither `devices` nor `backends` is given,
-    a device of a foreign or untried backend must also pass its self-test.
+    a device must also pass its self-test if it is untried or its backend is not hetpipe's.
 
     Only the needed backends are loaded. Members that compute on the host's cores divide these cores
     evenly. `emulate_speed` has the speeds by member id.

@@ -25,7 +25,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Equal links among ends: the devices of a server, or servers.
+    """Equal links among ends. An end is a device of one server, or a server of the network.
 
     "point-to-point": each pair has its own link. "switch": each end has its own link into one
     switch. "bus": all ends share one medium. "chain": neighbours are linked, and a message passes
@@ -150,8 +150,7 @@ class Layout:
         return "a [network]" if group != other_group else f"`inside` to {self._names[group]}"
 
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Return, for each level, the number of its components and the bandwidth (B/s) between
-        them.
+        """Return, by level, the number of components and the bandwidth (B/s) between them.
 
         The innermost level comes first. Raises `ClusterError` if the servers differ, or if a
         level's bandwidth is unknown.
