@@ -6,8 +6,8 @@ the seconds of a stage are its operations over the throughput of all DSPs,
     seconds = operations / (2 f DSP u e / d)
 
 with the clock f, d DSPs for a multiply-add, the share u of DSPs that a design can use, and the
-design's efficiency e. The product u e is calibrated by measured designs. Bytes of a layer that do
-not fit on the chip are read from and written to the board's memory, which may take longer.
+design's efficiency e. The product u e is calibrated by measured designs. A layer's bytes that do
+not fit on the chip go to and from the board's memory, which may take longer than the operations.
 
 `kernels_s` gives each layer the whole chip, so the seconds of layers can be added. In `stage_s` the
 layers of a stage share the chip.
@@ -51,8 +51,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that the chip may keep, and the bytes that cross to and from the memory per micro-batch
-    if the memory keeps them."""
+    """Data that the chip may keep: their bytes, and the bytes that cross to and from the memory per
+    micro-batch if the memory keeps the data."""
 
     nbytes: float
     traffic_nbytes: float

@@ -26,9 +26,9 @@ def scale_to_boards(
 
     `profiled` is the board on which the chain was measured, and the number of samples in that
     measurement. Times and activations are proportional to the samples. Times are also multiplied by
-    the profiled board's sustained rate over the board's sustained rate, and each pass takes one
-    launch in addition. Optimizer state is `state_copies` times the parameters: 1 for momentum, 2
-    for Adam.
+    the profiled board's sustained rate over the sustained rate of the member's board, and each pass
+    of a layer takes one launch more. Optimizer state is `state_copies` times the parameters: 1 for
+    momentum, 2 for Adam.
     """
     board, measured = profiled
     share = samples / measured

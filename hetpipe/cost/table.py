@@ -86,8 +86,8 @@ class LayerBytes:
 class DeviceCost:
     """The costs of all layers on one device, measured while all devices of the table computed.
 
-    `spread` is the relative spread of the whole network's time, as in `LayerCost`. `alone` is the
-    network's time while the other devices are idle, over its time while they compute.
+    `spread` is the relative spread of the whole model's time, as in `LayerCost`. `alone` is the
+    model's time while the other devices are idle, over its time while they compute.
     """
 
     layers: tuple[LayerCost, ...]
@@ -315,7 +315,7 @@ def _each_with(entries: Any, **new: float) -> Any:
 
 
 def _check_references(table: _Table, source: Source) -> None:
-    """Raise `CostError` if a part names a device or layer that the table lacks."""
+    """Raise `CostError` if parts of the table contradict each other, or an id is too long."""
     count = len(table.layers)
     for id, device in table.devices.items():
         if len(id) > LONGEST_ID:

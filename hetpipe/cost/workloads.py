@@ -210,7 +210,7 @@ def _backward_times(
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
             classes.setdefault(node.colorClass, {})[owners[node.id]] = None
-    # Groups of layers share a backward's time: first each layer alone, then each colour class.
+    # A group of layers shares a backward's time: first groups of one layer, then the classes.
     groups: list[tuple[int, ...]] = [(owner,) for owner in owners.values()]
     group_of = {id: number for number, id in enumerate(owners)}
     backward = {n.id: n for n in workload.nodes if n.isBackwardNode}
