@@ -49,7 +49,7 @@ def speed_blind_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """Return the partition that would be best if all devices were average, with its true price.
+    """Return the plan whose cuts would be best if all devices were average, with its true price.
 
     The devices keep their order. Layers that a device cannot run stay impossible there. Raises
     `PlanError` as `make_plan` does.

@@ -1,6 +1,7 @@
 """Bisection: the exact partition of large models over many devices in a fixed order.
 
-With prefix sums W of a device's times, layers i..j are a stage of at most T seconds if
+With prefix sums W of a device's times, and arrive[i] and leave[j] as the seconds of transfers at
+the two cuts, layers i..j are a stage of at most T seconds if
 
     W[j] + leave[j] <= T - overhead + W[i] - arrive[i]                 objective `sum`
     W[j] <= T - overhead + W[i],  arrive[i] <= T,  leave[j] <= T       objective `max`

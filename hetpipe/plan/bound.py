@@ -29,8 +29,8 @@ SLOW_S = 1e12  # stands for a layer that a device cannot run
 def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
     """Return a lower bound of the seconds of a step on any of these devices.
 
-    It uses the least time per sample over the sizes that have tables. Whole micro-batches have one
-    of these sizes, and a replica's share costs at least this time per sample.
+    It uses the least time per sample over the sizes that have tables. Micro-batches of sizes
+    between these, and the shares of replicas, are assumed to take at least this time per sample.
     """
     names = list(dict.fromkeys(devices))
     per_sample_s = np.min(

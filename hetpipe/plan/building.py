@@ -34,7 +34,7 @@ def build_plan(
 ) -> Plan:
     """Return the plan of a proposal, with its step predicted by simulation.
 
-    `costs` are by micro-batch size, for whole micro-batches and for the parts of replicas, while
+    `costs` are by micro-batch size, for whole micro-batches and for the shares of replicas, while
     all devices of the proposal compute. `rows` are the rows of a micro-batch by stage and replica;
     by default they minimise the time of the slowest replica. Raises `PlanError` if the cuts do not
     fit the model, a device cannot run its layers, or a device's rows under data parallelism are

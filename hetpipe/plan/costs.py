@@ -17,8 +17,8 @@ from hetpipe.cost.table import CostTable, DeviceCost
 
 Objective = Literal["sum", "max"]
 """How a stage's time counts its sends. `max`: the stage sends while it computes, so the longest of
-the computation and its sends counts. `sum`: the same for an async device; a sync device sends after
-the computation, so the times are added (BaPipe's 1F1B-SNO)."""
+the computation and its sends counts. `sum`: as `max` for an async device; but a sync device sends
+after the computation, so its times are added (BaPipe's 1F1B-SNO)."""
 
 Array = Any  # an index or a time, or a numpy array of indices or times
 
@@ -103,7 +103,7 @@ class StageCosts:
         return self._passes[kind]
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
-        """Return a micro-batch's seconds; infinite if the device cannot run one of the layers."""
+        """Return a stage's seconds for a micro-batch; infinite if the device cannot run it."""
         seconds, unsupported, overhead_s = self.prefixes(device)
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)

@@ -123,11 +123,11 @@ class _Choices(NamedTuple):
 class _Search:
     """The recurrence. A partial plan is a column of these rows, which decide later latencies.
 
-    FIRST is the partial plan's first layer. STEADY is the time of the pivot's steady phase and of
-    the stages before the pivot, TOTAL is STEADY and the pivot once more, END is the latency if no
-    stages are added. LATE is how long the all-reduces continue after the last backward if the pivot
-    moves. DEPTH is the number of stages, NUMBER the last choice, GROUP the group of devices of the
-    first stage.
+    FIRST is the partial plan's first layer. STEADY is the time of the pivot's steady phase (see
+    `pivot_of`) and of the stages before the pivot, TOTAL is STEADY and the pivot once more, END is
+    the latency if no stages are added. LATE is how long the all-reduces continue after the last
+    backward if the pivot moves. DEPTH is the number of stages, NUMBER the last choice, GROUP the
+    group of devices of the first stage.
     """
 
     FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER, GROUP = range(8)

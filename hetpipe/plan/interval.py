@@ -4,7 +4,7 @@ A spread is half the distance between the quartiles, relative to the median. A s
 
     sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2 + C^2)
 
-where D is the spread of the device (of the whole network's time on the device, and of the probes
+where D is the spread of the device (of the whole model's time on the device, and of the probes
 that corrected its costs), t_l and s_l are the time and spread of the stage's layer l, M is the
 spread of the simulator, and C the spread by contention. D is common to all layers of a device and
 does not average out over the layers, but the rest of a layer's spread does. A stage with replicas
@@ -39,7 +39,7 @@ def with_interval(plan: Plan, table: CostTable) -> Plan:
 def interval_s(
     plan: Plan, table: CostTable, *, as_planned: bool = False
 ) -> tuple[float, float] | None:
-    """Return the ends of the interval of a step; None if the table has no spread of these devices.
+    """Return the ends of the interval of a step; None if the plan's devices have no spreads.
 
     Passes are priced by the table, or by the plan if `as_planned`.
     """

@@ -25,7 +25,7 @@ def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
     `priced.options.channels` names the layers that can be split.
     """
     best = plan, priced
-    for _ in plan.stages:  # at most one split per stage
+    for _ in plan.stages:  # at most as many splits as stages
         better = min(_candidates(*best), key=lambda pair: pair[0].step_s, default=best)
         if better[0].step_s >= best[0].step_s * (1 - GAIN):
             break

@@ -37,7 +37,7 @@ def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
 
 
 def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
-    """Name the first layer that none of `devices` can run, with the reasons; None without one."""
+    """Name the first layer that none of `devices` can run, with the reasons, or return None."""
     for index, layer in enumerate(table.layers):
         entries = {device: table.devices[device].layers[index] for device in devices}
         if all(entry.impossible for entry in entries.values()):

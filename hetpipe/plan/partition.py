@@ -1,7 +1,7 @@
 """Partitions between layers for a fixed order of devices: exact, or balanced as in BaPipe.
 
-T_n is the time of the whole network on device n, T the ideal time of a stage. There are N stages
-and L layers.
+T_n is the time of the whole model on device n, T the ideal time of a stage. There are N stages and
+L layers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def exact(costs: Sequence[Array]) -> tuple[int, ...] | None:
 
     `costs[n][lo, hi]` is the time of layers lo..hi as stage n, infinite where impossible. A dynamic
     programme over (stages placed, layers placed) takes O(N L^2) in numpy: 0.2 ms for 100 layers on
-    4 devices. A bisection on the bottleneck takes O(N L) per limit, but requires additive times and
-    no bound on memory; this programme works for any costs. (Pinar, Tabak, Aykanat 2008.)
+    4 devices. A bisection on the bottleneck takes O(N L) per limit if times are additive and memory
+    does not matter; this programme works for any costs. (Pinar, Tabak, Aykanat 2008.)
     """
     slowest = costs[0][0]  # slowest[hi]: time of the slowest stage so far, for layers 0..hi
     choices = []
@@ -64,7 +64,7 @@ def balance_cuts(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int,
 
 
 def ideal_stage_s(whole_s: Sequence[float]) -> float:
-    """Return T = 1 / sum(1 / T_n) from the times of the whole network on each device.
+    """Return T = 1 / sum(1 / T_n) from the times of the whole model on each device.
 
     T is 0 if some device takes no time, and infinite if no device can run all layers.
     """

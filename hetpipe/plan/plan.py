@@ -57,8 +57,8 @@ SINCE: dict[int, dict[str, Any]] = {
     3: {"recompute": False, "lower_bound_s": None},
     4: {"splits": []},
 }
-"""Plans of earlier versions can be read. By version: fields, with defaults, that this version and
-all earlier versions lack."""
+"""Earlier versions that can be read. The entry of a version has fields, with defaults, that plans
+of this version and of all versions before it lack."""
 MOST_MICROBATCHES = 2**16
 MOST_IN_FLIGHT = 2**10  # a stage may have more only if the plan has more micro-batches
 

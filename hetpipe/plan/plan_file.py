@@ -1,4 +1,4 @@
-"""Plan files: plans with their costs, so that `train` need not measure them again."""
+"""Plan files: plans with their costs, so that `train` need not measure the costs again."""
 
 from __future__ import annotations
 

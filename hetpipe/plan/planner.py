@@ -1,4 +1,4 @@
-"""Planner: makes the plan with a stage on each given device: order of devices, cuts, schedule.
+"""Planner: puts a stage on each given device, and chooses their order, the cuts and the schedule.
 
 The planners in `hetpipe.plan.planners` also choose which devices to use, and replicas.
 """

@@ -95,8 +95,8 @@ class Priced:
         """Return a lower bound of a proposal's step for each row of cuts.
 
         A stage runs the passes of all micro-batches. If the schedule flushes, the longer of two
-        times is added: before and after these passes, one micro-batch goes through the earlier
-        stages; after them, the stage sums over replicas and updates.
+        times is added: the passes and transfers of one micro-batch in the earlier stages, or the
+        sum over the stage's replicas and its update.
         """
         costs, flushes = self.costs(bare), rule_of(bare.schedule).flushes
         rows = np.asarray(every, int).reshape(len(every), -1).T
@@ -193,7 +193,7 @@ class Priced:
         return tables[size]
 
     def _sizes(self, proposal: Proposal) -> list[int]:
-        """Return the known sizes below the proposal's micro-batches, then their size."""
+        """Return the known sizes below the size of the proposal's micro-batches, then that size."""
         size = self.options.size(proposal.microbatches)
         return [*sorted(known for known in self.tables if known < size), size]
 

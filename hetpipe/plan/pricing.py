@@ -22,8 +22,8 @@ NEAR = 1e-3
 """If the bounds of a stream's period differ by at most this share, the upper bound is the price."""
 LONGEST = 256  # longest stream to simulate, as a multiple of the mini-batches in flight
 LONG_TURN = 16
-"""Replicas take turns in a pattern of some mini-batches. A longer pattern than this is assumed to
-repeat with every mini-batch."""
+"""Replicas take turns in a pattern that repeats after some mini-batches. A pattern of more
+mini-batches than this is assumed to repeat with every mini-batch."""
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]  # stages that share parameters: owner, others
 
@@ -76,7 +76,7 @@ def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
     """Return an upper bound of the stream's period. The simulated stream grows until its bounds
     agree within `NEAR`, or until it is longer than `LONGEST`."""
     turn = math.lcm(*plan.replicas)
-    if turn > LONG_TURN:  # a stage's replicas have equal times, so only their sums follow the turn
+    if turn > LONG_TURN:  # a stage's replicas have equal times, so mini-batches differ only in sums
         turn = 1
     reach = _reach(plan)
     rounds = max(4 * -(-reach // turn), -(-_filling(plan) // turn))
@@ -89,7 +89,7 @@ def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
 
 
 def _reach(plan: Plan) -> int:
-    """Return the most mini-batches that the plan's stages have in flight."""
+    """Return the most mini-batches that a stage has in flight, over all its replicas."""
     in_flight = (depth * count for depth, count in zip(plan.in_flight, plan.replicas, strict=True))
     return -(-max(in_flight) // plan.microbatches)
 
@@ -214,8 +214,8 @@ def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
     """Return the seconds in which computing cores copy gradients for one update of `asp`.
 
-    In a round of R updates, for R replicas, each replica sends its gradients R-1 times and receives
-    R-1 times the gradients of another replica.
+    In a round of R updates, for R replicas, each replica sends its gradients to R-1 replicas, and
+    receives the gradients of R-1 replicas.
     """
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)

@@ -129,7 +129,7 @@ def proposal_of(plan: Plan) -> Proposal:
 
 
 def nearest_table(tables: Tables, plan: Plan) -> CostTable:
-    """Return the table nearest to the size of a plan's micro-batches, or of its replicas' parts."""
+    """Return the table nearest to the size of the shares of a plan's first stage."""
     return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 
 

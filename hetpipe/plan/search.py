@@ -38,8 +38,8 @@ from hetpipe.schedule.weights import policy_of
 KNOWN = ("1f1b", "gpipe")  # schedules from which a search chooses if the user names none
 FREE_ORDER_DEVICES = 4  # up to this number of devices the planners try all orders
 FEW = 5_000
-"""Up to this number of partitions, all their bounds are compared; if there are more, only a
-partitioner chooses the cuts."""
+"""Up to this number of partitions, all their bounds are compared; if there are more, only
+`best_partition` chooses the cuts."""
 PROMISING = 20  # how many of the partitions with the lowest bounds become proposals
 SHALLOW = 8
 """With at most this many micro-batches in flight, each lower number is tried; with more, half the

@@ -38,9 +38,9 @@ class Machines:
     `between` servers.
 
     All devices of a server send and receive on the same link `between` servers. But if `samples`,
-    the samples of a micro-batch, are given, costs are counted as in prices: replicas have whole
-    samples, and each pair of devices has a separate link. Raises `PlanError` for a server without a
-    device.
+    the samples of a micro-batch, are given, costs are counted as in `stage_times`: replicas have
+    whole samples, and each pair of devices has a separate link. Raises `PlanError` for a server
+    without a device.
     """
 
     counts: Counts

@@ -28,7 +28,7 @@ class ReplicaTimes:
         self._backward_s = list(accumulate([backward_s for _, backward_s, _ in passes_s], max))
 
     def knows(self, rows: int) -> bool:
-        """Whether this number of rows is within the measured sizes or little above (`BEYOND`)."""
+        """Whether this number of rows is within the measured sizes or a little above (`BEYOND`)."""
         return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:

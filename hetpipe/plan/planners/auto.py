@@ -1,6 +1,7 @@
 """Auto: prices the proposals of all planners, and improves the best plan by a local search.
 
-For few devices this planner also tries every sequence of stages on one device or on replicas.
+For up to `FREE_ORDER_DEVICES` devices it also tries all sequences of stages, each on one device or
+on replicas.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ devices, the fastest half, quarter, ..."""
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """Return the fastest predicted plan of all planners. Raises `PlanError`.
 
-    For few devices all groups are compared by lower bounds: first stages on one device each, then
-    stages with replicas. Groups that cannot be faster than earlier proposals are omitted.
+    For at most `FREE_ORDER_DEVICES` devices all groups are compared by lower bounds: first stages
+    on one device each, then with replicas. Groups that cannot beat earlier proposals are omitted.
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)
@@ -45,8 +46,8 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def _promising(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the other planners' proposals, proposals on only the fastest devices, and proposals
-    with replicas of one kind."""
+    """Yield the other planners' proposals, proposals on only the fastest devices, data parallelism,
+    and proposals with replicas of one kind."""
     for name in OTHERS:
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
@@ -91,7 +92,7 @@ def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
 
 
 def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
-    """Yield proposals in which each stage is on 2, 4, 8, ... replicas of one kind.
+    """Yield proposals in which each stage is on 2, 4, 8, ... replicas of one kind (equal times).
 
     Kinds are in the cluster's order. The last stage of a kind has the remaining devices.
     """

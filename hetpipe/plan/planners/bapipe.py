@@ -3,7 +3,7 @@
 1. Cuts follow the devices' speeds, and layers move while this shortens the slowest stage. The exact
    cuts are used if their slowest stage is faster.
 2. If a transfer takes longer than the slowest stage, only cuts remain whose tensors every link
-   transfers within the ideal stage time. The network is cut again at these cuts. If they are too
+   transfers within the ideal stage time. The model is cut again at these cuts. If they are too
    few, there are fewer stages.
 3. If a stage lacks memory, the exact cuts for stages that fit the memory are used.
 4. The prediction chooses among data parallelism and all schedules that the devices' execution

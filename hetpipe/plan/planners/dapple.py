@@ -37,7 +37,7 @@ from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
 SEARCHED = 4
-"""The search tries at most this many numbers of micro-batches; the best plan is priced with all."""
+"""At most this many numbers of micro-batches are searched; the best plan is priced with all."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
 """How many plans of the formula are priced per number of micro-batches; and how many if each price
 takes long."""
@@ -59,7 +59,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the formula's best plans, including data parallelism and a straight pipeline."""
+    """Yield the best plans of the published program and of the formula (see `candidates`)."""
     options = priced.options
     if not options.replicas:
         raise PlanError("the planner dapple replicates stages: allow replicas, or take another")

@@ -2,7 +2,7 @@
 
 There is one stage on each device. For a fixed order of devices the partition is optimal
 (`hetpipe.plan.partition`). Other orders come from exchanges of two devices while these make the
-slowest stage faster, and from `free_order`, a search for devices of a few types.
+slowest stage faster and, if the devices are of few types, from the search `free_order`.
 
 In this search transfers do not count, so only the number of devices of each type matters. The
 farthest cut that p devices of one type and q devices of another type can reach within a time limit
@@ -50,8 +50,8 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the best order of the members if transfers cost nothing, without members that make
-    nothing faster; for many kinds, the given order."""
+    """Return the order that would be best if transfers cost nothing. It omits members that make
+    nothing faster. If there are too many kinds of members, return the given order."""
     table = priced.table(
         priced.options.size(worth_trying(priced, single_device_groups(members))[-1])
     )
@@ -258,9 +258,9 @@ def _levels(counts: Sequence[int]) -> list[list[Array]]:
     """Return the states by level. A state is a count of devices for each type; level n has n
     devices.
 
-    A level has an array for each type. For each state of the level, the array has the place in the
-    previous level of the state with one device of this type fewer; if there is no such state, -1,
-    the place of an additional last entry.
+    A level has an array for each type, with an entry for each state of the level. The entry is the
+    index, in the previous level, of the state with one device of this type fewer. If there is no
+    such state it is -1, the index of the last entry that `within` adds.
     """
     states = np.indices([count + 1 for count in counts]).reshape(len(counts), -1)
     totals = states.sum(axis=0)
