@@ -66,7 +66,7 @@ class _Device:
     board: Name = ""
     numerics: Name = ""  # of a board
     id: Name = ""  # empty: the device's id, or the board's id with a number
-    count: Many = None  # None: one device, with the plain id
+    count: Many = None  # None: one device
     server: Name = ""
     cores: tuple[Count, ...] = ()
     speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0

@@ -61,7 +61,7 @@ def read_chain(
     - Piper (`piper_chain`).
     - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). A time is for both passes,
       and the forward gets a third of it. The file does not say how many bytes cross a cut, so
-      the argument `cut_nbytes` says it. A layer also keeps `cut_nbytes` for its backward, because
+      the argument `cut_nbytes` tells. A layer also keeps `cut_nbytes` for its backward, because
       the file does not divide memory into parameters and activations.
 
     `unit_s` is the unit of time in files of the first two formats, in seconds. The files do not

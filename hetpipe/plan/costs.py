@@ -1,4 +1,4 @@
-"""StageCosts: time and memory of any run of layers on any device, from prefix sums.
+"""StageCosts: time and memory of any consecutive layers on any device, from prefix sums.
 
 A stage is always layers lo..hi (hi excluded), and cut c is between layers c-1 and c. No tensor
 crosses cuts 0 and L, the ends of the model. lo, hi and c may be arrays.

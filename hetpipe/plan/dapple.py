@@ -3,7 +3,7 @@
 The recurrence of section 4.3 (algorithm 1) adds stages from the last to the first. A partial plan
 is compared with the partial plans that have the same first layer and the same devices, by all
 values that decide the latency of a complete plan; the best few are kept. All partial plans on the
-same devices are computed at once, as columns of one array.
+same devices are computed together, as columns of one array.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def group_matrix(
     """Return the seconds of a micro-batch in a stage, for all [lo, hi]; infinite if impossible.
 
     Replicas divide a micro-batch in proportion to their speeds. The ring that sums their gradients
-    once per mini-batch counts in equal parts for all micro-batches. `versions` of the weights exist
-    at once. Stages that exceed the memory are impossible if `bounded`.
+    once per mini-batch counts in equal parts for all micro-batches. The stage keeps `versions` of
+    the weights. Stages that exceed the memory are impossible if `bounded`.
     """
     heads = [group[0] for group in groups]
     group = groups[stage]

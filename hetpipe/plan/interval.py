@@ -9,7 +9,7 @@ that corrected its costs), t_l and s_l are the time and spread of the stage's la
 spread of the simulator, and C the spread by contention. D is common to all layers of a device and
 does not average out over the layers, but the rest of a layer's spread does. A stage with replicas
 has the largest spread of its devices. Other work on a machine disturbs all devices of the machine
-at once. So the two ends of the interval are simulations in which all passes are faster, or all
+together. So the two ends of the interval are simulations in which all passes are faster, or all
 slower, by their spread times `WIDTH`.
 
 If other work used the share c of the cores while costs were measured, this work may end, or double.

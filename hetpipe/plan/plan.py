@@ -208,10 +208,10 @@ class Plan:
 
     @property
     def fill_limit(self) -> float:
-        """The largest share of the step in which workers compute; M / (M + N - 1) for 1F1B, GPipe.
+        """The largest share of the step in which workers compute; 1 without flushes.
 
-        It is simulated with equal stages, backwards as long as two forwards, and no transfers. It
-        is 1 without flushes.
+        It is simulated with equal stages, backwards as long as two forwards, and no transfers. For
+        1F1B and GPipe with M micro-batches and N stages it is M / (M + N - 1).
         """
         from hetpipe.schedule.generators import generate
         from hetpipe.simulate.simulator import simulate

@@ -109,7 +109,7 @@ class Priced:
             passes_s = bare.microbatches * stage_s
             bound_s = np.maximum(bound_s, passes_s + np.maximum(way_s, after_s))
             if not flushes:
-                continue  # only a stream's first micro-batch waits for the earlier stages
+                continue  # without flushes only the first micro-batch waits for the earlier stages
             way_s = way_s + stage_s
             following = bare.groups[number + 1 : number + 2]
             if len(group) == 1 and following and len(following[0]) == 1:
@@ -198,7 +198,7 @@ class Priced:
         return [*sorted(known for known in self.tables if known < size), size]
 
     def versions(self, proposal: Proposal) -> list[int]:
-        """Return, by stage, the versions of the weights that exist at once; cuts do not matter."""
+        """Return, by stage, how many versions of the weights it keeps; cuts do not matter."""
         policy = policy_of(self.weights(proposal.schedule))
         depths = proposal.in_flight
         return [policy.versions(depths, n, proposal.microbatches) for n in range(len(depths))]

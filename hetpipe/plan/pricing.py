@@ -101,7 +101,7 @@ def _filling(plan: Plan) -> int:
 
 def _summed(times: StageTimes) -> StageTimes:
     """Return times in which an update includes its sum over replicas: a worker with one stage and
-    without tied parameters does nothing between the two."""
+    without tied parameters does nothing between sum and update."""
     sums = map(times.sum_of, range(len(times.update_s)))
     both_s = zip(times.update_s, sums, strict=True)
     update_s = tuple(s + (each.latency_s + each.occupancy_s) for s, each in both_s)

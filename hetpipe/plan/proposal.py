@@ -129,7 +129,7 @@ def proposal_of(plan: Plan) -> Proposal:
 
 
 def nearest_table(tables: Tables, plan: Plan) -> CostTable:
-    """Return the table nearest to the size of the shares of a plan's first stage."""
+    """Return the table whose micro-batch size is nearest to the plan's `share_samples`."""
     return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 
 

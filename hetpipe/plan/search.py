@@ -275,7 +275,7 @@ def _schedules(
         weights = priced.weights(schedule)
         takes_parts = rule.flushes or policy_of(weights).accumulates
         if microbatches > 1 and not takes_parts and priced.options.microbatches != (microbatches,):
-            continue  # a stream takes a mini-batch whole, unless the user says otherwise
+            continue  # the policy does not accumulate: only the user may divide a mini-batch
         try:
             placed = groups_for(schedule, groups, microbatches)
         except ScheduleError:  # the schedule does not allow this number of micro-batches

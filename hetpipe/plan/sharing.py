@@ -47,7 +47,7 @@ class _Shared:
         self.plan, self.costs, self.cluster = plan, costs, cluster
 
     def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
-        """Return the message at a cut, from all replicas of a stage to all replicas of the next."""
+        """Return the message at a cut, between all replicas of the two stages."""
         plan = self.plan
         if not plan.rule.flushes:  # replicas take turns, so one pair moves a message
             parts = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}

@@ -1,5 +1,5 @@
 """The planners: each is a module with the function `plan(costs, cluster, options) -> Plan`.
 
-Each module's `proposals` yields the pipelines that its paper would choose or consider. One cost
-model and one simulator price the proposals of all planners (`hetpipe.plan.priced`).
+The function `proposals` of a paper's planner yields the pipelines that the paper would choose or
+consider. One cost model and one simulator price all proposals (`hetpipe.plan.priced`).
 """

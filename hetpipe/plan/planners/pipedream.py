@@ -271,7 +271,7 @@ def _best_splits(first: int, before_s: Array, stage_s: Array) -> tuple[Array, Ar
 
 
 def _runs(costs: Sequence[float]) -> Array:
-    """Return the sums of all runs of layers [first, last]."""
+    """Return the summed costs of layers first to last, by [first, last]."""
     ends = np.concatenate([[0.0], np.cumsum(costs)])
     return ends[None, 1:] - ends[:-1, None]
 
@@ -286,7 +286,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the plan of each cost rule, for each schedule and number of micro-batches."""
+    """Yield the plan of each `SyncRule`, for each schedule and number of micro-batches."""
     options = priced.options
     levels = levels_of(priced, cluster)
     if not options.replicas:
