@@ -13,7 +13,7 @@ from hetpipe.errors import CostError
 def with_sizes_between(
     tables: Mapping[int, CostTable], sizes: Sequence[int]
 ) -> dict[int, CostTable]:
-    """Return the measured tables, and an interpolated table for each size between two of them."""
+    """Return the measured tables, and interpolated tables for all `sizes` between two of them."""
     modelled = {
         size: _between(tables[low], tables[high], size)
         for low, high in pairwise(sorted(tables))

@@ -223,8 +223,8 @@ class _Search:
         return best
 
     def _behind(self, used: Counts, groups: list[Counts]) -> Array:
-        """Return the best partial plans after each of these groups, with the transfer from the
-        group."""
+        """Return the best partial plans on the devices that each of these groups leaves free, with
+        the transfer from the group."""
         ends, sent, times_s = [], [], []
         for number, group in enumerate(groups):
             then = tuple(map(sum, zip(used, group, strict=True)))

@@ -165,8 +165,8 @@ class _Partition:
 class _Search:
     """The dynamic programme. Depth 0 is one worker, depth k the first k levels.
 
-    `behind` is the number of workers of later stages, divided by the number of copies of this
-    depth. It decides how many mini-batches are in flight, and matters only with a capacity.
+    `behind` is the number of workers of later stages, divided by the number of copies of the
+    partition. It decides how many mini-batches are in flight, and matters only with a capacity.
     """
 
     def __init__(
