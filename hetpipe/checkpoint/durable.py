@@ -16,7 +16,7 @@ _NEW = (
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file; return its size and SHA-256. `sync` then writes the entry in the folder."""
+    """Write a file; return its size and SHA-256. Only `sync` writes the folder's entry."""
     digest, nbytes = hashlib.sha256(), 0
     with suppress(FileNotFoundError):
         os.unlink(path)

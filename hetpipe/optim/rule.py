@@ -137,6 +137,6 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """Return the optimizer with one more hyperparameter, by which caches tell both apart."""
+    """Return the optimizer with one more hyperparameter, which distinguishes it in caches."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

@@ -255,7 +255,7 @@ def lamb(
 ) -> Optimizer:
     """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, scaled to the weights' norm.
 
-    A layer is one parameter tensor, and the paper's phi is the identity. If the weights or the
+    The paper's layer is one parameter tensor here, and its phi the identity. If the weights or the
     direction are all zero, the ratio of their norms counts as 1.
 
     Prediction: dW is the update's direction from the present weights and moments. It includes the

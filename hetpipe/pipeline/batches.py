@@ -66,7 +66,7 @@ def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
     """Return the mean loss of mini-batch `index`.
 
-    Raises `NotFiniteError` if the mean is not finite, and `NoMeanError` if the count is 0.
+    Raises `NotFiniteError` if the mean is not finite, and `NoMeanError` if the loss's count is 0.
     """
     if result.counts is not None and sum(result.counts) == 0:
         raise NoMeanError(

@@ -14,11 +14,10 @@ from hetpipe.pipeline.training import Result, Training
 
 
 class Delivery:
-    """The steps and runs of a training. Between mini-batches it moves layers if a move is due.
+    """Serves calls of `step` and `run`. Before a mini-batch, it moves layers if a move is due.
 
     Under a schedule without flushes only one run at a time can have results to come. Other calls
-    between two results of the run may flush. They keep the results that they collect for the run,
-    or drop them if there is no run.
+    may flush. Then they collect results, and keep them for this run, or drop them without a run.
     """
 
     def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
@@ -41,7 +40,7 @@ class Delivery:
         self._training.flush()
 
     def settle_anyway(self) -> None:
-        """Wait like `settle`, and continue if the losses of mini-batches are not finite."""
+        """Wait like `settle`, and continue if losses or gradients are not finite."""
         while True:
             try:
                 self.settle()

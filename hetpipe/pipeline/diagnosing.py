@@ -1,4 +1,4 @@
-"""Diagnosing: compares a training at rest with torch; the training does not change."""
+"""Diagnosing: compares a training with torch; the training does not change."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     """Run the programs of one mini-batch on every device, compare their results with torch, and
-    then compare a pass of the whole pipeline with the programs. The training must be at rest.
+    then compare a run of the whole pipeline with the programs; with replicas or accumulated
+    gradients, leave out the last comparison. The training must be at rest (see `Training`).
 
-    First the first replicas of all stages run the mini-batch, then the second replicas, and so on;
-    each replica runs all rows of every micro-batch. Loss and gradients of the first replicas are
-    also compared with the module itself in eager torch. Raises the same errors as `diagnose`.
+    The first replicas of all stages run the mini-batch, then the second replicas, and so on; each
+    replica runs all rows of every micro-batch. Loss and gradients of the first replicas are also
+    compared with the model in eager torch. Raises the same errors as `diagnose`.
     """
     training.stages.check_own()
     request = training.request(x, y)

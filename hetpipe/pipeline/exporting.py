@@ -108,7 +108,7 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards` maps members of the plan to boards, which have their vendors' commands. `command` is
+    `boards` maps members of the plan to boards, which know their compilers' commands. `command` is
     the command line that repeats the export. A stage on a device that exports nothing has a reason
     instead of a bundle. Raises `BackendError` if no device exports, and `PlanError` if the plan
     names unknown members.

@@ -57,7 +57,7 @@ def check_costs(planned: PlanOptions) -> None:
 def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
     """Return why no layer of a plan with these options may move; empty if layers may move.
 
-    `boards` are the cluster's boards. Raises `HetpipeError` if `rebalance` asks for moves anyway.
+    `boards` are the cluster's boards. Raises `HetpipeError` if `rebalance` asks for a move then.
     """
     rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
     if boards:

@@ -88,7 +88,7 @@ class Learning:
         """Measured seconds of a mini-batch; None before enough mini-batches were measured."""
         if self._plan.rule.flushes:
             steps_s = [timeline.step_s for timeline in self.recent]
-        else:  # a flush between mini-batches restarts the clock
+        else:  # after `Training.flush` times begin at 0 again; the negative difference is dropped
             ends_s = [max(s.end_s for s in each.spans) for each in self.recent if each.spans]
             steps_s = [after_s - before_s for before_s, after_s in pairwise(ends_s)]
         steps_s = [step_s for step_s in steps_s if 0 < step_s < math.inf]

@@ -90,7 +90,7 @@ class Scaling:
 def choose_scaling(
     rule: float | LossScale | None, compute: str | None, asynchronous: bool
 ) -> Scaling:
-    """Return the scaling for the option `rule`; None means `LossScale()` for passes in float16.
+    """Return the scaling for the option `rule`; None means `LossScale()` for float16, else 1.
 
     `compute` is the dtype in which passes compute. Raises `HetpipeError` for a rule that adapts
     under an asynchronous schedule.

@@ -43,7 +43,7 @@ class ModelState:
         }
 
     def read(self, training: Training) -> dict[str, Any]:
-        """Return the entries of a training at rest, in the model's order."""
+        """Return the present entries, in the model's order. The training must be at rest."""
         captured = self._captured
         values = {**captured.parameters, **captured.buffers}
         values.update(training.read(PARAM))

@@ -115,11 +115,11 @@ class Pipeline:
             raise
 
     def step(self, x: Any, y: Any) -> float:
-        """Train on one mini-batch, flush, return the mean loss; for a stream `run` is faster."""
+        """Train on one mini-batch, flush, return the mean loss; without flushes `run` is faster."""
         return self._delivery.step(x, y).loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
-        """Train on a stream of mini-batches, and yield a result for each, in order.
+        """Train on all mini-batches of `batches`, and yield a result for each, in order.
 
         An asynchronous schedule does not flush between mini-batches, nor between two runs, so a
         result comes some mini-batches late. Other calls between two results may flush, and lose no
@@ -179,7 +179,7 @@ class Pipeline:
         """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder.
 
         Raises `CheckpointError`; then the earlier checkpoint stays valid. Without `force`, refuses
-        weights that are not finite, or that were updated by a loss that was not finite.
+        weights that are not finite, or that a loss or gradient that was not finite has updated.
         """
         with self._guard("save"):
             self.flush()
@@ -199,9 +199,9 @@ class Pipeline:
         """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
         It has the checkpoint's plan unless you give `plan` or a part (`cuts`, `split` and so on).
-        With the checkpoint's plan, on one machine, training gives the same weights, bit for bit, as
-        if the pipeline had only been flushed. Raises `CheckpointError` for damaged files, another
-        model or optimizer, and a changed setting (such as `seed`) that `changed` does not name.
+        With the checkpoint's plan, on the same machine, training gives the same weights, bit for
+        bit, as if the pipeline had only been flushed. Raises `CheckpointError` for damaged files,
+        another model or optimizer, and a changed setting (as `seed`) that `changed` does not name.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         return cls(model, loss_fn, example, resume=saved, **options)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HORIZON = 1000
 """A move must save more seconds in this many steps than the move takes."""
 CHANGE = 0.1
-"""If the devices' relative speeds change by more than this, plans are compared at once."""
+"""If the devices' relative speeds change by more than this, plans are compared without delay."""
 PLANNING_SHARE = 0.005
 """Comparisons of plans without such a change take at most this share of the time."""
 REORDERING_GAIN = 0.08
@@ -97,10 +97,10 @@ class Rebalancer:
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
         self._awaited: tuple[int, float, float] | None = None  # a move's step, old step_s, promise
-        self._considered: Mapping[str, float] = {}  # factors for which no better plan was found
+        self._considered: Mapping[str, float] = {}  # factors for which the present plan was best
         self._may_plan_s = 0.0  # from this time on plans may be compared without a change
         self._next: Move | None = None
-        self._ran = {proposal_of(training.plan): None}  # in the order in which they ran
+        self._ran = {proposal_of(training.plan): None}  # the proposals that have run, in order
         training.watch = self._learn
 
     @property
@@ -140,7 +140,7 @@ class Rebalancer:
         return self._next is not None and not self._training.accumulated
 
     def rebalance(self, steps: int) -> Rebalanced:
-        """Move layers, at rest, if the best plan pays; see `Pipeline.rebalance`."""
+        """Move layers of a training at rest, if that pays; see `Pipeline.rebalance`."""
         if self._fixed:
             raise HetpipeError(f"rebalance: {self._fixed}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -164,7 +164,7 @@ class Rebalancer:
         return Rebalanced(True, why, *times_s, self._training.stages.took_s)
 
     def follow(self) -> None:
-        """Make the move that is `due`, at rest."""
+        """Make the move that is `due`. The training must be at rest (see `Training`)."""
         move, self._next = self._next, None
         assert move is not None
         try:
@@ -282,7 +282,7 @@ class Rebalancer:
 
 
 def _best(table: CostTable, plan: Plan) -> Plan:
-    """Return the fastest plan that uses all members of `plan`, so that all are still measured.
+    """Return the fastest plan that uses all members of `plan`, so that each is still measured.
 
     Another order of members moves layers to devices that never had these layers, so it must save
     `REORDERING_GAIN`.

@@ -1,4 +1,4 @@
-"""Resume: saves a training in a checkpoint, and reads and checks a checkpoint to continue it."""
+"""Resume: saves a training in a checkpoint, and reads and checks a checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = (PARAM, BUFFER, STATE)
 
 
 class Saved(Protocol):
-    """The part of a training that a checkpoint keeps. The training must be at rest."""
+    """The part of a training that a checkpoint keeps. The `Training` must be at rest."""
 
     steps: int
     not_finite: str | None
@@ -111,7 +111,7 @@ class Progress:
 
     steps: int
     updates: tuple[int, ...]
-    """By stage."""
+    """The number of updates, by stage."""
     plan: Plan
     loss_scale: ScaleState | None
     settings: Mapping[str, Any]

@@ -42,7 +42,7 @@ class Schedules:
         return any(a.op in HALVES for row in self._whole(self._plan.microbatches) for a in row)
 
     def of(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
-        """Return one mini-batch's schedule with the actions of these kinds."""
+        """Return the schedule of one mini-batch, with only the operations `ops`."""
         key = (microbatches, ops)
         if key not in self._schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
@@ -103,7 +103,7 @@ class Streaming:
         self._stream = stream
         self._policy = policy
         self._closing = closing(stream.sample)
-        self.admitted = 0  # since the last flush
+        self.admitted = 0  # mini-batches since the last flush
 
     @property
     def window(self) -> int:

@@ -50,7 +50,7 @@ class Setup:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a training, as JSON values, without the learning
-        rate and the plan. A resume must have the settings of its checkpoint.
+        rate and the plan. A resume must have its checkpoint's, except those in `changed`.
 
         The number of micro-batches is a setting only if the model has batch norms, because it
         changes their statistics.

@@ -56,7 +56,7 @@ class Loading:
     recompute: str | Sequence[str]
     halves: bool  # whether backwards come in two halves
     extras: Collection[Extra]
-    ahead: bool = True  # whether members may begin to compile before all stages are traced
+    ahead: bool = True  # whether replicas may compile before all replicas are traced
 
     @property
     def shares(self) -> Shares:
@@ -69,7 +69,7 @@ class Loading:
         """Return the graphs of all replicas, by stage, for micro-batches of these `sizes` and, in
         evaluation, of the sizes `evaluated`. Raises `CaptureError` and `HetpipeError`.
 
-        Members that compile ahead begin with their stages while other stages are traced.
+        With replicas, members that compile ahead begin while later replicas' graphs are traced.
         """
         devices = [stage.devices for stage in self.plan.stages]
         graphs: dict[tuple[int, int], StageGraphs] = {}  # by stage and replica
@@ -215,7 +215,7 @@ class Stages:
         self._progress("compiling stages", 1, 1)
 
     def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
-        """Change to the stages of another plan, at rest.
+        """Change to the stages of another plan. The training must be at rest (see `Training`).
 
         The values of a layer that stays on its member are not sent. Raises `WorkerError` if a
         worker fails. After any other `HetpipeError`, nothing has moved.

@@ -47,7 +47,7 @@ class Result:
     """One mini-batch of a run.
 
     `versions`: by stage, how many mini-batches had been applied to the weights that the stage's
-    last forward used. `live_versions`: by stage, the most versions that existed at once.
+    last forward used. `live_versions`: by stage, the most versions that existed together.
     """
 
     index: int
@@ -65,11 +65,11 @@ class Ran:
 
 
 class Training:
-    """The state of a training on a crew's workers. For a new micro-batch size it loads the stages
-    again.
+    """A training on a crew's workers. It loads the stages again for a new size of micro-batches.
 
     Under a schedule that flushes, `step` trains a mini-batch. Under any other schedule, `admit`
-    hands a mini-batch in, and `collect` returns its result later.
+    hands a mini-batch in, and `collect` returns its result later. The training is at rest if it has
+    collected the results of all these mini-batches and has been flushed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Training:
         """The message of the first error about a mini-batch that was applied anyway."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index and sizes
         self.last_save = last_save(self.steps, resume)
-        self._accumulated: list[float] = []  # each mini-batch's count since the last update
+        self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
         self.stages.sizes |= set(micro_sizes(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
 
@@ -212,7 +212,7 @@ class Training:
             self._update(1.0 / (sum(self._accumulated) * self.scaling.scale))
 
     def evaluate(self, x: Any, y: Any) -> float:
-        """Return the mean loss of one mini-batch in eval mode, at rest."""
+        """Return the mean loss of one mini-batch in eval mode. The training must be at rest."""
         self.stages.check_own()
         request = self.request(x, y, evaluates=True)
         return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
@@ -224,7 +224,7 @@ class Training:
         return self.recent
 
     def read(self, role: str) -> dict[str, Array]:
-        """Return the present values of PARAM, BUFFER, STATE or GRAD, by model name, at rest."""
+        """Return the values of a role, such as PARAM, by name. The training must be at rest."""
         self.stages.check_own()
         return self.setup.captured.parts.join(self._crew.read(role))
 
@@ -285,8 +285,8 @@ class Training:
         self.stages.move(plan, self.updates, self.steps)
 
     def _accumulating(self) -> tuple[str, ...]:
-        """Sum accumulated gradients of tied parameters on the owners; return (GRAD,), or () if
-        nothing is accumulated."""
+        """Return the roles of accumulated values: (GRAD,), or () if nothing is accumulated. First
+        sum the gradients of tied parameters on their owners."""
         if not self._accumulated:
             return ()
         if max(self.plan.replicas) > 1:
@@ -310,7 +310,7 @@ class Training:
             self._record(result)
 
     def _record(self, result: StepResult) -> None:
-        """Count an update that was made or skipped."""
+        """Tell the loss scale whether an update was skipped, and count the update if not."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
 
@@ -318,7 +318,7 @@ class Training:
 def gradients_of(
     training: Training, x: Any, y: Any, *, summed: bool = False
 ) -> tuple[float, dict[str, Array]]:
-    """Return loss and gradients of one mini-batch, by parameter, at rest.
+    """Return loss and gradients of one mini-batch, by parameter. The training must be at rest.
 
     If the loss is a sum with a count, these are the gradients of the mean or, with `summed`, the
     gradients of the sum.

@@ -1,6 +1,6 @@
 """Schedules: actions, the generators that order them, and the validator that checks them.
 
-The engine runs exactly the schedule that `generate` returns, and the simulator prices the same
+A crew runs exactly the schedule that `generate` returns, and the simulator prices the same
 schedule. The validator is `hetpipe.schedule.validate.validate`.
 """
 

@@ -20,7 +20,7 @@ class Op(str, Enum):
     something else. Micro-batches are numbered through all mini-batches of the schedule."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # both halves of a backward at once
+    BACKWARD = "B"  # both halves of a backward together
     BACKWARD_INPUT = "I"  # the half for which the previous stage waits: gradients of the inputs
     BACKWARD_WEIGHT = "W"  # the other half: gradients of the weights, added to their accumulators
     SEND_FORWARD = "SF"  # cut tensors to the next stage
@@ -31,7 +31,7 @@ class Op(str, Enum):
     RECV_TIED_GRAD = "RG"  # number: the stage that sends the gradient
     SEND_KEPT = "SK"  # from lane to lane: a forward hands its kept tensors to its backward
     RECV_KEPT = "RK"
-    SEND_VACANT = "SV"  # from the backwards' lane: a backward has ended, so its place is vacant
+    SEND_VACANT = "SV"  # to the forwards' lane: a backward has ended, so a forward may begin
     RECV_VACANT = "RV"
     ALL_REDUCE = "A"  # begins to sum gradients over the replicas; number: as for UPDATE
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch

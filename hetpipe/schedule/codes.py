@@ -15,7 +15,7 @@ OPS = tuple(Op)
 CODES = {op: code for code, op in enumerate(OPS)}
 
 RECEIVE, COMPUTE, SEND, OTHER = range(4)
-"""The roles of operations. In each step a worker receives, then computes, then sends."""
+"""The roles of operations. A step of `schedule.order.Order` receives, computes, then sends."""
 
 
 def _role(op: Op) -> int:

@@ -161,7 +161,7 @@ def _in_turn(question: _Question) -> Schedule:
 def max_in_flight(schedule: Schedule) -> list[int]:
     """Return, per stage, the most forwards that wait for their backward at any time. A backward in
     halves ends with W. If backwards are on another lane, a forward waits until the forwards' lane
-    has received the message that its place is vacant."""
+    has received the message RV that its backward has ended."""
     columns = columns_of(schedule)
     codes, by_stage = columns.codes, np.argsort(columns.stages, kind="stable")
     in_lanes = np.isin(columns.stages, [*laned_stages(columns)])

@@ -2,7 +2,7 @@
 
 Forwards and backwards of a stage may be on two lanes; the rows that share this stage are the lanes
 of one worker. With SK and RK a forward hands its kept tensors to its backward; SV and RV tell the
-forwards' lane that a place is vacant again.
+forwards' lane that a backward has ended, so that another forward may begin.
 """
 
 from __future__ import annotations

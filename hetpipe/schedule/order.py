@@ -35,7 +35,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[tuple[int, ...], Action]]:
     """Yield each action with its rows, in an order in which the actions can run.
 
     A send never waits, a receive waits for its send, and a sum waits until all its rows have
-    reached the sum. Actions that wait for each other, a deadlock, are left out.
+    reached the sum. Actions that never run because of a deadlock are omitted.
     """
     position = [0] * len(schedule)
     sent: set[Message | None] = set()

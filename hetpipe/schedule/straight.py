@@ -1,7 +1,7 @@
 """Straight schedules: whole backwards and, except for `data_parallel`, one stage per worker.
 
-Most of them start stage n with K_n forwards, then one backward, one forward, ...; they differ in
-K_n. With FBP (BaPipe, section 3.2.1) forwards and backwards run at the same time, on two lanes.
+Most of them start stage n of N with K_n of M forwards, then one backward, one forward, ...; they
+differ in K_n. With FBP (BaPipe, section 3.2.1) forwards and backwards run together, on two lanes.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def fbp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
 
     While both lanes of a worker compute, each pass takes twice as long. Row 2n has the forwards of
     stage n, row 2n+1 its backwards. Stage n keeps min(2(N-n), M) micro-batches, or fewer if
-    `in_flight` requires: a forward waits for a vacant place.
+    `in_flight` requires: the next forward waits for a backward to end.
     """
     bounds = depths(stages, 2, in_flight)
     return tuple(

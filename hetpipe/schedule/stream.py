@@ -54,7 +54,7 @@ class Stream:
         self._check_turns()
         self._in_flight = in_flight
         self._period = lcm(*self.replicas)
-        # The mini-batches of two successive passes of a worker differ by at most this number.
+        # The mini-batches of two successive forwards of a worker differ by at most this number.
         most = max(self.replicas)
         deep = max(max_in_flight(self._full(most * (2 * stages + 2)))) * most
         self.start = max(-(-deep // microbatches), most) + 1

@@ -1,8 +1,8 @@
-"""Tables: a fast test that a plain schedule is valid, by comparing all its actions at once.
+"""Tables: a fast test that a plain schedule is valid, by comparing all its actions together.
 
 The table is an array with a cell for each stage, operation and micro-batch; the cell has the index
-of that action. The validator runs this test first. Only if a schedule fails the test, the validator
-reads the actions one by one.
+of that action. The validator runs this test first. If a schedule fails, the validator reads the
+actions one by one.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) 
 
 
 def one_by_one(passes: Schedule, microbatches: int, mini_batches: int, replicas: int) -> Schedule:
-    """Return a row for each replica, with the passes of its mini-batches and the updates of all.
+    """Return a row for each replica, with its mini-batches' passes and all mini-batches' updates.
 
     `passes` has one row, with the forwards and backwards of all `mini_batches`.
     """

@@ -2,7 +2,7 @@
 
 Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
-    pass, update        the end of the computation; known at once, unless lanes share the device
+    pass, update        the computation's end; known when it begins, unless lanes share the device
     receive             the arrival of the message; if it is not sent yet, its send sets the event
     after sums          the end of the last sum; if a sum has not begun, that sum sets the event
 

@@ -1,6 +1,6 @@
-"""Media: divide the speed of devices, buses and links evenly among their work.
+"""Media: divides the speed of devices, buses and links evenly among their work.
 
-A flow is work on one or several media: a pass on a device, or a message or a sum on links.
+A flow is work on any number of media: a pass on a device, or a message or a sum on links.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Media:
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
-        """Whether the flow ends now: `state` is its present state, and the flow is not open."""
+        """End a flow that is not open and is in this state; return whether the flow ended."""
         if (shared := self._alone.get(number)) is not None:
             if shared.state != state:
                 return False
@@ -172,7 +172,7 @@ one message at a time."""
 
 @dataclass(slots=True)
 class Load:
-    """A message or a sum under way."""
+    """A message or a sum that waits for its channels or is under way."""
 
     action: Action
     key: int

@@ -161,7 +161,7 @@ class Occupation:
 
     `computing` is the share in which workers compute. `waiting`: they wait for a message that has
     not left yet, or for the end of the step. `transfer`: they wait for a message that is under way.
-    `engine` is all other time, including the controller's time before and after the spans.
+    `engine` is hetpipe's work: all other time, also the controller's before and after the spans.
     """
 
     computing: float

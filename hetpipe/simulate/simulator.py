@@ -1,6 +1,6 @@
 """Simulator: runs a schedule on a virtual clock.
 
-The simulator follows the rules of the engine:
+The simulator follows the rules of a crew:
 
 - A worker runs its actions in order. A compute action holds the worker. A send is posted and costs
   the worker nothing. A receive holds the worker until the message has arrived.
@@ -8,7 +8,7 @@ The simulator follows the rules of the engine:
   in which they are posted. A message in chunks holds its edge until the last chunk has left.
 - A message uses its media while it holds its edge, but not during its latency. The messages on a
   medium share it: a message's speed is 1 / the largest number of messages on any of its media.
-- The lanes of a worker run at once. While several lanes compute, they share the worker's speed
+- The lanes of a worker run in parallel. While several lanes compute, they share the worker's speed
   evenly.
 - A worker runs one sum over replicas at a time, while it computes the following passes. An update
   waits for the sums. If each replica has a row, a sum begins when all these rows have reached the
@@ -21,7 +21,7 @@ second.
     a  ==----       = alone
     b    ----==     - together, at half the speed
 
-Plain schedules need no clock (`hetpipe.simulate.walk`); all others use `hetpipe.simulate.clock`.
+Plain schedules without shared media use `hetpipe.simulate.walk`, all others the `Clock`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
 
 
 def moments_of(order: Order, times: StageTimes) -> Moments:
-    """Return the moments of all steps, if no messages share a medium."""
+    """Return the moments of all steps. No messages may share a medium."""
     if max(times.chunks, default=1) > 1:
         return _with_chunks(order, times)
     works_s = [0.0, *map(times.compute_s, order.passes)]
@@ -133,7 +133,7 @@ KEPT = 256  # number of remembered orders, the most recently used ones
 
 
 def step_s(order: Order, times: StageTimes) -> float:
-    """Return the seconds of a step without the controller's overhead."""
+    """Return the seconds of a mini-batch, without the controller's overhead."""
     return max(moments_of(order, times).arrivals_s)
 
 
