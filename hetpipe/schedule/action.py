@@ -36,7 +36,7 @@ class Op(str, Enum):
     ALL_REDUCE = "A"  # begins to sum gradients over the replicas; number: as for UPDATE
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch
     RECV_GRAD = "RA"  # gradients of the mini-batch `number`, which another replica ran
-    UPDATE = "U"  # number: the mini-batch; a synchronous schedule has only 0, which is not printed
+    UPDATE = "U"  # number: the mini-batch, 0 in a synchronous schedule; 0 is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage that receives the parameter
     RECV_TIED_PARAM = "RP"  # number: the stage that owns the parameter
 

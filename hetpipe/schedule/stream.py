@@ -32,8 +32,8 @@ class Segment:
 class Stream:
     """The segments of an asynchronous schedule, and the numbers of updates between its passes.
 
-    Segment b begins on each worker with the first forward of mini-batch b, and no action of a
-    segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats, and
+    On workers that run mini-batch b, segment b begins with its first receive or forward. No action
+    of a segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats, and
     for replicas that would average mini-batches of several micro-batches.
     """
 
