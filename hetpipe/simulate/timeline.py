@@ -20,7 +20,7 @@ VERSION = 1
 
 
 class Span(NamedTuple):
-    """One action on one worker. Times are in seconds since the step began."""
+    """One action on one worker. Times are in seconds since the step or stream began."""
 
     worker: int
     action: Action
