@@ -33,8 +33,8 @@ class Stream:
     """The segments of an asynchronous schedule, and the numbers of updates between its passes.
 
     On workers that run mini-batch b, segment b begins with its first receive or forward. No action
-    of a segment waits for a later segment. Raises `ScheduleError` for a schedule that never repeats,
-    and for replicas that would average mini-batches of several micro-batches.
+    of a segment waits for a later segment. Raises `ScheduleError` if a schedule never repeats,
+    and if replicas would average mini-batches of several micro-batches.
     """
 
     def __init__(
