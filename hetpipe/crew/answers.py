@@ -87,7 +87,7 @@ class Posted:
 def result_of(
     reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
 ) -> StepResult:
-    """Combine the reports of all workers to a result, with times relative to `origin_s`."""
+    """Combine the reports of all workers into a result, with times relative to `origin_s`."""
     culprits = [answers.culprit, *(report.culprit for report in reports)]
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [

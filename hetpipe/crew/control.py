@@ -19,7 +19,7 @@ logger = logging.getLogger("hetpipe")
 
 TICK_S = 1.0
 PAUSE_TICKS = 3
-"""A loop that takes longer than this many ticks was itself stopped, and so were all workers."""
+"""If one turn of a loop takes more ticks, this process was stopped, and so were all workers."""
 NOTICE_S = 60.0
 """Seconds without progress until a notice says what every worker does; the next notice takes ten
 times as long."""
@@ -72,8 +72,8 @@ class Control:
         self._beats = ["start"] * len(self.labels)
         self._replies: list[list[Any]] = [[] for _ in self.labels]
         self._news: list[News] = []
-        # Held while replies, news, beats or the error are read or changed; never while a message is
-        # sent, nor while `on_news` or `on_failure` runs, since they take other locks.
+        # Held while replies, news, beats or the error change; never while a message is sent, nor
+        # while `on_news` or `on_failure` runs, since they take other locks.
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
         self._owner = os.getpid()

@@ -47,7 +47,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all workers; none runs after the return."""
+        """End all workers; no worker's process runs after the return."""
 
 
 class ThreadFleet(Fleet):

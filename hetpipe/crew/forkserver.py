@@ -118,7 +118,7 @@ class ForkServer:
     def fork(
         self, channel: socket.socket, cores: Sequence[int], variables: Mapping[str, str]
     ) -> WorkerProcess:
-        """Return a new worker at the other end of `channel`. Raises `OSError`."""
+        """Return a new worker, which gets the socket `channel`. Raises `OSError`."""
         request = Fork(tuple(cores), os.getcwd(), tuple(process.ordered(sys.path)), dict(variables))
         ours, theirs = os.pipe()
         try:

@@ -81,7 +81,7 @@ class _Crossing:
             self.axes = find_axes(self._shapes())
 
     def between(self, here: Replica, there: Replica) -> Iterator[tuple[Edge, Kind, Layout]]:
-        """Yield the kinds of messages that two replicas exchange."""
+        """Yield the edge, kind and layout of each message that two replicas exchange."""
         left, right = (self._sides[n][replica] for n, replica in (here, there))
         for size in self._sizes:
             rows = self._shares.rows(here, size), self._shares.rows(there, size)

@@ -97,7 +97,7 @@ def stage_moves(
             StageMove(
                 stays,
                 tuple(key for key in keys if key in has),
-                # Gradients need not travel: while no step runs, they are zero.
+                # Gradients do not travel: they must be zero when a stage moves (`Crew.move`).
                 tuple(key for key in keys if key not in has and key[0] != GRAD),
             )
         )

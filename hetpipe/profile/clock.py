@@ -45,7 +45,7 @@ def catch_up(begin: Moment, lasts_s: float, emulation: Emulation) -> None:
 
 
 def credible(time_s: float) -> bool:
-    """Whether a pass may have taken this time; NaN is not credible."""
+    """Return whether a pass may have taken this time; NaN is not credible."""
     return 0.0 < time_s <= LONGEST_S
 
 

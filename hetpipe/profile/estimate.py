@@ -71,7 +71,7 @@ class Series:
         return spread_of(ratios) if ratios else 0.0
 
     def usual(self, size: int) -> float:
-        """Return the median over slices of a slice's time over the sum of its passes' medians.
+        """Return the median of the slices' times, each divided by the sum of its passes' medians.
 
         It exceeds 1 if something sometimes interrupts the device. The median of a pass does not
         show the interruptions, but they lengthen a step.
@@ -80,7 +80,7 @@ class Series:
         return statistics.median(ratios) if ratios else 1.0
 
     def alone_factor(self, size: int) -> float:
-        """Return the network's time while other devices are idle, over its time beside them.
+        """Return the network's time while other devices are idle, divided by its time beside them.
 
         Returns 1 if nothing was measured alone, or if the quotient is not below 1 by more than the
         spread of slices.
@@ -176,7 +176,7 @@ class Series:
         return [ratio for ratio in ratios if ratio is not None]
 
     def _ratio(self, measured: Times, sizes: Collection[int]) -> float | None:
-        """Return the time of a slice's passes of these sizes, over the sum of their medians.
+        """Return the time of a slice's passes of these sizes, divided by the sum of their medians.
 
         Only passes that the slice has are compared; None if it has none of these sizes.
         """

@@ -66,7 +66,7 @@ def _fit(times_s: list[float], label: str) -> LinkCost:
 
 
 def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
-    """Return the median seconds of a tensor's transfer, and of a step outside its timeline."""
+    """Return the medians of a tensor's transfer and of a step's time outside its timeline."""
     count = nbytes // 4
     members = [source] if target is None else [source, target]
     stages = [probe_stage(index, len(members), count) for index in range(len(members))]

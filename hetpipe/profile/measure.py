@@ -240,8 +240,8 @@ def _device_costs(
 ) -> dict[str, DeviceCost]:
     """Return the costs of all members.
 
-    `beyond_s`, the engine's part of an action, is added to each layer's passes and also to the
-    fixed seconds. A stage has the fixed seconds once, so it has the engine's part once.
+    `beyond_s`, the engine's part of an action, is added to the times of each layer and to the fixed
+    seconds, which these times include. A stage counts the fixed seconds once, so also this part.
     """
     devices = {}
     for member in crew.cluster.members:

@@ -94,7 +94,7 @@ class Stirrer:
 
 ORDERS = (128, 256, 512, 1024, 2048, 4096)
 NBYTES = (16 << 20, 64 << 20, 256 << 20)
-SHARE = 16  # the programs take at most 1/16 of a device's memory
+SHARE = 16  # each program takes at most 1/16 of a device's memory
 ENOUGH_S = 5e-4
 TAKE_S = 0.02
 LEAST = 3  # runs of each program in a take

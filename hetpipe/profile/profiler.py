@@ -258,7 +258,7 @@ class Session:
         return self._passing[size] if slot.role in _PASSING else self._kept
 
 
-_HANDED = (CUT, TANGENT, INPUT)  # a layer gets them from its neighbour, or from the controller
+_HANDED = (CUT, TANGENT, INPUT)  # a neighbour or the controller hands these to a layer
 _PASSING = (*_HANDED, LOSS, COUNT)
 
 
@@ -271,7 +271,7 @@ def _programs(pattern: int, stage: StageGraphs) -> dict[Place, Program]:
 
 
 def _donated(slot: Slot, program: Program) -> bool:
-    """Whether the input is a parameter, gradient or state whose new value the program outputs."""
+    """Return whether the program returns a new value of this parameter, gradient or state."""
     return slot.role in ("param", "grad", "state") and any(
         slot.key == out.key for out in program.outputs
     )

@@ -24,7 +24,7 @@ workers may share a process."""
 
 
 def begin(crew: Workers) -> None:
-    """Start the warm-up of all workers, without waiting. A second call does nothing."""
+    """Start the warm-up of all workers, without waiting for processes. A worker warms up once."""
     stages = small_stages()
     arguments = {member.id: (stages,) for member in crew.cluster.members}
     crew.begin_each("hetpipe.profile.warm:warm_up", arguments)

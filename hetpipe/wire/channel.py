@@ -21,7 +21,7 @@ INLINE_NBYTES = 32 * 1024
 MAX_FDS = 250  # the kernel allows 253 descriptors per message
 ALIGN = 64
 
-# Bytes of the body, number of buffers beside the pickle, whether the body is in a file.
+# Bytes of the body, number of parts (pickle and buffers), whether the body is in a file.
 _HEAD = struct.Struct("<QIB")
 
 

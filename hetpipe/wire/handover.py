@@ -1,4 +1,4 @@
-"""Connects threads of one process: they hand over host arrays, or a device's buffers, uncopied."""
+"""Connects threads of one process: they hand over copies on the host, or a device's own buffers."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Losses:
 
     If updates wait for the losses, the stage that computes the loss says whether all losses are
     finite. If losses are sums, the stage that computes the counts (perhaps another stage) reports
-    them.
+    the counts.
     """
 
     serial: int

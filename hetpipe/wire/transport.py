@@ -173,7 +173,7 @@ class Inlet(ABC):
 
 
 class Port(ABC):
-    """One end of a wire before it is opened. It can be pickled; its `fds` travel separately."""
+    """One end of a wire before it is opened. Between processes it is pickled, without `fds`."""
 
     @abstractmethod
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
@@ -197,7 +197,7 @@ def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) 
 
 
 def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
-    """Copy host arrays to the device; return the device's buffers unchanged."""
+    """Copy host arrays to the device. Entries that are the device's buffers stay unchanged."""
     buffers, events = [], []
     for array in arrays:
         if isinstance(array, np.ndarray):

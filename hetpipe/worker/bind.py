@@ -2,7 +2,7 @@
 
 A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
 store (lasting values), and the frame (values of one micro-batch). Station 6 of
-docs/life-of-a-micro-batch.md fills a frame, stations 7, 10 and 14 run on all three tables.
+docs/life-of-a-micro-batch.md fills a frame; stations 7, 10 and 14 run on all three tables.
 """
 
 from __future__ import annotations

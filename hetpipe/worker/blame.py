@@ -57,7 +57,7 @@ def run_error(
         return error
     try:
         place = _failing_operator(device, graph, inputs, donated)
-    except Exception:  # the device accepts no inputs any more
+    except Exception:  # an upload of zeros failed
         place = f"{_describe(graph)} failed, and uploads fail now: the device may be lost"
     return BackendError(f"{device.info.id}: {place}: {summary(error)}")
 
@@ -180,7 +180,7 @@ def _is_lost(device: Device, graph: fx.GraphModule, failed: Part) -> bool:
 
 
 def _parts(graph: fx.GraphModule, end_s: float) -> Iterator[Part]:
-    """Yield each unit of a graph as a separate graph, until `end_s` on the clock."""
+    """Yield each operator of a graph as a separate graph, until `end_s` on the clock."""
     for unit in units_of(graph):
         if time.monotonic() > end_s:
             return

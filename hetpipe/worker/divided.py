@@ -198,9 +198,9 @@ def find_refusals(device: Device, stages: Sequence[StageGraphs]) -> dict[int, st
 def export(
     device: Device, stage: StageGraphs, more: Mapping[str, bytes]
 ) -> tuple[Exported, dict[str, str]]:
-    """Return the kernels of all programs that a training compiles, and the facts of the device.
+    """Return the kernels of all programs that a training compiles, and `Device.binary_facts`.
 
-    `more` has further graphs, written by `dump_graph`. Raises `BackendError` without an export.
+    `more` has further graphs, from `dump_graph`. Raises `BackendError` if nothing is exported.
     """
     if not device.info.capabilities.exports:
         raise BackendError(f"backend {device.info.backend!r} does not export kernels")

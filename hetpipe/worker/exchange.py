@@ -192,7 +192,7 @@ class Exchange:
         """Send a mini-batch's gradients to the other replicas, or receive gradients from a replica.
 
         Sent gradients are kept aside for their update. Received gradients overwrite the
-        accumulators; the previous ones are kept aside or have been applied.
+        accumulators, whose earlier gradients are kept aside or have been applied.
         """
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)

@@ -2,8 +2,8 @@
 and its sending thread.
 
 `hetpipe.crew.forkserver` runs the server as a process. The server imports torch once, before any
-thread exists. Each worker starts with torch imported, on its cores, in its folder and with its
-environment variables. Workers share all memory that they never write to.
+thread exists. Each worker starts with torch imported, on its cores, in the controller's folder
+and with its own environment variables. Workers share all memory that they never write to.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def main(fd: int, controller: int) -> None:
     gc.freeze()  # a collection would write to memory that all workers share
     channel = Channel(socket.socket(fileno=fd))
     try:
-        watched = os.pidfd_open(controller)  # a fork of the controller may keep its socket open
+        watched = os.pidfd_open(controller)  # a fork of the controller may keep the socket open
     except ProcessLookupError:
         return
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(watched, select.POLLIN)
-    workers: dict[int, tuple[int, int]] = {}  # process id and status pipe, by descriptor
+    workers: dict[int, tuple[int, int]] = {}  # process id and status pipe, by pidfd
     while True:
         ready = [descriptor for descriptor, _ in poll.poll()]
         for descriptor in ready:
@@ -117,7 +117,7 @@ def _keep_descriptors(descriptors: list[int], server: int) -> None:
 
 
 def _set_up(request: Fork) -> None:
-    """Take over the controller's folder, path and variables, and the worker's cores."""
+    """Take over the request's folder, module path, variables and cores."""
     os.chdir(request.folder)
     sys.path[:] = request.path
     os.environ.clear()

@@ -13,7 +13,7 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:
-    """Hands micro-batches from one lane of a worker to another, by a schedule's messages K and V.
+    """Hands micro-batches from one lane of a worker to another (messages K and V of a schedule).
 
     The messages carry no tensors, because both lanes share the stage, which has the tensors.
     """
@@ -47,7 +47,7 @@ class HandOver:
 def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnError) -> None:
     """Walk all lanes to their ends, the first lane on this thread; raise the first error.
 
-    An error is reported at once, since only the controller can end the waits of the other lanes.
+    An error is reported at once, since only the controller can end waits for other workers.
     """
     errors: list[BaseException] = []
 
@@ -98,5 +98,5 @@ class Sums:
         except EdgeClosedError:
             raise
         except Exception as error:
-            self._on_error(error)  # report at once: only the controller can end other lanes' waits
+            self._on_error(error)  # report at once: only the controller can end waits for workers
             raise

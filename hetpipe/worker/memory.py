@@ -34,8 +34,8 @@ class Memory:
     Right after a pass nothing is dropped yet, so its inputs count as well as its outputs. The
     memory of running programs and of transfers does not count. Shapes are static, so two sizes of a
     frame are computed once for each `Pass`: the size right after the pass, and the size while the
-    frame waits for the next pass. Each lane's thread replaces the first size of its frames by the
-    second.
+    frame waits for the next pass. A lane's next pass replaces the first size of its latest frame
+    by the second.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Memory:
                 self._in_flight += held.in_flight
 
     def _reach(self, held: Held) -> None:
-        """Record the total of all frames and `held`. The frames of other lanes' passes change, so
-        they are counted now."""
+        """Record the total with `held` added. The frames of other lanes' passes change, so they are
+        counted now."""
         running = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in running)

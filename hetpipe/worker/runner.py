@@ -132,7 +132,7 @@ class Runner:
         return self._report(lanes)
 
     def _walk(self, lane: int, script: Script, step: Step) -> None:
-        """Run one lane; its passes go to the device's queue with the same number."""
+        """Run one lane; its passes go to the device's queue that has the lane's number."""
         steps = [*script.numbered(step.first, step.microbatches)]
         for (action, message), following in zip_longest(steps, steps[1:]):
             self._doing[lane] = action
@@ -192,7 +192,7 @@ class Runner:
             self._report_losses(stage, batch)
 
     def _report_losses(self, stage: Stage, batch: Batch) -> None:
-        """After a mini-batch's last forward, report its losses if updates wait, and its counts."""
+        """Report a mini-batch's counts and, if updates wait, whether its losses are finite."""
         finite = counts = None
         if stage.has_loss and batch.guards:
             finite = all(map(math.isfinite, stage.results.peek(LOSS).values()))

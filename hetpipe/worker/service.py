@@ -183,7 +183,7 @@ class Service:
         ]
 
     def _drop_stages(self, message: say.Load) -> dict[Key, Buffer]:
-        """Free the stages that do not stay. Return the values that new stages need."""
+        """Free the stages that do not stay. Return the buffers that new stages take over."""
         keys = {key for load in message.stages for key in load.held}
         held = {
             key: buffer
@@ -208,7 +208,7 @@ class Service:
         return runner.run(self._scripts[message.script], message)
 
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
-        """Sum over the replicas of a stage, in the middle of a pass."""
+        """Sum `terms` over the replicas of a stage, in the middle of a pass."""
         assert self._exchange is not None
         return self._exchange.sum(stage, terms)
 

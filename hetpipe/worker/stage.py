@@ -37,7 +37,7 @@ CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
 class Pass(NamedTuple):
     """One pass of a micro-batch of `samples`: a forward, a backward or half of one.
 
-    `feed` has the leaves of the batch, `rng` is (seed, step, index of the first sample); `lag` and
+    `feed` has the leaves of the batch, `rng` is (seed, mini-batch, first sample's index); `lag` and
     `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
     `loss_tangent` is the gradient from which the last stage's backward starts. `queue` is the
     number of the lane's queue on the device.

@@ -70,7 +70,7 @@ class MiniBatches:
         return is_last
 
     def applied(self, numbers: Iterable[int], stages: int) -> None:
-        """Count one stage's update. Forget the mini-batches that all `stages` have applied."""
+        """Count one stage's update. Forget a mini-batch once `stages` stages have applied it."""
         for number in numbers:
             self._applied[number] += 1
             if self._applied[number] == stages:
@@ -86,7 +86,7 @@ class MiniBatches:
 class Updates:
     """The updates of a worker's stages; `replicas[n]` is the worker's replica of stage n.
 
-    `scale` returns the factor of a mini-batch's gradients, NaN if a loss is not finite. `clip`
+    `scale` returns the factor of a mini-batch's gradients, NaN to drop the gradients. `clip`
     returns the factor that clips the gradients; it gets the sum of the squares of this worker's
     gradients, and the name of a gradient that is not finite. Both functions may wait for the
     controller. `culprit` names a gradient that was applied although it is not finite.
@@ -106,7 +106,7 @@ class Updates:
         """Apply or drop a stage's gradients. Return the moment when this began, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
-        # Replicas that take turns have scaled their gradients before the sum.
+        # Replicas whose gradients are averaged have scaled them before the sum.
         scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
         factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
         begin = Moment.now()
@@ -134,7 +134,7 @@ class Updates:
         return sum(scales) / len(together)
 
     def round(self, action: Action) -> range:
-        """Return the mini-batches of an update: several if replicas take turns."""
+        """Return the mini-batches of an update: a round if replicas take turns and average."""
         together = self.shares.per_update(action.stage)
         return round_of(action.number, together, action.number + 1)
 

@@ -1,7 +1,7 @@
 """Keeps the versions of a stage's parameters, and chooses one for each pass.
 
 A version is a list of buffers in the order of the stage's parameters. An update makes the next
-version. It may overwrite the present version only if no later pass uses that version.
+version. The update may overwrite the present version only if no later pass uses that version.
 """
 
 from __future__ import annotations
