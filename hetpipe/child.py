@@ -67,7 +67,7 @@ class ChildEnded(ChildError):
 class Child:
     """A process that runs `python -m MODULE ARGUMENTS...` until `close`; a context manager.
 
-    `environment` is added to this process's variables. With `cores`, it runs on these cores alone.
+    The child gets this process's variables and `environment`, and runs only on `cores`, if any.
     Raises `ChildError` if the system cannot start a process.
     """
 

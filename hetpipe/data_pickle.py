@@ -1,4 +1,4 @@
-"""Reads and writes pickles of plain data, whose reader cannot run code.
+"""Reads and writes pickles of plain data; the reader cannot run code.
 
 A pickle can name functions and classes, and Python's own reader imports and calls them. The reader
 here makes lists, tuples, dicts, sets, texts, bytes and numbers, and refuses every name but
@@ -30,7 +30,7 @@ def dumps(content: Any, parts: Callable[[Any], Parts | None]) -> bytes:
 def loads(data: bytes, make: Callable[[Parts], Any] | None = None) -> Any:
     """Return the content of a pickle; `make` makes an object from its parts.
 
-    Raises `pickle.UnpicklingError` for a name, and the errors of `pickle.loads`.
+    Raises `pickle.UnpicklingError` for a refused name, and the errors of `pickle.loads`.
     """
     return _Reader(data, make).load()
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from hetpipe.errors import HetpipeError
 
 MOST_NBYTES = 64 << 20
-"""Bytes of the largest text file that is read."""
+"""Bytes of the largest file that is read, unless the caller sets another limit."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _OLD = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a FIFO without a writer does not block

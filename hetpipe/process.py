@@ -76,7 +76,7 @@ def start_refusal(error: BaseException) -> str:
 
 
 def shadow(module: str) -> str | None:
-    """Return the file that `command` would import as `module`; None if this process has it, too."""
+    """Return the file that `command` imports as `module`; None if this process uses that file."""
     top = module.partition(".")[0]
     if top == "hetpipe":
         return None  # `start.py` loads its own `hetpipe`

@@ -157,7 +157,7 @@ class Source:
     def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
         """Return the error for a value at a place, such as `plan.json: stages.1.hi is 3, ...`.
 
-        With `key`, the message has the line of this key at the place.
+        With `key`, the message has the line of this key inside the value.
         """
         subject = ".".join(map(word, place)) if place else self.title
         return self._error((*place, key) if key else place, f"{subject} {why}")

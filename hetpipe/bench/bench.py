@@ -1,4 +1,4 @@
-"""The heterogeneous benchmark: a pipeline of different devices against each device and their sum.
+"""Compares a pipeline's rate with the rate of each of its devices, and with the sum of their rates.
 
 Every row trains on the same mini-batches. The rows take turns, and every second round reverses
 their order. The figures are medians over the rounds.
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 COUNTS = (8, 16)  # numbers of micro-batches that pipelines explore
 STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))  # asynchronous (schedule, weights)
-FEWER = (2, 4)  # also explored by rows with the whole model on each device
+FEWER = (2, 4)  # also explored by the rows `alone`, `parallel`, `auto` and `streams`
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing from more micro-batches
 PEER_COUNTS = (8, 16, 32)  # for torch's own pipeline
 
 
 def run(setting: Setting, progress: Progress) -> Outcome:
-    """Measure one setting. All its processes end, even if this raises `HetpipeError`."""
+    """Measure one setting. All its processes end, even after a `HetpipeError`."""
     if setting.twice is not None:
         setting.cluster.member(setting.twice)
     workload = load_workload(setting.model)
@@ -121,7 +121,7 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
 
 
 def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Probe]:
-    """Give workers of one device the median of their probes, and so equal shares of a batch."""
+    """Give workers of one device the median of their probes, so that they get equal shares."""
     groups: dict[str, list[Probe]] = {}
     for member, probe in probes.items():
         groups.setdefault(like[member], []).append(probe)
@@ -314,7 +314,7 @@ def _alone_plan(task: Task, member: str) -> Plan:
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return one core, each member's cores and all cores; of equally large sets only one."""
+    """Return sets of cores: one core, each member's, all cores; of equally large sets only one."""
     everything = available_cores()
     shares = [everything[:1], *(m.cores for m in cluster.members if m.cores), everything]
     return [min(s for s in shares if len(s) == n) for n in sorted({len(s) for s in shares})]

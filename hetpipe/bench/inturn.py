@@ -73,7 +73,7 @@ class StepInTurn:
     values: Mapping[str, Array]
     feed: Mapping[str, Array]
     cross: Cross = _as_they_are
-    """Function called with the activations at each cut, then with the tangents at each cut, from
+    """Function called with the activations at each cut, then with their gradients (tangents), from
     the last cut to the first. It returns the tensors that enter the next stage."""
     compile_s: float = 0.0
     """Seconds spent compiling and loading stages."""

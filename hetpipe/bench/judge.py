@@ -105,7 +105,7 @@ def step_of_torch(
 def steps_in_float32(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any]
 ) -> Iterator[Step]:
-    """Yield a step of eager torch in float32, then steps with rounding errors in modules' results.
+    """Yield a step of eager torch in float32, then steps with errors added to modules' results.
 
     A single step does not show the effect of rounding. Its error may be small by chance, and a
     value within rounding error of a rectifier's threshold may fall on either side.
@@ -209,9 +209,9 @@ class Errors:
     """Relative errors of a step: the loss, the gradients (their number is `tensors`), the updates.
 
     `worst` names the gradient with the largest error. `crossing` is the largest error of tensors
-    that leave a layer, if layers are compared separately. `undetermined` names the gradients for
-    which torch's float32 operators also exceed the limit. `passed` counts the tensors that leave
-    layers and for which the same holds. The errors contain none of these gradients and tensors.
+    that leave a layer, if layers are compared separately. These errors leave out all results for
+    which torch's float32 operators also exceed the limit: `undetermined` names such gradients, and
+    `passed` counts such tensors that leave a layer.
     """
 
     loss: float

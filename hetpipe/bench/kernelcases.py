@@ -48,7 +48,7 @@ class Case:
 
 def product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
             left: bool = False, right: bool = False) -> Case:  # fmt: skip
-    """Return a product; `left` or `right` says which operand `function` transposes first."""
+    """Return a product; with `left` or `right`, `function` first transposes this operand."""
     lead = (batch,) if batch > 1 else ()
     a, b = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
     return Case(
@@ -77,7 +77,7 @@ def products() -> Iterator[Case]:
 
 
 def tuned() -> Iterator[Case]:
-    """Yield the products that compare tunings: a small, a usual, a deep and a large one."""
+    """Yield the products for comparing tunings: a small, a usual, a deep and a large one."""
     for m, k, n in ((256, 256, 256), (1024, 1024, 1024), (384, 4096, 384), (2048, 384, 1536)):
         yield product("mm", m, k, n, torch.mm)
 

@@ -1,10 +1,10 @@
-"""Measures rates of a device's kernels, of the ceilings of its core, and of torch on that core.
+"""Measures the rates of a device's kernels, and of torch and two ceilings on the same core.
 
     python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
 
-This child sends its parent a list of `KernelRate`. In every round the device's kernel, the ceilings
-and torch take turns. With HETPIPE_CLOCK=process, the times are CPU seconds of this process, for a
-busy machine.
+This child sends its parent a list of `KernelRate`. In every round the device's kernel, torch and
+the ceilings (multiply-adds in registers, and a copy) take turns. With HETPIPE_CLOCK=process, the
+times are CPU seconds of this process, for a busy machine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class KernelRate:
     """One kernel at one size: medians over the rounds of one run, measured on one core.
 
     `share_of_ceiling` is the shortest possible time over the measured time. The shortest possible
-    time is the longer one of two: the multiply-adds in registers, or a copy of the same number of
-    bytes. `torch_way` names torch's fastest way on the same core (convolutions with channels last),
-    and `torch_time_s` is its time. `spread` is half of the distance between the quartiles, over the
-    median. `error` is the largest difference from torch in float64, over the largest element.
+    time is the longer of two times: for as many multiply-adds in registers, and for a copy of as
+    many bytes. `torch_way` names torch's fastest way on the same core (convolutions with channels
+    last), and `torch_time_s` is its time. `spread` is the spread of `time_s` over the rounds.
+    `error` is the largest difference from torch in float64, over the largest element.
     """
 
     kernel: str
@@ -135,7 +135,7 @@ def _in_large_pages(count: int) -> torch.Tensor:
 def resident(
     device: Device, case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """Return two functions that run the graph on resident tensors; the second fetches a result."""
+    """Return functions that run the case on the device; the second returns its first result."""
     table = decompositions_of(device.info.backend)
 
     def whole(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

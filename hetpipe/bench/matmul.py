@@ -1,4 +1,4 @@
-"""Measures the rates of a device's matrix product, of the device's ceiling, and of torch.
+"""Measures the rates of matrix products, on a device and in torch, and of the device's ceiling.
 
 `python -m hetpipe.bench.matmul DEVICE` is a child of `hetpipe matmul`, which pins the child to one
 core.

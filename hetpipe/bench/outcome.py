@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Setting:
     """The setting of one table of the benchmark.
 
-    If `microbatches` is None, every row tries several numbers of micro-batches. If `steps` is None,
+    If `microbatches` is None, plans choose from several numbers of micro-batches. Without `steps`,
     a turn has as many steps as take about a second, but at most 4. `twice` names a member, and adds
     rows with two workers of its device. If there are several devices, `link` adds two rows with
     this link emulated between all devices. `peer` adds a row with torch's own pipeline.
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Linked:
-    """Rows over an emulated link: one is planned for the link, one as if it took no time."""
+    """Rows over an emulated link: one is planned for the link, one as if the link took no time."""
 
     aware: PipelineRow
     blind: PipelineRow
@@ -51,9 +51,9 @@ class Outcome:
 
     In `alone` each device trains the whole model while the other devices idle. In `at_once` all
     devices do this at the same time, and exchange nothing. `parallel` is data parallelism over all
-    devices. `streams` are asynchronous pipelines, without a bubble. `auto` is the default plan. If
-    `peer`, `parallel` or `streams` is missing, `without_peer`, `without_parallel` or
-    `without_streams` has the reason. Equal plans share a row.
+    devices. `blind` is planned without speeds. `streams` are asynchronous pipelines. `auto` is the
+    default plan. If `peer`, `parallel` or `streams` is missing, `without_peer`, `without_parallel`
+    or `without_streams` has the reason. Equal plans share a row.
     """
 
     setting: Setting

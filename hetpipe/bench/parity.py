@@ -62,7 +62,7 @@ DECISIONS = (
     "aten.hardswish.default", "aten.hardsigmoid.default", "aten.clamp.default",
     "aten.max_pool2d_with_indices.default", "aten.max_pool2d.default",
 )  # fmt: skip
-"""Operators that become separate layers when layers are compared.
+"""Operators at which a new layer begins when layers are compared.
 
 With the judge's rounded values as inputs, they decide as the judge does.
 """
@@ -210,7 +210,7 @@ def _layers_compared(
 def _undetermined(
     errors: Mapping[str, float], torchs: Mapping[str, float], names: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the names where both errors exceed the limit by similar factors."""
+    """Return names where both errors exceed the limit, and torch's error explains the device's."""
     return tuple(
         name
         for name in names

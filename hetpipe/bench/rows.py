@@ -54,7 +54,7 @@ class Pace:
 
 @dataclass
 class Task:
-    """The data that all rows of a table share; `workload` was loaded by the name `model`."""
+    """The data that the rows on one cluster share; `workload` was loaded by the name `model`."""
 
     model: str
     workload: Workload
@@ -176,7 +176,7 @@ class PeerRow(TorchRow):
 class PipelineRow(Row):
     """A plan that runs on a separate crew. The constructor compares its losses with torch's.
 
-    An asynchronous plan trains with older weights, so its losses must only be finite.
+    An asynchronous plan trains with older weights, so its losses need only be finite.
     """
 
     def __init__(self, task: Task, name: str, plan: Plan) -> None:
@@ -228,7 +228,7 @@ class PipelineRow(Row):
         """The prediction of the row's step, corrected for drift.
 
         The probes before and after each turn correct the prediction for that turn. The mean of
-        these predictions belongs to the mean step. It is scaled to the median step.
+        these predictions is for the mean step, so it is scaled to the median step.
         """
         turns = [mean_correction(pair) for pair in self.corrections]
         return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))
@@ -268,7 +268,7 @@ class PipelineRow(Row):
     def _stream_step_s(self) -> float:
         """Return the mean seconds between two results of a new stream, once the pipeline is full.
 
-        Each turn opens a new stream, because an open stream computes on during other rows' turns.
+        Each turn opens a new stream, because an open one would compute during other rows' turns.
         """
         pace = self.task.pace
         with one_thread(), closing(self.pipe.run(self._batches)) as results:

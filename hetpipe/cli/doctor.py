@@ -85,7 +85,7 @@ def _tested(result: dict[str, Any]) -> str:
 
 
 def _joins(info: DeviceInfo) -> bool:
-    """Whether the device may join an automatic cluster."""
+    """Return whether the device may join an automatic cluster."""
     return not (info.capabilities.emulated or info.capabilities.reference)
 
 

@@ -251,7 +251,7 @@ def read_options(
 
 
 def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
-    """Raise `HetpipeError` for options that a plan fixes, or for a policy that does not fit it."""
+    """Raise `HetpipeError` for options that `plan` fixes, or if its policy and rule conflict."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
         raise HetpipeError(

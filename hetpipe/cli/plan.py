@@ -1,7 +1,7 @@
 """`hetpipe plan`: chooses the stages and their devices, and predicts the time of a step.
 
 Costs are measured on attached devices, or read from a file. With a published profile, a named
-planner, recomputation, or boards that no device computes, the command is a study (`hetpipe.study`).
+planner, recomputation, or boards without numerics, the command is a study (`hetpipe.study`).
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def _keep(
 def _panels(pipe: Pipeline) -> list[list[Timeline]]:
     """Return groups of timelines of a step; the timelines of a group share a time axis.
 
-    The first group has the measured or modelled timeline and, if it differs, the predicted one.
-    With boards, a second group has the timeline of the devices that compute their numbers.
+    The first group has the measured or modelled timeline, and the predicted one unless it is
+    missing or equal. With boards, a second group has the timeline of their numerics.
     """
     boards = {board.id for board in pipe.boards}
     known = pipe.costs is None or boards >= {*pipe.plan.all_devices}  # boards take predicted times

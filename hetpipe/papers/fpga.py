@@ -39,7 +39,7 @@ MINI_BATCH = 128
 SLICES = 8
 """Slices of a layer's output channels; a cut may separate two slices (BaPipe, section 3.3.2)."""
 PRECISION = 1e-4
-"""The search for cuts ends when the slowest stage's time is this precise, relatively."""
+"""The search for cuts ends when the slowest stage's time has this relative precision."""
 IMAGE = 3 * 224 * 224
 _CONVOLUTION = re.compile(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\)")
 _LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
@@ -261,7 +261,7 @@ def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int,
 def _filled(
     layers: Sequence[LayerShape], rates: Sequence[Rates], limit_s: float
 ) -> tuple[int, ...] | None:
-    """Return cuts with stages of `limit_s` or less, none of them empty; None without such cuts."""
+    """Return cuts into non-empty stages of `limit_s` or less; None if there are no such cuts."""
     cuts = [0]
     for stage, each in enumerate(rates):
         taken = _taken(layers[cuts[-1] :], each, in_flight(stage, len(rates)), limit_s)

@@ -139,7 +139,7 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Return `mean (min .. max)`; if only 2 of `of` trials have a value, `2 of 3: min .. max`."""
+    """Return `mean (min .. max)`, or `2 of 3: min .. max` if 1 of 3 trials (`of`) has no value."""
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

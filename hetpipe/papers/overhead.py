@@ -86,7 +86,7 @@ def _tensor(role: str, name: str, width: int) -> Slot:
 
 
 def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
-    """Return a program without operators: an output is the input with its key, or its shape."""
+    """Return a program without operators: an output is the input of equal key, or else shape."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for slot in inputs:

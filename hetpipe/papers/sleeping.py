@@ -84,7 +84,7 @@ class SharedSpeed:
         return mine
 
     def reached(self, mine: object, left_s: float) -> bool:
-        """Whether a pass has at most `left_s` left, in seconds at full speed."""
+        """Return whether a pass has at most `left_s` left, in seconds at full speed."""
         with self._changed:
             self._elapse()
             return self._left_s.get(mine, 0.0) <= left_s
@@ -149,7 +149,7 @@ class SleepingDevice(BlockingDevice):
 
 
 class StreamingDevice(SleepingDevice):
-    """A device with asynchronous passes, whose outputs are ready in parts at even intervals."""
+    """A device with asynchronous passes, which reports its outputs in chunks at even intervals."""
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)

@@ -75,7 +75,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
 
 
 def _share(info: DeviceInfo, variables: Mapping[str, str], seconds: float) -> float:
-    """Return the geometric mean of the products' shares, measured in a new process."""
+    """Return the geometric mean of the products' shares of the ceiling, from a new process."""
     from statistics import geometric_mean
 
     from hetpipe.bench.products import run_pinned

@@ -37,7 +37,7 @@ class Gnmt:
 
     @property
     def saved_nbytes(self) -> float:
-        """Bytes that an LSTM layer keeps for the backward of 32 samples, as the same mean."""
+        """Bytes that an LSTM layer saves for 32 samples, as the mean over encoder and decoder."""
         return sum(layer.saved_nbytes for layer in self._block_layers()) / len(self.blocks)
 
     def params(self, layers: int) -> float:
