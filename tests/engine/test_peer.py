@@ -103,6 +103,6 @@ def test_a_peer_needs_processors_at_their_true_speed(two: Cluster) -> None:
     assert "only on processors" in refusal(
         workload, Cluster((one, replace(other, cores=()))), ROWS, [8]
     )
-    assert "each of 1 cores" in refusal(workload, Cluster((one,)), ROWS, [8])
+    assert "needs 1 stages, one per core" in refusal(workload, Cluster((one,)), ROWS, [8])
     assert "16 samples do not make 1, 5 equal" in refusal(workload, two, ROWS, [1, 5])
     assert "does not name blocks" in refusal(replace(workload, blocks=()), two, ROWS, [8])

@@ -85,7 +85,11 @@ def _stored(builder: Builder, y: Expr, bias: Value | None) -> Value:
 def _multiply(
     builder: Builder, a: Value, b: Value, out: Value, depth: int, b_row: int, b_col: int
 ) -> None:
-    """Compute out [rows][cols] = a [rows][depth] times b, with the strides `b_row` and `b_col`."""
+    """Compute out [rows][cols] = a [rows][depth] times b.
+
+    Rows of b are `b_row` elements apart. The `COLS` columns of a panel are adjacent, and column c
+    begins a panel at c * `b_col`.
+    """
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows
     _launch(

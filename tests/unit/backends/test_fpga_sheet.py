@@ -135,7 +135,7 @@ def test_the_page_on_boards_has_the_numbers_of_the_design() -> None:
     lines = block[1].splitlines()
     exec("\n".join(line for line in lines if line.startswith(("from", "ours ="))), names)
     ours = names["ours"]
-    assert "64 x 128, 76 cycles" in block[1]
+    assert "tiles of 64 x 128; in 76 cycles" in block[1]
     assert (ours.tile_rows, ours.tile_cols, ours.step_cycles) == (64, 128, 76)
     said = [line.split("  # ") for line in lines if line.startswith("ours.")]
     assert len(said) == 3

@@ -294,7 +294,7 @@ def test_a_plan_keeps_its_splits() -> None:
 
 def test_a_plan_whose_splits_differ_from_its_layers_is_refused() -> None:
     document = json.loads(json.dumps(PLAN.to_json()))
-    with pytest.raises(PlanError, match=r"layers b\[:2\] and b\[2:\], and the plan's 3 layers"):
+    with pytest.raises(PlanError, match=r"plan's 3 layers have no neighbours b\[:2\] and b\[2:\]"):
         Plan.from_json({**document, "splits": [{"layer": "b", "channels": 2}]})
     with pytest.raises(PlanError, match=r"splits\.0\.channels is 0"):
         Plan.from_json({**document, "splits": [{"layer": "b", "channels": 0}]})
