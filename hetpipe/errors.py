@@ -55,7 +55,7 @@ class NotFiniteError(HetpipeError):
 class NoMeanError(NotFiniteError):
     """A loss of the form (sum, count) has a count of zero, so it has no mean.
 
-    If the sum has gradients, they were multiplied by zero.
+    The mini-batch changes no gradient: gradients of the sum are scaled by 0 instead of 1 / count.
     """
 
 

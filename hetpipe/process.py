@@ -40,7 +40,10 @@ def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
 
 
 def end_with(parent: int | None) -> None:
-    """Let the system end this process with the thread of `parent` that started it (None: never)."""
+    """Let the system end this process when the thread that started it ends.
+
+    `parent` is the process of that thread; with None, nothing ends this process.
+    """
     import ctypes  # here, because the import takes 10 ms and most processes do not need it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGTERM)
@@ -81,7 +84,7 @@ def shadow(module: str) -> str | None:
     if top == "hetpipe":
         return None  # `start.py` loads its own `hetpipe`
     spec = PathFinder.find_spec(top, ordered(sys.path))
-    loaded = sys.modules.get(top) or sys.modules["__main__"]  # loaded by python -m MODULE
+    loaded = sys.modules.get(top) or sys.modules["__main__"]  # what `python -m` runs
     if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):
         return None
     return spec.origin

@@ -1,8 +1,9 @@
-"""Records: files that people and programs write, checked by pydantic; an error names the place.
+"""Records: dataclasses that hold the data of files which people and programs write.
 
-A record is a frozen dataclass. The types of its fields say which values are allowed, for instance
-`Annotated[int, Whole(1)]`. `Source.record` checks the data of JSON or TOML and makes a record from
-them; a record made in Python is not checked. Reading the first file imports pydantic.
+A record is frozen. The types of its fields say which values are allowed, for instance
+`Annotated[int, Whole(1)]`. `Source.record` makes a record from the data of JSON or TOML: pydantic
+checks them, and an error names the place. A record made in Python is not checked. Reading the first
+file imports pydantic.
 """
 
 from __future__ import annotations

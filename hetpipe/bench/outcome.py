@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class Setting:
     """The setting of one table of the benchmark.
 
-    If `microbatches` is None, plans choose from several numbers of micro-batches. Without `steps`,
-    a turn has as many steps as take about a second, but at most 4. `twice` names a member, and adds
-    rows with two workers of its device. If there are several devices, `link` adds two rows with
-    this link emulated between all devices. `peer` adds a row with torch's own pipeline.
+    If `microbatches` is None, plans choose from several numbers of micro-batches. In each round,
+    every row runs for `steps` steps; without `steps`, for as many as take about a second, but at
+    most 4. `twice` names a member, and adds rows with two workers of its device. If there are
+    several devices, `link` adds two rows with this link emulated between all devices. `peer` adds a
+    row with torch's own pipeline.
     """
 
     name: str

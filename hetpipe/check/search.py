@@ -1,6 +1,7 @@
 """Search for the operators at which a device fails or computes wrong values.
 
-A probe runs units of a graph and returns their fault, or None.
+The function `probe` runs units of a graph and returns their fault, or None. A unit is an operator's
+call with the `getitem` nodes of its results.
 """
 
 from __future__ import annotations

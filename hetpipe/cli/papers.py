@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Reproduce tables and figures of papers: clockwork, learning, memory, overhead. Also "
-    "rebalance: a device slows down during a run.",
+    help="Reproduce tables and figures of papers: clockwork, learning, memory, overhead. The "
+    "command rebalance comes from no paper: a device slows down during a run.",
     no_args_is_help=True,
 )
 

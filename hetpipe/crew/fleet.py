@@ -164,7 +164,7 @@ class ProcessFleet(Fleet):
             return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if threading.current_thread() is not self._thread:  # the watcher itself may free the crew
+        if threading.current_thread() is not self._thread:  # collected by the watcher
             self._thread.join()
         self.keep = None
 
@@ -174,7 +174,7 @@ class ProcessFleet(Fleet):
 
     def _watch(self) -> None:
         try:
-            # The workers inherit the mask, so Ctrl-C only ever reaches the controller.
+            # The processes started here inherit the mask, so Ctrl-C only reaches the controller.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             for end, order, settings in zip(
                 self._theirs, self._orders, self._settings, strict=True

@@ -183,7 +183,7 @@ class Search:
         return others_fail(self._units, {operator_name(node) for node in finding.nodes}, fails)
 
     def allowed(self, node: fx.Node) -> float:
-        """Return the error of a node that rounding in this and in earlier nodes explains."""
+        """Return how large a node's error may be by rounding in this and in earlier nodes."""
         return 2 * self._spreads.get(node, 0.0)
 
     @cached_property

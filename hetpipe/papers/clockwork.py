@@ -96,8 +96,9 @@ class _Times:
     def of(crew: Crew, stages: int, transfer_s: float, chunks: int) -> _Times:
         """Measure steps in which only one pass runs at a time.
 
-        The step's time beyond its passes and links is spent copying. As in a plan, the computing
-        cores copy: half of a transfer's copying lengthens the pass at each end of the transfer.
+        The rest of the step's time, beyond passes and links, is spent on copies. As in a plan, the
+        cores that compute also copy: a transfer lengthens the pass at each of its ends by half of
+        its copying time.
         """
         load_empty(crew, Keep(), CHUNKS)
         schedule = generate("naive", stages, MICROBATCHES)
@@ -221,7 +222,7 @@ def _interval_s(timeline: Timeline) -> float:
 
 def main() -> None:
     cases = measure()
-    numbers = ("N", "SR", "measured", "simulated", "profiled", "formula", "busy")
+    numbers = ("stages", "transfer", "measured", "simulated", "profiled", "formula", "busy")
     title = f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds"
     table = make_table(title, ("schedule", *numbers), numbers)
     for case in cases:

@@ -57,6 +57,7 @@ def bisect_limit(
 
     `best` is a first partition, and no partition is faster than `low_s`. `within` returns a
     partition that meets a limit, or None; `middle_s` chooses the limit to try between two limits.
+    The computed seconds of a stage may be wrong by up to `rounding_s`.
     """
     high_s, snapped = slowest_s(best), False
     # A stage of `high_s` seconds cannot meet `faster_s` by a rounding error.

@@ -80,7 +80,10 @@ class Priced:
         return self._bounds_s[proposal]
 
     def by_bound(self, bare: Proposal, limit_s: float) -> Iterator[Cuts]:
-        """Yield all cuts of a proposal whose bounds are below `limit_s`, the lowest first."""
+        """Yield the cuts whose bounds are below `limit_s`, the lowest bound first.
+
+        `bare` is the proposal; its own cuts do not count.
+        """
         key = bare.groups, bare.microbatches, bare.recompute, rule_of(bare.schedule).flushes
         if key not in self._by_bound:
             every = _all_cuts(self.costs(bare).count, len(bare.groups))
@@ -96,7 +99,7 @@ class Priced:
 
         A stage runs the passes of all micro-batches. If the schedule flushes, the longer of two
         times is added: the passes and transfers of one micro-batch in the earlier stages, or the
-        sum over the stage's replicas and its update.
+        stage's update, after the gradients of its replicas are summed.
         """
         costs, flushes = self.costs(bare), rule_of(bare.schedule).flushes
         rows = np.asarray(every, int).reshape(len(every), -1).T
@@ -122,8 +125,8 @@ class Priced:
     def _stage_s(self, bare: Proposal, group: Sequence[str], lo: Array, hi: Array) -> Array:
         """Return the least seconds of a micro-batch in a stage, for each pair of `lo` and `hi`.
 
-        A replica's time is at least proportional to its rows, and at least the time of the smallest
-        micro-batch that has costs.
+        A replica with a share of the rows takes at least this share of the time of all rows. If the
+        schedule flushes, it also takes at least the time of the smallest micro-batch with costs.
         """
         costs = self.costs(bare)
         both_s = [np.maximum(costs.compute_s(device, lo, hi), 1e-300) for device in group]

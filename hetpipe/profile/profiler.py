@@ -253,7 +253,7 @@ class Session:
         return room[slot.key]
 
     def _room(self, slot: Slot, size: int, pattern: int) -> Environment:
-        if slot.role == SAVED:  # each layer has its own names of saved tensors
+        if slot.role == SAVED:  # their names are unique only within a layer
             return self._saved[size, pattern]
         return self._passing[size] if slot.role in _PASSING else self._kept
 

@@ -22,7 +22,7 @@ DEAR = 8
 
 @dataclass(frozen=True)
 class Value:
-    """A row-major tensor in global memory, known at compile time. `id` names the memory."""
+    """A row-major tensor in global memory. `id` names the memory."""
 
     id: int
     shape: Shape
@@ -176,12 +176,15 @@ class Apply(Expr):
     weight: int = 1
     """Rough cost, in additions."""
     alone: str = ""
-    """A C expression without the last argument, for kernels that use this argument only here."""
+    """A C expression for the same value that does not need the last argument, or "".
+
+    A kernel that uses the argument nowhere else then need not load it.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Expr):
-    """A result of a kernel over whole rows of a product, which `source` loads.
+    """A result of a kernel that reads whole rows of a product. `source` loads the product.
 
     `file` has the kernel's source, `arguments` maps the kernel's parameters to arguments, and
     `reads` loads the tensors among them that the kernel reads.

@@ -81,9 +81,11 @@ def refusal(info: DeviceInfo, lowerings: Mapping[str, Lowering], node: fx.Node) 
 
 
 def _enters(node: fx.Node, arg: fx.Node) -> bool:
-    """Return whether the node casts a graph's input `arg`, or is `arg` and casts to an output.
+    """Return whether the node is a cast at an end of the graph.
 
-    Elsewhere a kernel would keep the value at a higher precision than its dtype.
+    The cast reads an input of the graph (then `arg` is this input), or only outputs read the cast
+    (then `arg` is the cast). In between, a kernel would compute with more precision than the dtype
+    has.
     """
     if node.target is not torch.ops.aten._to_copy.default:
         return False

@@ -111,7 +111,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
 
 
 def inside(text: str, begin: int) -> str:
-    """Return the text between the parenthesis that ends at `begin` and its partner."""
+    """Return the text from `begin`, just after an opening parenthesis, to the closing one."""
     depth = 1
     for end in range(begin, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)

@@ -74,8 +74,8 @@ class Target:
     def past_caches(self, result: Value, length: int) -> tuple[str, ...]:
         """Return (PAST_CACHES,) if a kernel should write rows of `length` past the caches, else ().
 
-        This pays if the result and an operand of its size fill the last cache: no line is read only
-        to be overwritten, and the rows that are read next stay in the cache.
+        This pays if the result and an operand of its size fill the last cache: the processor need
+        not load lines that are overwritten anyway, and the cache keeps the rows that are read next.
         """
         large = 4 * math.prod(result.shape) >= self.last_cache_nbytes // 2
         processor = self.kind == self.family == "cpu" and not self.checks_memory

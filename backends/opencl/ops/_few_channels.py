@@ -18,7 +18,10 @@ BAND = 8
 
 
 def suits(g: Geometry) -> bool:
-    """Return whether input channels are few, and vectors of pixels about as full as of channels."""
+    """Return whether input channels are few, and pixels fill vectors about as well as channels.
+
+    "About" means to at least `LEAST_SHARE` of what channels fill.
+    """
     lanes, depth = g.channels()
     width = g.out_size[1]
     rows = 1 if lanes == 1 else math.ceil(lanes / 4) * 4

@@ -17,7 +17,10 @@ from .matmul import COLS, pack
 
 FILES = ("cpu/common.cl", "cpu/matmul.cl", "cpu/pointwise.cl")
 ROOM_PANELS = 4
-"""Panels of the depth `tuning.depth_block` that a second-level cache holds for a work-item."""
+"""A work-item's share of a second-level cache holds this many panels.
+
+A panel has `COLS` pixels and `tuning.depth_block` channels.
+"""
 MOST_PANELS = 16
 """Most panels per block: MOST_COLS of `kernels/cpu/pointwise.cl`, divided by COLS."""
 FEW_CHANNELS = 8
@@ -39,7 +42,7 @@ def folds(g: Geometry) -> bool:
 
 
 def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
-    """Return a pointwise convolution with stride 1, and a copy of the pixels that `g` reads."""
+    """Return an equal convolution with stride 1, and its input: `x` or a copy of some pixels."""
     if g.stride == (1, 1):
         return g, x
     seen: Expr = builder.pool.load(x)

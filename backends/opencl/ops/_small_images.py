@@ -13,7 +13,7 @@ FILES = ("cpu/common.cl", "cpu/unpacked.cl", "cpu/small_images.cl")
 COLS, FEW, LANES = 32, 4, 16
 """Columns and least rows of a product's tile, and floats of a vector, as in the kernels."""
 LEAST_LANES = 2
-"""Least output channels per pixel at which copies of patches pay."""
+"""Least ratio of output channels to pixels at which copies of patches pay."""
 CHUNK = 48
 """Rows per work-item."""
 
@@ -87,8 +87,8 @@ def _multiply(
 ) -> None:
     """Compute out [rows][cols] = a [rows][depth] times b.
 
-    Rows of b are `b_row` elements apart. The `COLS` columns of a panel are adjacent, and column c
-    begins a panel at c * `b_col`.
+    Rows of b are `b_row` elements apart. The `COLS` columns of a panel are adjacent in memory; a
+    panel that begins with column c lies `c * b_col` elements after the beginning of b.
     """
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows

@@ -18,7 +18,7 @@ from ._common import FLOATS, arguments, cast
 CHUNK = 1024
 """Blocks of four numbers per work-item; on a GPU a work-item has one block."""
 NUMBERS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
-"""Operators that create one number, with the position of the number in their arguments."""
+"""Operators that fill a tensor with a given number: the number's position in their arguments."""
 
 
 @lowers("aten.full.default", "aten.full_like.default", "aten.new_full.default",

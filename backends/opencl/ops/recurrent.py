@@ -15,7 +15,7 @@ from .matmul import pack
 
 LANES = 16
 LARGEST_ROWS = 12
-"""Most rows of the register tile in `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
+"""Most rows of the register tile in `kernels/cpu/lstm.cl`; a row has two accumulators."""
 FEWEST_ROWS = 4
 """Least rows per work-item: with fewer, reading the weights would dominate."""
 

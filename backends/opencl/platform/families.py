@@ -23,7 +23,10 @@ FAMILIES = ("cpu", "gpu", "fpga")
 CHANNELS = "cl_intel_channels"
 """The OpenCL extension for kernels that send data to each other."""
 MOST_KERNELS = 8
-"""More kernels than ever run at the same time: a dataflow joins up to four kernels by channels."""
+"""Most kernels that run at the same time.
+
+Channels join up to four kernels, and kernels that are joined so are a dataflow.
+"""
 VARIABLE = "HETPIPE_OPENCL_FAMILIES"
 """Environment variable: a family for all devices, or `PATTERN=FAMILY,PATTERN=FAMILY`."""
 

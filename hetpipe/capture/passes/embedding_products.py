@@ -4,8 +4,8 @@ A row E[i] of a table times a matrix W is row i of E W. So the whole table is mu
 rows of the product E W are looked up. Let G be the gradient of the looked-up rows, and S the sums
 of G over equal tokens. Then the gradient of W is E^T S instead of E[i]^T G, and the gradient of E
 is S W^T. So a multiplication is needed for each row of the table, not for each token. Sums have the
-same terms in another order. A backward may have another version of the weights than its forward:
-then it uses its own version of both E and W.
+same terms in another order. If a backward has another version of the weights than its forward, the
+rewritten backward uses the backward's version of both E and W.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
 
 @dataclass(frozen=True)
 class _ReorderedRows:
-    """The rows of `base`, along its last dimension, in the order that the views `steps` produce."""
+    """The rows of `base` in the order that the views `steps` produce.
+
+    A row is a vector along the last dimension.
+    """
 
     base: fx.Node
     steps: tuple[fx.Node, ...]
@@ -135,7 +138,10 @@ class _Table:
         return None
 
     def _by_table(self, node: fx.Node) -> fx.Node | None:
-        """Return S W^T for the sums of G W^T, if an earlier product had its rows in this order."""
+        """Return S W^T, which replaces the sums of the rows of G W^T over equal tokens.
+
+        Returns None unless a product before this node has put the tokens into the order of G.
+        """
         rows = _trace_rows(node.args[0])  # type: ignore[arg-type]
         skips = node.args[3] != -1 or node.args[4]
         if rows.base.target is not _MM or skips or node.args[2] != len(self._table.meta["val"]):
@@ -150,7 +156,10 @@ class _Table:
     def _sums_of(
         self, node: fx.Node, gradient: Any, tokens: fx.Node, order: torch.Tensor
     ) -> fx.Node:
-        """Return S for a gradient whose rows belong to `tokens` in this order."""
+        """Return S for a gradient: row n belongs to `tokens[n]`.
+
+        `order` has the number of each row in the embedding, so that equal sums are made once.
+        """
         moved = _trace_rows(gradient)
         key = moved.base, _key(order[moved.order().argsort()])
         if key not in self._sums:

@@ -101,14 +101,15 @@ _GROUPS = 6
 def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[str]) -> None:
     """Split each layer that `channels` names, after the given number of output channels.
 
-    `tied` are the parameters that have several names. `flat.rows` gets, for every split parameter,
+    `tied` has the parameters with several names. `flat.rows` gets, for every split parameter,
     the number of rows in its first part. Raises `PlanError` for a layer that cannot be split.
     """
     for layer in channels:
         if layer not in flat.layer_names:
             near = difflib.get_close_matches(layer, flat.layer_names, 3)
-            names = f"did you mean {' or '.join(near)}" if near else ", ".join(flat.layer_names)
-            raise PlanError(f"split: the model has no layer {layer!r}: {names}")
+            hint = f"did you mean {' or '.join(near)}?"
+            layers = f"its layers are {', '.join(flat.layer_names)}"
+            raise PlanError(f"split: the model has no layer {layer!r}; {hint if near else layers}")
     for layer, count in channels.items():
         _split(flat, layer, count, tied)
     nodes = list(flat.graph.nodes)
@@ -201,7 +202,7 @@ def _check_source(flat: FlatGraph, layer: str, source: fx.Node, tied: Collection
     if count > 1 or name in tied:
         why = "has several names" if name in tied else f"is read {count} times, not once"
         raise PlanError(
-            f"split: the parameter {name} of {layer} is tied: it {why}; leave this layer whole"
+            f"split: {layer} cannot be split: its parameter {name} {why}; leave this layer whole"
         )
 
 

@@ -114,7 +114,9 @@ def _shapes(
         plans = candidates(
             chain, priced_so, samples=size, global_batch=whole, count=few, capacity_nbytes=least
         )
-    except PlanError:  # the formula counts Adam's state; prices count the real optimizer's state
+    except PlanError:
+        # The formula counts Adam's state, so it may find that nothing fits. Prices count the state
+        # of the real optimizer, and the plans of the published program are priced anyway.
         return
     for plan in plans:
         groups = tuple(tuple(members[n] for n in stage.devices) for stage in plan.stages)

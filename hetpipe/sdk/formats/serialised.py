@@ -5,11 +5,12 @@ nodes and counts are `u32`: a string is its place in the table of strings, a nod
 earlier node.
 
     header   "HETGRAPH", u32 version = 1, u32 bytes in all, u32 CRC-32 of the bytes that follow it,
-             strings, bytes of the table of strings, nodes
+             u32 number of strings, u32 bytes of all strings, u32 number of nodes
     strings  each in UTF-8, with a zero byte at its end and none inside
     nodes    in order; each is u8 kind, string name, string layer (or NONE), and by its kind
-      1 input   u8 flags (1 steady, 2 checked, 4 ignored), i64 low and size if checked, i64 ignored
-                value if ignored; form
+      1 input   u8 flags; with flag 2, i64 low and i64 size; with flag 4, i64 ignored value; form.
+                Flag 1: the input is steady. Flag 2: the host has checked that the integers are in
+                low..size-1. Flag 4: they may also equal the ignored value
       2 call    string operator; count, argument...; count, (string name, argument)...;
                 u8 several; a form, or if several: count, form...
       3 item    node of a call with several results, u32 number of the result; form
