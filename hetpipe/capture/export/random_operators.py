@@ -1,14 +1,18 @@
-"""Replaces the random operators of a graph by `hetpipe` operators with an explicit counter."""
+"""Random operators: notices them, and replaces those of a graph.
+
+Their replacements are `hetpipe` operators with an explicit counter.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetpipe.sdk.operators.random  # noqa: F401 - registers the operators
 from hetpipe.capture.export.unsupported import where
@@ -164,3 +168,16 @@ _REPLACEMENTS: dict[Any, Callable[[_Site], fx.Node | None]] = {
 }
 """For each operator, a function that returns the replacement of its result; None if the function
 has already replaced the results."""
+
+
+class DrawWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in `seen` that an operator has drawn random numbers."""
+
+    supports_higher_order_operators = True
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        return func(*args, **(kwargs or {}))

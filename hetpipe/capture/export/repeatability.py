@@ -80,7 +80,7 @@ def _check_changed(rehearsal: Rehearsal) -> None:
     """Raise `CaptureError` for an attribute that is changed in place and is no buffer."""
     names = {id(value): key for key, value in attributes_of(rehearsal.run).items()}
     call = rehearsal.call(locates=True)
-    for tensor, line in zip(call.changed, call.changed_lines, strict=True):
+    for tensor, line in call.changed:
         if id(tensor) in names:
             raise CaptureError(
                 f"the attribute {_user_name(rehearsal.run, names[id(tensor)])} is changed in place"

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hetpipe.capture.export.attributes import DEPTH, MODULE_TABLES, clear_caches
 from hetpipe.capture.export.named_tensors import deep_copy, tensor_bytes
+from hetpipe.capture.export.random_operators import DrawWatcher
 from hetpipe.capture.export.unsupported import user_line
 from hetpipe.capture.export.without_compiler import without_compiler
 
@@ -32,15 +33,7 @@ _PLAIN = (
     torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 
-
-_CHANCE = {
-    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal",
-    "bernoulli", "multinomial", "poisson", "gumbel_softmax", "dropout", "dropout1d", "dropout2d",
-    "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu", "uniform_", "normal_",
-    "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_",
-    "trunc_normal_", "kaiming_uniform_", "kaiming_normal_",
-}  # fmt: skip
-"""Names of functions and methods that draw numbers."""
+_IS_META = "torch.Tensor.is_meta.__get__"
 
 
 class UnsignedError(Exception):
@@ -91,7 +84,10 @@ class Rehearsal:
         device = nullcontext() if self._computes else torch.device("meta")
         chance = _fix_seed() if self._computes else nullcontext()
         run = self.run
-        with chance, without_compiler(), clear_caches(run), _note_modules(run, call), device, call:
+        with (
+            chance, without_compiler(), clear_caches(run), _note_modules(run, call), device,
+            call.draws, call,
+        ):  # fmt: skip
             torch.func.functional_call(run, self._named, tuple(self._leaves))
         self.calls.append(call)
         return call
@@ -108,12 +104,8 @@ def _fix_seed() -> Iterator[None]:
 def _copy_modules(run: nn.Module) -> nn.Module:
     """Copy the modules but not their tensors, so that code writes to attributes of the copy."""
     values = (value for module in run.modules() for value in vars(module).values())
-    tensors = [
-        *run.parameters(),
-        *run.buffers(),
-        *(value for value in values if isinstance(value, torch.Tensor)),
-    ]
-    return deep_copy(run, tensors)
+    attributes = filter(torch.is_tensor, values)
+    return deep_copy(run, [*run.parameters(), *run.buffers(), *attributes])
 
 
 def attributes_of(run: nn.Module) -> dict[tuple[str, ...], Any]:
@@ -167,9 +159,8 @@ class Call(TorchFunctionMode):
         self.outside: list[tuple[torch.Tensor, str]] = []
         """The tensors that require a gradient but are neither parameters nor results of calls; each
         with the " at file:line" of its first use, if requested."""
-        self.changed: list[torch.Tensor] = []
-        """The constants that the call changed in place."""
-        self.changed_lines: list[str] = []
+        self.changed: list[tuple[torch.Tensor, str]] = []
+        """The constants that the call changed in place, with lines as in `outside`."""
         self._earlier = {i: i in call._live for call in earlier for i in call._made}
         self._made: set[int] = set()  # the ids of results
         self._own, self._computes, self._locates = own, computes, locates
@@ -180,6 +171,7 @@ class Call(TorchFunctionMode):
         self._words: list[object] = []
         self._live_words: list[object] = []
         self._is_live = False
+        self.draws = DrawWatcher()  # type: ignore[no-untyped-call]
 
     @property
     def signature(self) -> str:
@@ -221,25 +213,28 @@ class Call(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = resolve_name(func) or _name_of(func)
-        if args and _is_in_place(name):
-            self._note_change(args[0])
+        changed = args[0] if args and _is_in_place(name) else None
+        self._note_change(changed)
         self.note(name, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
         learns = torch.is_grad_enabled() and not name.endswith((".detach", ".__get__"))
         arguments = tree_map(partial(self._argument, learns), (list(args), dict(kwargs or {})))
         self._describe(arguments)
-        self._is_live |= name.rpartition(".")[2] in _CHANCE
-        is_live = self._is_live
+        self.draws.seen = False
         result = func(*arguments[0], **arguments[1])
-        tree_map(partial(self._add_result, is_live), result)
+        if name == _IS_META:
+            result = False  # otherwise nn.init.orthogonal_ would draw nothing
+        self._is_live |= self.draws.seen
+        if self._is_live and isinstance(changed, torch.Tensor):  # a view's base changes too
+            self._live |= {id(changed), id(changed._base)}
+        tree_map(partial(self._add_result, self._is_live), result)
         self._describe(result)
-        self._is_live &= _is_in_place(name) or any(map(torch.is_tensor, tree_leaves(result)))
+        self._is_live &= changed is not None or any(map(torch.is_tensor, tree_leaves(result)))
         self._end()
         return result
 
     def _note_change(self, value: Any) -> None:
         if isinstance(value, torch.Tensor) and id(value) not in self._numbers:
-            self.changed.append(value)
-            self.changed_lines.append(user_line() if self._locates else "")
+            self.changed.append((value, user_line() if self._locates else ""))
 
     def _add_result(self, is_live: bool, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

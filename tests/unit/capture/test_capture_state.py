@@ -203,6 +203,12 @@ def test_state_is_refused(
     assert STORED == {}
 
 
+def drawn_in_part(part: slice, write: Callable[[torch.Tensor, slice, torch.Tensor], Any]) -> Any:
+    mask = torch.ones(4)
+    write(mask, part, torch.rand(2))
+    return mask
+
+
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "rand": lambda: torch.rand(4),
     "uniform": lambda: torch.empty(4).uniform_(),
@@ -211,6 +217,13 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "exponential": lambda: torch.zeros(4).exponential_(),
     "multinomial": lambda: torch.ones(8).multinomial(4).float(),
     "dropout": lambda: F.dropout(torch.ones(4)),
+    "binomial": lambda: torch.binomial(torch.full((4,), 9.0), torch.full((4,), 0.5)),
+    "gamma": lambda: torch.distributions.Gamma(torch.ones(4), torch.ones(4)).sample(),
+    "feature_dropout": lambda: torch.feature_dropout(torch.ones(1, 4), 0.5, True)[0],
+    "fractional": lambda: F.fractional_max_pool2d(torch.arange(64.0).view(1, 8, 8), 2, 2).view(4),
+    "orthogonal": lambda: nn.init.orthogonal_(torch.empty(4, 4))[0],
+    "setitem": lambda: drawn_in_part(slice(2), torch.Tensor.__setitem__),
+    "view": lambda: drawn_in_part(slice(2), lambda x, part, drawn: x[part].copy_(drawn)),
     "gumbel_softmax": lambda: F.gumbel_softmax(torch.zeros(1, 4))[0],
     "init": lambda: nn.init.xavier_uniform_(torch.empty(1, 4))[0],
 }
