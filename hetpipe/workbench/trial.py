@@ -193,9 +193,10 @@ def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) ->
     """Run one case per process: a checker names no case, and stops after some hundred findings."""
     with tempfile.TemporaryDirectory(prefix="hetpipe-kernel-") as folder:
         log = Path(folder, "log")
-        (outcome,) = _run(trial, device_id, [number], runner.checker_environment(log))
+        outcome, *crash = _run(trial, device_id, [number], runner.checker_environment(log))
         found = runner.flaws_of(log.read_text(errors="replace")) if log.exists() else ()
-    return replace(outcome, flaws=(*found, *outcome.flaws))
+    flaws = [flaw for end in (outcome, *crash) for flaw in end.flaws]
+    return replace(outcome, flaws=(*found, *flaws))
 
 
 def _ends_device(outcome: Outcome) -> bool:
@@ -233,31 +234,41 @@ def _run(
 def _process(
     trial: Trial, device_id: str, numbers: Sequence[int], environment: Mapping[str, str]
 ) -> Iterator[Outcome]:
-    """Yield the outcomes of a process, which ends after its last case or with a fault."""
+    """Yield the outcomes of a process, which ends after its last case or with a fault.
+
+    A fault belongs to the first case without an outcome; after the last case, to the last one.
+    """
     reference = backend_reference(device_id.partition(":")[0])
     arguments = (reference, device_id, trial.source, trial.spec_path, trial.function, trial.seed)
     child, has_ended = _idle_child(), False
-    limit_s, current = START_LIMIT_S, numbers[0]
+    limit_s, done = START_LIMIT_S, 0
     try:
         child.fork(*arguments, *numbers, environment=environment)
         while True:
             message = child.receive(limit_s)
             if "begins" in message:
-                current, limit_s = message["begins"], trial.spec.time_limit_s
+                limit_s = trial.spec.time_limit_s
             elif "error" in message:
                 raise BackendError(f"{trial.spec_path}: {message['error']}")
             else:
                 yield _outcome(trial, device_id, message)
-                limit_s = START_LIMIT_S
+                done, limit_s = done + 1, START_LIMIT_S
     except ChildLate:
         text = f"did not end within {limit_s:g} s on {device_id}"
-        yield _failed(trial, device_id, current, Flaw("hangs", trial.function, text))
+        yield _failed(
+            trial, device_id, (*numbers, numbers[-1])[done], Flaw("hangs", trial.function, text)
+        )
     except ChildEnded as error:
         has_ended = True
-        if error.code != 0:
+        if error.code != 0 or done < len(numbers):
             last = error.last_line or "no output"
             text = f"ended the process with {error.how} on {device_id}: {last}"
-            yield _failed(trial, device_id, current, Flaw("crashes", trial.function, text))
+            yield _failed(
+                trial,
+                device_id,
+                (*numbers, numbers[-1])[done],
+                Flaw("crashes", trial.function, text),
+            )
     finally:
         if has_ended and child.is_alive:
             _idle.append(child)
