@@ -94,3 +94,13 @@ def test_reductions_of_empty_tensors(device_id: str) -> None:
         lambda a: (a.sum(0), a.sum(1), a.sum(), a.prod(1), (a + 1).t()),
         torch.empty(0, 4),
     )
+
+
+def test_long_sums_of_short_rows_are_cut_into_segments(device_id: str) -> None:
+    """One chain of all 30,000 additions would be off by 1.9e-4."""
+    device = opencl_device(device_id)
+    if device.info.capabilities.reference:
+        pytest.skip("an interpreter: small shapes only")
+    x = torch.full((10000, 8), 0.1)
+    (total,) = results(device, lambda x: (x[:, :3].sum(),), x)
+    np.testing.assert_allclose(total, 30000 * x[0, 0].double(), rtol=3e-5)

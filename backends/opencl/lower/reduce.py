@@ -97,10 +97,12 @@ def _join(how: Reduction, dtype: str, width: int, a: str, b: str) -> str:
 def _by_rows(
     builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
 ) -> Value:
-    """Reduce along the innermost dimension: a work-item reduces rows, 16 lanes at a time."""
+    """Reduce along the innermost dimension: a work-item reduces rows, in 16 lanes if possible."""
     inner, outputs = nest.inner, math.prod(shape)
     rows = count // inner
-    segments = max(1, -(-count // (CHAIN * LANES)))
+    body = Body(nest)
+    wide = builder.device.kind != "gpu" and inner >= LANES and all(map(body.has_lanes, walk(expr)))
+    segments = max(1, -(-count // (CHAIN * (LANES if wide else 1))))
     each_row = each_inner = 0
     if rows > 1:
         each_row = -(-rows // min(segments, rows))
@@ -108,8 +110,6 @@ def _by_rows(
     else:
         each_inner = -(-inner // segments)
         segments = -(-inner // each_inner)
-    body = Body(nest)
-    wide = builder.device.kind != "gpu" and inner >= LANES and all(map(body.has_lanes, walk(expr)))
     dtype = expr.dtype
     lanes = _accumulate(body, expr, how, LANES) if wide else []
     single = _accumulate(body, expr, how, 1)
