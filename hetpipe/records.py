@@ -334,7 +334,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {short(twice)} is there twice in one object")
+        raise ValueError(f"the key {short(twice)} occurs twice in one object")
     return content
 
 

@@ -48,7 +48,7 @@ class NativeDevice(Device):
         if node.target is operator.getitem:
             return None  # no work for the library: getitem picks one of several results
         if node.meta["val"] is None:
-            return "it has no result"
+            return "the operator has no result"
         used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
         tensors = [t for val in used for t in (val if isinstance(val, tuple) else (val,))]
         dtypes = {graphs.dtype_name(t.dtype) for t in tensors if t is not None}

@@ -190,7 +190,7 @@ static void read_value(reader *r, hetpipe_value *value, int depth)
     case HETPIPE_A_BOOL:
         value->of.integer = read_u8(r);
         if (value->of.integer > 1)
-            fail(r, "the graph is damaged: %d stands for a bool", (int)value->of.integer);
+            fail(r, "the graph is damaged: a bool is 0 or 1, not %d", (int)value->of.integer);
         break;
     case HETPIPE_INTEGER:
         value->of.integer = read_i64(r);
@@ -276,7 +276,7 @@ static void read_call(reader *r, hetpipe_node *node)
     node->names = names;
     node->several = read_u8(r);
     if (node->several > 1)
-        fail(r, "the graph is damaged: %d stands for a bool", (int)node->several);
+        fail(r, "the graph is damaged: a bool is 0 or 1, not %d", (int)node->several);
     read_forms(r, node, node->several ? read_count(r, 2) : 1);
 }
 
@@ -353,7 +353,7 @@ static void read_strings(reader *r, uint32_t count, uint32_t nbytes)
     char *text, *end;
     uint32_t i;
     if (nbytes > left(r) || count > nbytes || (nbytes && r->at[nbytes - 1])) {
-        fail(r, "the graph is damaged: its table of strings is");
+        fail(r, "the graph is damaged: its table of strings does not fit its size");
         return;
     }
     r->string_count = count;

@@ -45,7 +45,7 @@ def _overview(boards: dict[str, Board]) -> Table:
     """Return a table of boards."""
     from hetpipe.report.tables import make_table
 
-    numbers = ("memory", "bandwidth", "to its host", "to its equal")
+    numbers = ("memory", "bandwidth", "to its host", "to such a board")
     table = make_table(
         "Boards, with bytes per second one way", ("board", "kind", *numbers, "computes"), numbers
     )

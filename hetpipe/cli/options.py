@@ -291,4 +291,6 @@ def check_picture(path: Path | None) -> None:
     from hetpipe.report.picture import FORMATS
 
     if path is not None and path.suffix not in FORMATS:
-        raise HetpipeError(f"a picture is one of {', '.join(FORMATS)}, not {path.name!r}")
+        raise HetpipeError(
+            f"a picture's name must end with one of {', '.join(FORMATS)}, not {path.name!r}"
+        )

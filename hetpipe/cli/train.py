@@ -213,7 +213,7 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
         return steps
     if workload.train_samples is None:
         raise HetpipeError(
-            f"{workload.name} does not tell the samples of an epoch (Workload.train_samples): give "
+            f"{workload.name} does not say how many samples make an epoch (train_samples): give "
             "--steps"
         )
     if workload.train_samples < rows:

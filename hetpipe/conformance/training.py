@@ -238,7 +238,7 @@ for _model in MODELS:
 @check(
     "training/something",
     "a device trains at least one of the three models",
-    "missing operators: see the list at the end",
+    "missing operators: the report lists them at its end",
     Level.TRAINING,
 )
 def _(rig: Rig) -> None:

@@ -161,7 +161,7 @@ def read_profile(path: Path) -> ProfileGraph:
             node = _node(line)
             if node.name in node_lines:
                 raise CostError(
-                    f"{word(node.name)} is there twice, first in line {node_lines[node.name]}; "
+                    f"{word(node.name)} occurs twice, first in line {node_lines[node.name]}; "
                     "give each node its own name"
                 )
         except CostError as error:
@@ -202,7 +202,7 @@ def _node(line: str) -> ProfileNode:
     for item in costs.split(","):
         key, equals, value = item.partition("=")
         if not equals or key.strip() in values:
-            why = "has no name before it" if not equals else "is there twice"
+            why = "has no name before it" if not equals else "occurs twice"
             raise CostError(
                 f"{short((key if equals else item).strip())} {why}; write name=number, with commas "
                 "between, and a decimal point in numbers"

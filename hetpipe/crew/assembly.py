@@ -207,8 +207,8 @@ class Assembly:
                     lo, hi = self.shares.rows(Replica(n, replica), size)
                     if hi - lo not in slots:
                         raise HetpipeError(
-                            f"micro-batch {m} has {hi - lo} samples; stage {n} has programs for "
-                            f"{', '.join(map(str, slots))}"
+                            f"micro-batch {m} has {hi - lo} samples for a replica of stage {n}, "
+                            f"which has programs for {', '.join(map(str, slots))} samples"
                         )
                     for slot in slots[hi - lo]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)

@@ -300,7 +300,7 @@ def _assemble(
     placement = StageMembers(members, shares.in_turn)
     if list(map(len, graphs)) != list(map(len, placement.members)):
         raise HetpipeError(
-            f"{len(graphs)} stages need a member each, and one per replica, got "
-            f"{len(members)}: {list(members)}"
+            f"every stage needs one member per replica: {[len(replicas) for replicas in graphs]} "
+            f"members, not {list(members)}"
         )
     return Assembly(graphs, values, shares, sizes), placement

@@ -30,8 +30,8 @@ class StageMembers:
         everyone = [member for replicas in self._groups for member in replicas]
         if len(set(everyone)) != len(everyone):
             raise HetpipeError(
-                f"members {[list(replicas) for replicas in self._groups]}: a member of several "
-                "stages must have the same fellow replicas in all of them, and be listed once"
+                f"members {[list(replicas) for replicas in self._groups]}: a stage may list a "
+                "member once, and stages that share a member must have all members in common"
             )
         self.row_of = {
             member: row for row, replicas in enumerate(self._groups) for member in replicas

@@ -39,7 +39,9 @@ def _describe(value: object) -> str:
     if value is None or isinstance(value, (str, Real)):
         return repr(value)
     if _of_torch(value):
-        return f"torch.optim.{_class(value).__name__}, which steps tensors of one process"
+        return (
+            f"torch.optim.{_class(value).__name__}, which updates the tensors of one process only"
+        )
     if _ours(value):
         return f"the function {_ours(value)} itself"
     return f"a {type(value).__name__}"

@@ -97,7 +97,7 @@ class PlanOptions:
         for cut in cuts:
             _check_count("cuts", cut)
         if cuts != sorted(set(cuts)):
-            raise PlanError(f"cuts {cuts}: give layer indices in ascending order, each once")
+            raise PlanError(f"cuts {cuts}: give indices of layers in ascending order, each once")
         if self.replicas is not None and len(self.replicas) != len(cuts) + 1:
             raise PlanError(
                 f"replicas {list(self.replicas)} are of {len(self.replicas)} stages, and cuts "

@@ -92,7 +92,10 @@ class Rebalancer:
         self._learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
-            self._fixed = "layers on several replicas do not move: choose a schedule, like '1f1b'"
+            self._fixed = (
+                "layers on several replicas do not move: name a schedule such as '1f1b', which has "
+                "no replicas"
+            )
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window

@@ -27,7 +27,7 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
     if schedules and all(rule_of(name).several_stages for name in schedules):
         return (
             f"the planner gives each device one stage, but under {words(schedules)} a device has "
-            "several: name another schedule, or take another planner"
+            "several: name another schedule or another planner"
         )
     schedule = _schedule(priced.options)
     counts = priced.options.counts(priced.tables)
@@ -35,8 +35,8 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
     if not rule_of(schedule).flushes and 1 not in counts and len(asked) != 1:
         whole = priced.options.mini_batch
         return (
-            f"{schedule} takes a mini-batch whole, and the micro-batches allowed here are "
-            f"{words(counts)} of a mini-batch of {whole}: allow 1, with costs for {whole} samples"
+            f"{schedule} does not cut a mini-batch, but one of {whole} samples is to be cut "
+            f"into {words(counts)} micro-batches: allow 1, with costs for {whole} samples"
         )
     count = counts[-1] if rule_of(schedule).flushes or len(asked) == 1 else 1
     bare = _bare(priced, members, schedule, count)
@@ -55,7 +55,7 @@ def why_not(priced: Priced, members: Sequence[str]) -> str:
     if reason is None:
         return (
             f"{schedule} with one device for each stage fits, but this planner proposes only other "
-            "plans: take another planner, or leave the schedule to it"
+            "plans: name another planner, or let this one choose the schedule"
         )
     if MISSING not in reason:
         return reason

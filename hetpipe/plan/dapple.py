@@ -56,8 +56,8 @@ def candidates(
     check_finite(chain)
     if samples < 1 or global_batch < samples or global_batch % samples:
         raise PlanError(
-            f"a global batch of {global_batch} is not cut into micro-batches of {samples} samples: "
-            "give 1 sample or more, and a global batch that is a multiple of them"
+            f"a global batch of {global_batch} samples cannot be cut into micro-batches of "
+            f"{samples} samples: give 1 sample or more, and a multiple of it as the global batch"
         )
     batches = global_batch // samples
     plans = _plans(chain, machines, batches, capacity_nbytes)

@@ -61,7 +61,7 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
     if not rule_of(proposal.schedule).flushes:
         for shared in costs.table.tied:
             if len({bisect_right(proposal.cuts, layer) for layer in shared.layers}) > 1:
-                return f"cuts {list(proposal.cuts)} part layers that share {shared.name}"
+                return f"cuts {list(proposal.cuts)} separate layers that share {shared.name}"
     policy, depths = policy_of(weights), proposal.depths
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)

@@ -109,7 +109,7 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
             if worker not in workers:
                 continue
             if action in seen:
-                raise _fail(schedule, f"{action} is there twice", worker, index)
+                raise _fail(schedule, f"{action} occurs twice", worker, index)
             if action not in required and action.op not in optional:
                 why = (
                     f"{action} has no place among {shape.stages} stages, "

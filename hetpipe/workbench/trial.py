@@ -94,8 +94,8 @@ def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -
         )
     if unknown := [name for name in spec.beside if name not in names or name == chosen]:
         raise BackendError(
-            f"{spec_path}: `beside` names {words(unknown)}, but the other kernels of "
-            f"{source} are {words(names)}"
+            f"{spec_path}: `beside` names {words(unknown)}; it may name the kernels of {source} "
+            f"except {chosen}, and the kernels are {words(names)}"
         )
     return Trial(source, spec_path, spec, chosen, seed)
 

@@ -19,7 +19,7 @@ REFUSED = [
     (("plan", "mlp", "--schedule", "pipedream", "--weights", "flush"), "choose 'stash' or 'vert"),
     (("plan", "mlp", "--schedule", "asp", "--weights", "2bw"), "nothing to choose from"),
     (("plan", "mlp", "--schedule", "asp", "--cuts", "2"), "asp has 1 stage"),
-    (("train", "mlp", "--cuts", "4,2"), "cuts [4, 2]: give layer indices in ascending"),
+    (("train", "mlp", "--cuts", "4,2"), "cuts [4, 2]: give indices of layers in ascending"),
     (("train", "mlp", "--cuts", "0"), "cuts=0: give a whole number of 1 or more"),
     (
         ("train", "mlp", "--replicas", "2,0", "--cuts", "2"),
@@ -35,7 +35,7 @@ REFUSED = [
     (("train", "mlp", "--plan", "old.json"), "no schedule 'dapple'"),
     (("plan", "mlp", "--costs", "absent.json"), "absent.json: cannot be read"),
     (("plan", "mlp", "--costs", "x", "--backends", "numpy"), "leave out --backends"),
-    (("train", "mlp", "--picture", "step.gif"), "a picture is one of .png"),
+    (("train", "mlp", "--picture", "step.gif"), "a picture's name must end with one of .png"),
     (("train", "nope"), "no model 'nope'"),
     (("train", "mlp", "--changed", "seed"), "--changed seed names a difference from a checkpoint"),
     (("bench", "--schedule", "pipedream"), "schedule pipedream is asynchronous"),

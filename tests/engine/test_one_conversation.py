@@ -119,7 +119,7 @@ def test_the_first_of_two_pipelines_on_a_crew_is_refused(crew: Crew) -> None:
         ({"schedule": "dapple"}, "no schedule 'dapple'; known: 1f1b"),
         ({"schedule": "1f1b", "weights": "stash"}, "1f1b is synchronous and weights='stash' does"),
         ({"weights": "stash"}, "weights='stash' goes with an asynchronous schedule"),
-        ({"cuts": [3, 2]}, r"cuts \[3, 2\]: give layer indices in ascending order"),
+        ({"cuts": [3, 2]}, r"cuts \[3, 2\]: give indices of layers in ascending order"),
         ({"cuts": [1], "replicas": [1]}, r"replicas \[1\] are of 1 stages, and cuts \[1\] make 2"),
         ({"seed": "x"}, "seed='x': give a whole number"),
     ],

@@ -108,7 +108,7 @@ def test_a_written_record_must_have_all_keys():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b'{"a": 1,\n "a": 2}', ": the key 'a' is there twice in one object"),
+        (b'{"a": 1,\n "a": 2}', ": the key 'a' occurs twice in one object"),
         (b'{"a":\n NaN}', ": NaN is not JSON"),
         (b'{"a":\n 1,}', ":2: column 4 is not JSON"),
         (b'{"a":\n "\xff"}', ":2: byte 0xff is not UTF-8"),

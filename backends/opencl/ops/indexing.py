@@ -93,7 +93,7 @@ def _together(node: fx.Node) -> str | None:
     indices: Any = node.args[1]
     indexed = [d for d, index in enumerate(indices) if index is not None]
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
-        return "index tensors with a whole dimension between them"
+        return "there is a dimension without an index between two index tensors"
     return _no_masks(node)
 
 

@@ -163,7 +163,7 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
     else:
         return []
     _set(TARGET_ARCH, arch)
-    return [("repaired", f"{TARGET_ARCH}={arch}: Intel's runtimes know the CPU", "")]
+    return [("repaired", f"{TARGET_ARCH}={arch}: Intel's runtimes recognise the processor", "")]
 
 
 def unloadable() -> list[Finding]:

@@ -265,7 +265,8 @@ class _Room:
 
     def damage(self, name: str, function: str) -> Flaw | None:
         """Return a flaw for the first guard that the kernel has written to, or None."""
-        for side, lo in (("before its begin", 0), ("behind its end", self._guard + self._nbytes)):
+        sides = (("before its beginning", 0), ("after its end", self._guard + self._nbytes))
+        for side, lo in sides:
             hurt = np.flatnonzero(self._content[lo : lo + self._guard] != GUARD)
             if hurt.size:
                 first = int(hurt[0]) if lo else self._guard - int(hurt[-1])

@@ -62,7 +62,9 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     """Yield the best plans of the published program and of the formula (see `candidates`)."""
     options = priced.options
     if not options.replicas:
-        raise PlanError("the planner dapple replicates stages: allow replicas, or take another")
+        raise PlanError(
+            "the planner dapple replicates stages: allow replicas, or name another planner"
+        )
     if not any(rule_of(schedule).flushes for schedule in options.among(FLUSHING)):
         raise PlanError(
             f"the planner dapple is for schedules that flush, not for {words(options.schedules)}: "

@@ -134,7 +134,10 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
     if not levels:
         raise PlanError("the topology has 0 levels; give 1 or more")
     if rule not in get_args(SyncRule):
-        raise PlanError(f"there is no rule {rule!r}; take one of {', '.join(get_args(SyncRule))}")
+        raise PlanError(
+            f"there is no rule {rule!r} for sums of gradients; name one of "
+            f"{', '.join(get_args(SyncRule))}"
+        )
 
 
 def _replicated_s(

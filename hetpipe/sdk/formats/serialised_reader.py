@@ -204,7 +204,7 @@ class _Reader:
     def _bool(self) -> bool:
         value = self._u8()
         if value > 1:
-            raise _damaged(f"{value} stands for a bool")
+            raise _damaged(f"a bool is 0 or 1, not {value}")
         return bool(value)
 
     def _dtype(self) -> str:

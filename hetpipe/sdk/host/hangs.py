@@ -33,7 +33,7 @@ def place(log: str) -> str | None:
         if 0 < called < len(frames) and Path(frames[called - 1][0]).name not in _WAITS:
             file, line, function = frames[called - 1]
             return f"in {function} ({file}:{line})"
-    return "in a place that is unknown"
+    return "at an unknown place"
 
 
 def _is_core(file: Path) -> bool:

@@ -234,7 +234,7 @@ def test_an_asynchronous_plan_never_separates_tied_layers() -> None:
     assert plan_of(costs).cuts == (6,)
     assert plan_of(costs, "pipedream", "stash").cuts in ((3,), (7,))
     whole = replace(costs, tied=(TiedBytes("w", MIB, (0, LAYERS - 1)),))
-    with pytest.raises(PlanError, match=r"part layers that share w$"):
+    with pytest.raises(PlanError, match=r"separate layers that share w$"):
         plan_of(whole, "pipedream", "stash")
 
 

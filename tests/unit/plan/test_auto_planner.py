@@ -146,7 +146,9 @@ def test_a_stream_refuses_divided_mini_batches():
     tables = {4: make_table({"a": 1.0, "b": 1.0}, samples=4)}
     cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
     options = PlannerOptions(16, schedules=("pipedream",))
-    with pytest.raises(PlanError, match=r"takes a mini-batch whole, .* allow 1, with costs for 16"):
+    with pytest.raises(
+        PlanError, match=r"does not cut a mini-batch, .* allow 1, with costs for 16"
+    ):
         plan(tables, cluster, options, "exact")
 
 

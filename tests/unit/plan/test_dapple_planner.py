@@ -269,7 +269,7 @@ def test_invalid_arguments_are_refused():
         Wire(1.0, 1.0, -1)
     with pytest.raises(PlanError, match="1 or more each"):
         Machines((2, 0), EVEN_WIRE, EVEN_WIRE)
-    with pytest.raises(PlanError, match="9 is not cut into micro-batches of 2"):
+    with pytest.raises(PlanError, match="9 samples cannot be cut into micro-batches of 2"):
         candidates(chain, machines, samples=2, global_batch=9)
     with pytest.raises(PlanError, match="0 layers"):
         candidates(ChainCosts((), (), (), (), (), ()), machines, samples=1, global_batch=9)

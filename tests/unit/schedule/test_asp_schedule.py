@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[int, Callable[[list[Action]], object], str]] = {
     "no receive": (1, lambda row: row.pop(at(row, "0RA")), "0RA is missing"),
     "no send": (0, lambda row: row.pop(at(row, "0SA2")), "0SA2 is missing"),
     "no update": (1, lambda row: row.pop(at(row, "0U2")), "0U2 is missing"),
-    "two receives": (1, lambda row: row.append(Action.parse("0RA2")), "0RA2 is there twice"),
+    "two receives": (1, lambda row: row.append(Action.parse("0RA2")), "0RA2 occurs twice"),
     "its own": (0, lambda row: row.append(Action.parse("0RA")), "0RA has no place"),
     "another's": (1, lambda row: row.insert(0, Action.parse("0SA")), "0SA has no place"),
     "a sum too": (1, lambda row: row.insert(0, Action.parse("0A")), "0A has no place"),

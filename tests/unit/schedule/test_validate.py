@@ -54,7 +54,7 @@ def test_a_backward_before_its_forward_is_refused():
 
 def test_a_repeated_forward_is_refused():
     broken = draw("0F0 0SF0 0F0 0RB0 0B0 0U", "1RF0 1F0 1B0 1SB0 1U")
-    assert "0F0 is there twice" in refusal(broken, 1)
+    assert "0F0 occurs twice" in refusal(broken, 1)
     assert "0F0 0SF0 [0F0] 0RB0" in refusal(broken, 1)
 
 
