@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.codes import RECEIVE, SEND
 from hetpipe.schedule.columns import columns_of
@@ -146,17 +145,14 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Order | None:
-    """Return the order of the steps under a rule; None if its schedule needs the clock. `pairs` are
-    stages that share parameters. Raises `ScheduleError` if the rule raises it, or if the schedule
-    deadlocks."""
+    """Return the order of the steps under a rule; None if only `simulate` can tell it.
+
+    A faulty schedule has no order either. `pairs` are stages that share parameters. Raises
+    `ScheduleError` if the rule does.
+    """
     if not rule.flushes:
         return None
     passes = columns_of(rule.rows(stages, microbatches, in_flight, workers))
     if laned_stages(passes):
         return None
-    order = complete_passes(passes, stages, pairs, ()).order
-    if order is None:
-        raise ScheduleError(
-            f"{rule.name} deadlocks with {stages} stages and {microbatches} micro-batches"
-        )
-    return order
+    return complete_passes(passes, stages, pairs, ()).order

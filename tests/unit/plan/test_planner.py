@@ -10,13 +10,14 @@ from tables import MIB, make_table
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import DeviceCost, LayerCost, LinkCost, TiedBytes
-from hetpipe.errors import CostError, PlanError
+from hetpipe.errors import CostError, PlanError, ScheduleError
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import make_pipeline, make_plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.pricing import predict, stage_times, tied_stages
+from hetpipe.plan.pricing import predict, predicted_step_s, stage_times, tied_stages
 from hetpipe.plan.proposal import PlannerOptions, Proposal
+from hetpipe.schedule import rule
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.sdk.info import HOST_MEMORY
 
@@ -51,6 +52,20 @@ def test_cores_that_compute_also_copy_transfers():
     assert stage_times(plan, host).forward_s == (4.25, 4.25)
     assert stage_times(plan, host).backward_s == (8.25, 8.25)
     assert stage_times(plan, replace(host, links=slow)).forward_s == (4.0, 4.0)
+
+
+def test_a_plan_of_a_faulty_schedule_says_what_is_wrong(monkeypatch):
+    monkeypatch.setattr(rule, "_rules", dict(rule._rules))
+
+    @rule.register_schedule("short")
+    def short(stages, microbatches, in_flight):
+        *rows, last = rule.rule_of("1f1b").rows(stages, microbatches, in_flight, stages)
+        return *rows, last[:-1]
+
+    table = make_table(SPEEDS)
+    plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    with pytest.raises(ScheduleError, match="B7"):
+        predicted_step_s(replace(plan, schedule="short"), table)
 
 
 def random_table(rng):
