@@ -5,7 +5,7 @@
     receive(limit_s) <-- standard output ---   send(message)
     ChildEnded.log   <-- standard error ----   all prints and warnings
 
-A child leads a new process group: Ctrl-C reaches only this process, and `close` kills the group.
+A child leads a new process group: Ctrl-C reaches only the parent, and `close` kills the group.
 The system ends a child together with the thread that started it, so that no child outlives its
 parent.
 

@@ -215,8 +215,8 @@ class OpenCLBackend(Backend):
 def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
     """Add the chosen kernel family to `info.driver`, because costs depend on the family.
 
-    Only products of the family `cpu` report chunks of their results. A device has each channel only
-    once, so passes that use channels run one after another.
+    Also limit the capabilities: only kernels of the family `cpu` report chunks of their results. A
+    device has each channel only once, so with channels it has one queue.
     """
     if not family:
         return info

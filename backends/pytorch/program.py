@@ -144,7 +144,10 @@ QUICK = frozenset((
 
 
 def _callable(target: OpOverload) -> Callable[..., Any]:
-    """Return the operator's Python function if there is one: it parses arguments 0.5 us faster."""
+    """Return the function to call: torch's Python function for operators in `QUICK`.
+
+    It parses arguments 0.5 us faster.
+    """
     if (own := function_of(target)) is not None:
         return own
     namespace, name, _ = str(target).split(".")

@@ -24,7 +24,7 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 
 
 class Lane:
-    """A stream, and a thread that calls back when work on the stream has ended.
+    """A stream, and a thread that calls back when work on the stream has ended; no schedule's lane.
 
     torch has no callbacks on streams, so the thread waits. It starts for the first callback.
     """

@@ -16,10 +16,10 @@ LIMIT_S = 300.0
 
 
 def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the fields of `MatmulFigures` for every processor that can measure its ceiling.
+    """Return the fields of `MatmulFigures` for each processor with a `Device.fma_ceiling`.
 
-    With `devices`, measure only these. Raises `HetpipeError` for a device that is missing, or that
-    cannot measure its ceiling.
+    Emulated devices and references are left out. With `devices`, measure these instead. Raises
+    `HetpipeError` for a device that is missing or cannot measure this ceiling.
     """
     infos, _ = discover_devices()
     if devices:
@@ -36,8 +36,8 @@ def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
     figures = _measure(info)
     if figures is None:
         raise HetpipeError(
-            f"{device} cannot measure its ceiling of multiply-adds; name a processor whose backend "
-            "has kernels"
+            f"{device} cannot measure its highest rate of multiply-adds, with which its products "
+            "are compared; name a device that can (`Device.fma_ceiling`)"
         )
     return figures
 

@@ -19,7 +19,7 @@ from hetpipe.conformance.operators import normal
 from hetpipe.conformance.rig import WAIT_S, Rig
 from hetpipe.sdk.backend import Buffer, Event, Executable
 
-CYCLES = 60  # cycles of upload, compile, run and drop, in the search for leaks
+CYCLES = 60  # cycles of upload, run and drop in the search for leaks; some also compile
 LEAK_NBYTES = 1 << 20  # size of the buffers in a cycle
 PATIENCE_S = 3.0
 """Longest wait for memory that a device frees later than Python frees the object."""

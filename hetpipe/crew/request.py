@@ -41,7 +41,8 @@ class StepRequest:
 class UpdateRequest:
     """Only sums and updates, for the gradients that earlier mini-batches have accumulated.
 
-    Gradients are multiplied by `grad_scale`; NaN drops the gradients and restores the buffers.
+    Gradients are multiplied by `grad_scale`; NaN drops the gradients and restores the buffers. At
+    the flush of a stream it is None: every update has the factor of its mini-batch.
     """
 
     schedule: Schedule

@@ -40,8 +40,8 @@ def source_of(
 ) -> Culprit:
     """Return the culprit for `output`, whose value is not finite.
 
-    The culprit is the operator with finite inputs, or the input of the program, from which the
-    value comes.
+    From the output, the search follows inputs that are not finite. It ends at the culprit: an
+    operator with finite inputs, or an input of the program.
     """
     node = output
     while sources := [each for each in inputs_of(node) if not is_finite(values[each])]:
@@ -88,7 +88,7 @@ def _layers(program: Program, nodes: Iterable[fx.Node]) -> str:
 
 
 def _parameters(program: Program, node: fx.Node) -> list[str]:
-    """Return the names of the update's outputs, such as parameters, that depend on a node."""
+    """Return the parameters whose new value or state depends on a node of an update."""
     reached, stack = set[fx.Node](), [node]
     while stack:
         if (each := stack.pop()) not in reached:
@@ -117,10 +117,8 @@ def _not_finite(finding: Finding, values: Values, read: list[fx.Node]) -> str:
     if not bool(wrong.any()):
         return ""
     place = tuple(int(i) for i in wrong.nonzero()[0])
-    return (
-        f"{float(actual[place])} at {list(place)}, where torch has {float(expected[place]):.6g}; "
-        f"{_inputs_text(read, values)}"
-    )
+    text = f"{float(actual[place])} at {list(place)}, where torch has {float(expected[place]):.6g}"
+    return f"{text}; {_inputs_text(read, values)}" if read else text
 
 
 def _first(value: torch.Tensor) -> str:
@@ -134,7 +132,7 @@ def _inputs_text(read: list[fx.Node], values: Values) -> str:
         return "the operator's inputs were not finite either"
     tensors = [t for node in read for t in tensors_of(values[node]) if t.is_floating_point()]
     spans = [f"{float(t.min()):.3g} to {float(t.max()):.3g}" for t in tensors if t.numel()]
-    return "its inputs were finite" + (f", from {' and '.join(spans)}" if spans else "")
+    return "the operator's inputs were finite" + (f", from {' and '.join(spans)}" if spans else "")
 
 
 def _has_nan(value: object) -> bool:

@@ -44,7 +44,7 @@ VERSION = 1
 STAGES = 4
 SEEDS = 3
 FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
-"""Head of each validation figure in the table, and the factor to its unit."""
+"""For each validation figure its heading in the table, and the factor to the heading's unit."""
 
 UNPARTITIONED = Method("unpartitioned")
 IN_MICROBATCHES = Method("unpartitioned", microbatches=4)
@@ -131,7 +131,7 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
         if row.task != task:
             task = row.task
             head = f"{task.model}, {task.optimizer.name}\nrate {task.optimizer.lr}"
-            target = f"loss {task.target},\nof {task.steps} x {task.mini_batch}"
+            target = f"loss {task.target},\nat most {task.steps}"
             table.add_section()
             table.add_row(head, "", FIGURES[task.figure][0], target, style="bold")
         table.add_row(*_cells(row))
@@ -139,7 +139,10 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Return `mean (min .. max)`, or `2 of 3: min .. max` if 1 of 3 trials (`of`) has no value."""
+    """Return `mean (min .. max)` of the values of `of` trials.
+
+    If a trial has no value: `2 of 3: min .. max`, or `never`.
+    """
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

@@ -51,7 +51,13 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
         if diagnosis.verdict != "healthy":
             return diagnosis
     if max(training.plan.replicas) > 1 or training.accumulated:
-        return replace(diagnosis, notes=(*notes, "the pipeline's own pass"))
+        return replace(
+            diagnosis,
+            notes=(
+                *notes,
+                "the pipeline's own run, since there are replicas or accumulated gradients",
+            ),
+        )
     recent = list(training.recent)
     loss, grads = gradients_of(training, x, y, summed=True)
     training.recent.clear()
@@ -79,6 +85,6 @@ def _apart(setup: Setup, rehearsal: Rehearsal, loss: float, grads: Mapping[str, 
                 member = rehearsal.start.members[stage.stage]
                 return (
                     f"its gradient of {name}, in stage {stage.stage} on {member}, is off by "
-                    f"{error:.3g}, and its largest value is {largest:.3g}"
+                    f"{error:.3g}; the single programs' largest value in it is {largest:.3g}"
                 )
     return ""

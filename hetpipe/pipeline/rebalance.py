@@ -33,7 +33,7 @@ HORIZON = 1000
 CHANGE = 0.1
 """If the devices' relative speeds change by more than this, plans are compared without delay."""
 PLANNING_SHARE = 0.005
-"""Comparisons of plans without such a change take at most this share of the time."""
+"""If speeds change less than that, comparing plans takes at most this share of the time."""
 REORDERING_GAIN = 0.08
 """Another order of the devices must save this share of the best step in the present order."""
 
@@ -93,13 +93,14 @@ class Rebalancer:
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
             self._fixed = (
-                "layers on several replicas do not move: name a schedule such as '1f1b', which has "
-                "no replicas"
+                "layers on several replicas do not move: leave out replicas, and name a schedule "
+                "such as '1f1b'"
             )
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
-        self._awaited: tuple[int, float, float] | None = None  # a move's step, old step_s, promise
+        self._awaited: tuple[int, float, float] | None = None
+        """For the last move: number of steps before it, seconds of a step, promised share."""
         self._considered: Mapping[str, float] = {}  # factors for which the present plan was best
         self._may_plan_s = 0.0  # from this time on plans may be compared without a change
         self._next: Move | None = None
@@ -160,7 +161,10 @@ class Rebalancer:
             return Rebalanced(False, f"no plan fits: {error}", step_s, step_s, took_s)
         times_s = move.present.step_s, move.best.step_s
         if not move.pays(steps):
-            why = f"{_saving(move)}, too little for a move of {move.move_s:.1f} s"
+            limit = f"{100 * GAIN:.0f} % of a step"
+            if move.promised > GAIN:
+                limit = f"the {move.move_s:.1f} s of a move in {steps} steps"
+            why = f"{_saving(move)}, and layers move only to save more than {limit}"
             return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, move.move_s)
         why = self._speeds()
         self._move(move, why)

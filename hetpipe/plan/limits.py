@@ -50,8 +50,8 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
                 refusals[MOST_REFUSALS:] = [f"{more} more"]
             return (
                 f"none of them can run layer {layer.name} ({'; '.join(refusals)}); add a device "
-                "that can, or let another backend run its operators (`lends`): "
-                "`hetpipe coverage MODEL DEVICE` lists the operators that a device lacks"
+                "that can, or let another device run the operators that it lacks (`lends`); "
+                "`hetpipe coverage MODEL DEVICE` lists these operators"
             )
     return None
 
@@ -61,7 +61,10 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
     if not rule_of(proposal.schedule).flushes:
         for shared in costs.table.tied:
             if len({bisect_right(proposal.cuts, layer) for layer in shared.layers}) > 1:
-                return f"cuts {list(proposal.cuts)} separate layers that share {shared.name}"
+                return (
+                    f"cuts {list(proposal.cuts)} separate layers that share {shared.name}, and "
+                    f"{proposal.schedule} would update them at different times"
+                )
     policy, depths = policy_of(weights), proposal.depths
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)
@@ -80,7 +83,7 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
             return f"{where} {_lack(need, cost.memory_nbytes)}"
         if used[domain] > capacity[domain]:
             return (
-                f"{where}, with the stages before it in memory {domain}, "
+                f"{where}, together with the earlier stages in the memory {domain}, "
                 f"{_lack(used[domain], capacity[domain])}"
             )
     return None

@@ -53,8 +53,8 @@ def make_plan(
     samples = options.size(microbatches)
     if samples != table.samples:
         raise PlanError(
-            f"{microbatches} micro-batches of a mini-batch of {mini_batch} have {samples} samples, "
-            f"but the costs are for {table.samples}; profile at {samples}"
+            f"{microbatches} micro-batches of a mini-batch of {mini_batch} have up to {samples} "
+            f"samples each, but the costs are for {table.samples}; profile at {samples}"
         )
     return make_pipeline({samples: table}, devices, options, cuts)
 
@@ -65,7 +65,9 @@ def make_pipeline(
     options: PlannerOptions,
     cuts: Sequence[int] | None = None,
 ) -> Plan:
-    """Return the plan with the shortest predicted step that puts one stage on each of `devices`.
+    """Return the plan with the shortest predicted step that uses each of `devices`.
+
+    A device has one stage, or as many stages as the schedule gives each worker.
 
     Tries every order of up to 4 devices, unless the options or `cuts` (layer indices) fix the
     order; for more devices only the given order. If the schedule allows it, the number of forwards
@@ -126,7 +128,7 @@ def _check(priced: Priced, devices: Sequence[str], cuts: Sequence[int] | None) -
     per_device = max(rule_of(schedule).stages_per_worker for schedule in schedules)
     if per_device * len(devices) > layers:
         raise PlanError(
-            f"{per_device * len(devices)} stages need as many layers, {table.model} has {layers}: "
+            f"{per_device * len(devices)} stages need a layer each; {table.model} has {layers}: "
             f"use at most {layers // per_device} devices"
         )
     ends, needed = [0, *(cuts or ()), layers], per_device * len(devices) - 1

@@ -3,8 +3,9 @@
 A predicted receive begins when its worker asks for the message, but a measured receive begins when
 the message arrives. The same rules derive transfers and waits from predicted and measured spans:
 
-- A message is under way while its send lasts. If the receiving lane is in a pass when the send
-  ends, the message waits for the end of this pass. It is under way again until its receive ends.
+- A message is under way while its send lasts. If the receiving lane ends passes between the end of
+  the send and the beginning of the receive, the message waits until the last of them ends. Then it
+  is under way again until its receive ends.
 - A sum over replicas begins when the last replica begins it.
 - A lane waits before its first pass and between two passes, except while a message for the later
   pass is under way or, before an update, while the lane sums.

@@ -49,7 +49,7 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether the caller has already checked that no index is out of range."""
+        """Whether all indices were checked before the graph runs (`meta["checked"]`)."""
         source = self.index
         while source.op == "call_function" and name_of(source) in MOVES:
             source = source.all_input_nodes[0]
@@ -78,7 +78,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """Return the bounds that a call's index tensors must keep and the caller has not checked."""
+    """Return the bounds of a call's index tensors that were not checked before the graph runs."""
     return [bound for bound in all_bounds(node) if not bound.holds]
 
 

@@ -99,8 +99,8 @@ class KernelRunner(ABC):
     def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
         """Return the ways to divide the work of kernels, by name; default: none.
 
-        Each way consists of the environment variables of a process that measures it. The first way
-        is in use.
+        A way is a set of environment variables; a process with these variables uses it. The first
+        way in the mapping is the present one.
         """
         return {}
 
@@ -124,7 +124,7 @@ class KernelRunner(ABC):
         return ()
 
     def line_that_writes(self, source: str, function: str, argument: str) -> int | None:
-        """Return the first line of a kernel that writes an argument; None (default) if unknown."""
+        """Return the first line of `source` that writes an argument of a kernel; default: None."""
         return None
 
 

@@ -46,8 +46,11 @@ def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the dimension of each tensor's rows. `shapes` has (name, rows, shape) for several
-    numbers of rows. Raises `HetpipeError` for a tensor that cannot be divided by rows."""
+    """Return, for each tensor, the index of the dimension that has an entry per row.
+
+    `shapes` has (name, rows, shape) for several numbers of rows. Raises `HetpipeError` for a tensor
+    that cannot be divided by rows.
+    """
     shapes_of: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, rows, shape in shapes:
         shapes_of.setdefault(name, {})[rows] = shape

@@ -2,7 +2,8 @@
 
 A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
 store (lasting values), and the frame (values of one micro-batch). Station 6 of
-docs/life-of-a-micro-batch.md fills a frame; stations 7, 10 and 14 run on all three tables.
+docs/life-of-a-micro-batch.md fills a frame. Stations 7 and 10 run on all three tables; station 14
+has no frame.
 """
 
 from __future__ import annotations
@@ -159,8 +160,11 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """Return the bindings that every training uses. Backwards that add to late gradients are
-        compiled when needed."""
+        """Return the bindings that every training uses.
+
+        With late gradients, a backward that adds to gradients is left out: it is compiled if a
+        second backward comes before the update.
+        """
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]
@@ -200,7 +204,7 @@ class StageBinding:
 
 
 def _saved_once(binding: Binding) -> set[int]:
-    """Return the entries of saved tensors that the program returns only once."""
+    """Return the entries of saved tensors that are exactly one output of the program."""
     nodes = graph_outputs(binding.program.graph)
     counts = Counter(nodes)
     pairs = zip(binding.program.outputs, binding.targets, nodes, strict=True)

@@ -90,7 +90,7 @@ class Service:
                 self._task = "idle"
                 self._answer(say.Reply(value))
         except EdgeClosedError:
-            pass  # the worker was stopped during a step
+            pass  # this worker was stopped, or a lane has reported that a neighbour is lost
         except BaseException as error:
             self.fail(error)
         finally:
@@ -111,7 +111,10 @@ class Service:
         self._answer(say.Failure(self.doing, self._summary(error), trace_of(error)))
 
     def _summary(self, error: BaseException) -> str:
-        """Return the error in one line, with the device and its method if the device raised it."""
+        """Return the error in one line.
+
+        An error of the device's code that is not a `HetpipeError` gets the device and the method.
+        """
         if isinstance(error, EdgeClosedError):
             return f"the connection to a neighbouring worker is lost {error}".rstrip()
         if isinstance(error, HetpipeError) or not (method := failing_method(error)):

@@ -1,7 +1,7 @@
 """AmoebaNet-D (Real et al., AAAI 2019), as GPipe and DAPPLE train it.
 
-Two reduction cells come before the first normal cell, and one after each of the first two thirds of
-the normal cells. A cell has two inputs and makes five sums. Each sum adds the results of two
+The normal cells form three equal groups. Two reduction cells come before the first group, and one
+before each other group. A cell has two inputs and makes five sums. Each sum adds the results of two
 operations, which read the inputs or earlier sums.
 """
 
@@ -37,7 +37,10 @@ class ReluConvNorm(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """Halves the size by two 1x1 convolutions: one reads even positions, one odd positions."""
+    """Halves height and width.
+
+    One 1x1 convolution reads the even positions, another one the odd positions.
+    """
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def test_nan_results_are_shown(crews: Crews) -> None:
             pipe.step(X, Y)
         text = str(pipe.diagnose(X, Y))
     assert "nan at [0, 3], where torch has 0." in text
-    assert "its inputs were finite, from" in text
+    assert "the operator's inputs were finite, from" in text
     assert "learning rate" not in text
 
 
@@ -188,7 +188,7 @@ def test_the_models_own_operator_is_named(crews: Crews) -> None:
     assert found.culprit is not None
     assert (found.culprit.stage, found.culprit.operators) == (0, ("aten.sqrt.default",))
     assert found.culprit.not_finite.startswith("nan at [0, ")
-    assert "its inputs were finite, from -" in found.culprit.not_finite
+    assert "the operator's inputs were finite, from -" in found.culprit.not_finite
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Joins many kernels into one source, because a board holds one binary at a time.
 
 A part of the source is a kernel file with one set of `-D` options, or all generated kernels. Two
-parts may define the same names, so macros around each part rename functions:
+parts may define the same names, so macros around each part rename functions, types and variables
+that an earlier part has:
 
     #define ROWS 8                      -DROWS=8
     #define load_upto load_upto_2       an earlier part has a function load_upto

@@ -39,7 +39,7 @@ def aligned(nbytes: int, alignment: int) -> int:
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
     """Return the life of each tensor's memory, by id, in order of first use.
 
-    Launches of a dataflow, see `Launch.beside`, run together: each counts as the dataflow's last.
+    A dataflow's launches (see `Launch.beside`) run together, so the last one counts for all.
     """
     by_id: dict[int, Life] = {}
     for number, launch in enumerate(launches):

@@ -1,6 +1,7 @@
 """Convolutions on CPUs as products of weights and pixels: 1x1 kernels and input gradients.
 
-The product of an input gradient has a row for each tap. A second kernel adds (folds) the taps.
+For an input gradient, the product has a row for each input channel and position in the kernel.
+Unless the kernel is 1x1 with stride 1, a second kernel adds (folds) the rows into the image.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from .matmul import COLS, pack
 
 FILES = ("cpu/common.cl", "cpu/matmul.cl", "cpu/pointwise.cl")
 ROOM_PANELS = 4
-"""A work-item's share of a second-level cache holds this many panels.
+"""A work-item's share of a second-level cache holds this many panels of `tuning.depth_block` rows.
 
-A panel has `COLS` pixels and `tuning.depth_block` channels.
+A panel has `COLS` pixels, and a row for each channel.
 """
 MOST_PANELS = 16
 """Most panels per block: MOST_COLS of `kernels/cpu/pointwise.cl`, divided by COLS."""
 FEW_CHANNELS = 8
-"""Number of channels up to which other kernels would leave most lanes of their tiles empty."""
+"""With at most this many input channels, other kernels leave most lanes of their tiles empty."""
 MOST_GROWTH = 3
 """Largest size of a product to fold, divided by the size of dy."""
 

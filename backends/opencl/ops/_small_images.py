@@ -87,8 +87,8 @@ def _multiply(
 ) -> None:
     """Compute out [rows][cols] = a [rows][depth] times b.
 
-    Rows of b are `b_row` elements apart. The `COLS` columns of a panel are adjacent in memory; a
-    panel that begins with column c lies `c * b_col` elements after the beginning of b.
+    Rows of b are `b_row` elements apart. The `COLS` columns of a panel are adjacent in memory; the
+    panel of column c and the next ones begins `c * b_col` elements after the beginning of b.
     """
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows

@@ -32,8 +32,9 @@ def kernel_of(path: Path) -> OwnKernel:
     names = KERNEL.findall(source)
     function = spec.function or (names[0] if len(names) == 1 else "")
     if function not in names:
-        there = ", ".join(names) or "none"
-        raise BackendError(f"{path}: no kernel {function!r} in its source, which has {there}")
+        there = f"its source has the kernels {', '.join(names) or '(none)'}"
+        wanted = f"not {function!r}" if function else "write function = NAME"
+        raise BackendError(f"{path}: {there}; {wanted}")
     _check(spec, path)
     return OwnKernel(
         spec.operator,
@@ -66,8 +67,8 @@ def _check(spec: KernelSpec, path: Path) -> None:
     for name, each in spec.argument.items():
         if each.local is not None:
             raise BackendError(
-                f"{path}: {name} is local memory from outside; in a training a kernel declares its "
-                "local memory itself"
+                f"{path}: {name} is local memory, which a training does not pass as an argument; "
+                "declare it inside the kernel"
             )
         if each.shape is None:
             continue
@@ -78,8 +79,8 @@ def _check(spec: KernelSpec, path: Path) -> None:
         wanted, have = ("result", each.result) if each.output else ("input", each.input)
         if have is None:
             raise BackendError(
-                f"{path}: which {wanted} of {spec.operator} is {name}? Write {wanted} = 0 in "
-                f"[argument.{name}]"
+                f"{path}: which {wanted} of {spec.operator} is {name}? Write its place in "
+                f"[argument.{name}]; for the first one {wanted} = 0"
             )
 
 
@@ -121,8 +122,8 @@ def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
         tensors, index = (call.outputs, each.result) if each.output else (call.inputs, each.input)
         assert index is not None, "checked when it was read"
         if index >= len(tensors):
-            kind = "results" if each.output else "tensors"
-            raise BackendError(f"it has {len(tensors)} {kind}, but {name} is number {index}")
+            kind = "result" if each.output else "input"
+            raise BackendError(f"{name} is {kind} {index}, counted from 0, of {len(tensors)}")
         tensor = tensors[index]
         if tensor.dtype != each.dtype:
             raise BackendError(f"{name} is {tensor.dtype}, but {each.dtype} in the specification")
@@ -135,14 +136,14 @@ def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
             if size.name is None:
                 later.append((name, size, number))
             elif sizes.setdefault(size.name, number) != number:
-                raise BackendError(f"{size} is {sizes[size.name]}, and {number} in {name}")
+                raise BackendError(f"{name} has {size} = {number}, but before {sizes[size.name]}")
     for name in spec.fixed:
         listed = dict.fromkeys(each[name] for each in spec.case if name in each)
         if name in sizes and sizes[name] not in listed:
-            raise BackendError(f"{name} is {sizes[name]}; it is fixed, to {words(listed)}")
+            raise BackendError(f"{name} is {sizes[name]}, but `fixed` allows {words(listed)}")
     for name, size, number in later:
         if size.value(sizes) != number:
-            raise BackendError(f"{size} is {size.value(sizes)}, and {number} in {name}")
+            raise BackendError(f"{name} has {size} = {number}, not {size.value(sizes)}")
     return sizes
 
 

@@ -27,8 +27,8 @@ class NamedTensors:
     """The parameters and buffers of a model and its loss, by name.
 
     A tensor with several names appears once, under its first name; `aliases` maps its other names
-    to the first. A tensor that model and loss share has the model's name. Raises `CaptureError` if
-    a tensor of the loss would get the name of a tensor of the model.
+    to the first. A tensor that model and loss share has its name in the model. Raises
+    `CaptureError` if a tensor of the loss would get the name of a tensor of the model.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
@@ -72,7 +72,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def copy_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss; a module is copied except for its parameters, as calls change buffers."""
+    """Return the loss. Of a module return a copy with the same parameters: calls change buffers."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     return deep_copy(loss_fn, loss_fn.parameters())
@@ -89,7 +89,7 @@ def deep_copy(value: Copied, shared: Iterable[torch.Tensor] = ()) -> Copied:
 
 
 class _CopyComputed(TorchFunctionMode):
-    """Makes the deep copy of a computed tensor a constant with the same values."""
+    """Lets `deepcopy` of a computed tensor return a constant with the same values."""
 
     def __torch_function__(
         self,
@@ -134,7 +134,10 @@ def exported_name(target: str) -> str:
 def move_to_cpu(
     model: nn.Module, loss_fn: Callable[..., Any]
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return model and loss, or copies on the CPU that share tensors as the originals do."""
+    """Return model and loss; if a tensor is on another device, return copies on the CPU.
+
+    Tensors that model and loss share stay shared.
+    """
     modules = [module for _, module in roots(model, loss_fn)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -146,7 +149,7 @@ def move_to_cpu(
 
 
 def array_of(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Copy a parameter or buffer to an array. Raises `CaptureError` if no array can hold it."""
+    """Copy a parameter or buffer to an array. Raises `CaptureError` if it cannot be trained."""
     if tensor.layout != torch.strided:
         raise CaptureError(f"{name} is a {tensor.layout} tensor: convert it with to_dense()")
     if tensor.is_complex():

@@ -1,7 +1,4 @@
-"""Random operators: notices them, and replaces those of a graph.
-
-Their replacements are `hetpipe` operators with an explicit counter.
-"""
+"""Notices random operators, and replaces them in graphs by operators with an explicit counter."""
 
 from __future__ import annotations
 

@@ -29,8 +29,10 @@ _GRADIENT_BY_LAYOUT = frozenset({
     aten.linalg_det.default, aten.linalg_slogdet.default, aten.logdet.default,
     aten.slogdet.default,
 })  # fmt: skip
-"""Operators whose gradient formula depends on the layout of the operand. Devices have row-major
-operands."""
+"""Operators whose gradient formula depends on the layout of the operand.
+
+They are traced on row-major operands, since devices have such operands.
+"""
 
 
 @dataclass
@@ -73,7 +75,7 @@ def trace_joint(
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
-    """Compute `aten.view` also for strides that it refuses, by a copy.
+    """Compute `aten.view`; if it would refuse the strides of `x`, view a row-major copy.
 
     Such strides occur because a decomposition may return another layout than the operator that it
     replaces. `simplify` drops the copy.

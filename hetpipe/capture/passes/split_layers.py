@@ -79,7 +79,7 @@ class SplitParameters:
 
 
 def _parameter(name: str, known: Mapping[str, object]) -> str:
-    """Return the name of the `known` parameter to which a value with this name belongs."""
+    """Return the name if it is a `known` parameter; otherwise its part after the last slash."""
     return name if name in known else name.rpartition("/")[2]
 
 
@@ -101,8 +101,9 @@ _GROUPS = 6
 def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[str]) -> None:
     """Split each layer that `channels` names, after the given number of output channels.
 
-    `tied` has the parameters with several names. `flat.rows` gets, for every split parameter,
-    the number of rows in its first part. Raises `PlanError` for a layer that cannot be split.
+    `tied` has the parameters with several names in the model. `flat.rows` gets, for every split
+    parameter, the number of rows in its first part. Raises `PlanError` for a layer that cannot be
+    split.
     """
     for layer in channels:
         if layer not in flat.layer_names:

@@ -1,9 +1,10 @@
 """DAPPLE: a pivot stage, three placement policies, replicas that divide micro-batches (section 4).
 
 The paper's devices are equal, so unlike devices count by their mean times. The paper's formula and
-the authors' published program each choose some partitions for some numbers of micro-batches. The
-prediction chooses among these partitions and two depths, P_A and P_B; then it chooses the number of
-micro-batches for the best partition.
+the authors' published program each choose some partitions for some numbers of micro-batches.
+hetpipe prices each of these partitions at two depths: P_A, the schedule's usual depth, and P_B,
+which has more forwards in flight. The fastest partition is then priced with all numbers of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
 SEARCHED = 4
-"""At most this many numbers of micro-batches are searched; the best plan is priced with all."""
+"""The search tries at most this many numbers of micro-batches."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
 """How many plans of the formula are priced per number of micro-batches; and how many if each price
 takes long."""
@@ -80,7 +81,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 def _with_counts(
     options: PlannerOptions, shape: Shape, counts: Sequence[int]
 ) -> Iterator[Proposal]:
-    """Yield a shape with these numbers of micro-batches, and P_A or P_B in flight."""
+    """Yield a shape with each number of micro-batches, at both depths if the rule has any."""
     cuts, groups = shape
     for count in counts:
         if len(groups) == 1 and len(groups[0]) > 1 and options.data_parallel:
@@ -126,8 +127,10 @@ def _shapes(
 
 
 def machines_of(table: CostTable, cluster: Cluster) -> Machines:
-    """Return the cluster's servers, with the slowest link inside a server and between two
-    servers."""
+    """Return the cluster's servers, and two links: a slowest one inside servers, and one between.
+
+    Links between the first members of servers stand for all links between servers.
+    """
     groups = cluster.groups()
     inside = [(a, b) for group in groups for a in group for b in group if a != b]
     heads = [group[0] for group in groups]
@@ -136,7 +139,10 @@ def machines_of(table: CostTable, cluster: Cluster) -> Machines:
 
 
 def _wire(table: CostTable, pairs: list[tuple[str, str]]) -> Wire:
-    """Return the slowest of these links; if there are none, a link that costs nothing."""
+    """Return a link with the lowest rates and the highest latency of these links.
+
+    Without links, it costs nothing.
+    """
     links = [table.link(*pair) for pair in pairs]
     return Wire(
         min((link.bandwidth_Bps for link in links), default=inf),

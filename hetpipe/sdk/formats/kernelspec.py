@@ -60,7 +60,7 @@ class Size:
         return self.text if self.text.isidentifier() else None
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """Return the number for the named sizes.
+        """Evaluate the expression; `sizes` has the numbers of its names.
 
         Raises `BackendError` for an unknown name, a division by 0, and a number below 0 or above
         `MOST`.
@@ -76,8 +76,8 @@ class Size:
     def _tree(self) -> ast.expr:
         if len(self.text) > MOST_LETTERS:
             raise BackendError(
-                f"a size has {len(self.text)} letters; at most {MOST_LETTERS} are allowed, so give "
-                "a part of it a name"
+                f"a size has {len(self.text)} letters; at most {MOST_LETTERS} are allowed, so put "
+                "a name for a part of it, with its number, into each [[case]]"
             )
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
@@ -155,10 +155,11 @@ class Argument:
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
-    """In a second run with other values: the factor of `normal` values. With 1, `ones` stay 1."""
+    """Factor of `normal` values in a further run with other values. In this run `ones` become
+    uniform numbers, unless `scale` is 1."""
     low: float = -1.0
     high: float = 1.0
-    """Bounds of uniform numbers, and of integers, which stay below `high`."""
+    """Bounds of uniform numbers and of integers. Integers are below `high`; by default 0 and 1."""
     output: bool = False
     value: Size | None = None
     number: Annotated[float, Number(-1e30, 1e30)] | None = None
@@ -183,7 +184,7 @@ class Argument:
             raise BackendError("scale is for the values of an input; remove it here")
         if self.low > self.high:
             raise BackendError(
-                f"low is {self.low:g}, but high is {self.high:g}: give low at most high"
+                f"low is {self.low:g}, but high is {self.high:g}: low must not be larger"
             )
 
     @property
@@ -251,7 +252,7 @@ class KernelSpec:
     operator: str = ""
     """The operator that the kernel may replace in a training, such as `aten.relu.default`."""
     source: str = ""
-    """The file of the kernel, relative to this file; for a training."""
+    """For a training: the kernel's file, relative to the specification; default: NAME.cl."""
     time_limit_s: Annotated[float, Number(0.1, 3600.0)] = 20.0
     fixed: tuple[str, ...] = ()
     """Sizes, by name, that take only the values in the cases."""

@@ -14,7 +14,7 @@ from hetpipe.sdk.graph import graph_of_rows, resolve_operator
 if TYPE_CHECKING:
     from torch import fx
 
-_MOST_ELEMENTS = 1 << 59  # the bytes of a tensor then fit in 63 bits
+_MOST_ELEMENTS = 1 << 59  # the number of bytes then fits in 63 bits
 
 
 def deserialise(data: bytes) -> fx.GraphModule:
@@ -73,8 +73,10 @@ class _Reader:
                 raise _damaged("its output is not the last node")
             rows.append(row)
             self._vals.append(row[5])
-        if not rows or self._at != len(self._data):
-            raise _damaged(f"it ends at byte {self._at} of {len(self._data)}")
+        if not rows:
+            raise _damaged("it has no nodes")
+        if self._at != len(self._data):
+            raise _damaged(f"its last node ends at byte {self._at} of {len(self._data)}")
         return rows
 
     def _node(self) -> tuple[Any, ...]:
@@ -114,7 +116,7 @@ class _Reader:
     def _call(self) -> tuple[str, Any, dict[str, Any], Any]:
         target = self._text()
         if target == "getitem":
-            raise _damaged("a call has the operator getitem, as only items have")
+            raise _damaged("a call has the operator getitem, which only an item may have")
         names = [argument.name for argument in resolve_operator(target)._schema.arguments]
         args = [self._argument(0) for _ in range(self._count(1))]
         kwargs = {}
@@ -133,7 +135,7 @@ class _Reader:
         number, index = self._u32(), self._u32()
         val = self._vals[number] if number < len(self._vals) else None
         if not isinstance(val, list) or index >= len(val):
-            raise _damaged(f"an item is number {index} of node {number}, which has fewer items")
+            raise _damaged(f"an item is result {index} of node {number}, which has no such result")
         return "list", [("node", number), ("value", index)]
 
     def _argument(self, depth: int) -> tuple[str, Any]:

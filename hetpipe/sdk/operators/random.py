@@ -1,9 +1,9 @@
 """hetpipe's random operators: their numbers depend on the sample, not on the plan.
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the
-seed. Move the batch dimension of the result to the front and view it as [samples, E]: element e of
-sample s is word e % 4 of the block with counter (e // 4, first_sample + s, site, step). So every
-plan, number of micro-batches, replica, device and recomputation draws the same numbers.
+seed. With the batch dimension at the front, a result has the form [samples, E]. Element e of sample
+s is word e % 4 of the block with counter (e // 4, first_sample + s, site, step). So every plan,
+number of micro-batches, replica, device and recomputation draws the same numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def draw(rng: Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> Tensor:
     """Return a float32 tensor of `size`, uniform in [0, 1): multiples of 2^-24.
 
-    `rng` is int64 (3,): the seed, the step, and the index of the first sample in the mini-batch.
+    `rng` is int64 (3,): the seed, the step, and the first sample's index in the mini-batch.
     `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
     """
     seed, step, first_sample = rng.unbind()

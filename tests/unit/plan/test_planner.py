@@ -190,7 +190,9 @@ def test_devices_that_share_memory_share_its_capacity():
     own = make_table(SPEEDS, memory=40 * MIB)
     assert make_plan(own, ["a", "b"], **ask)
     shared = make_table(SPEEDS, memory=40 * MIB, domain="ram")
-    with pytest.raises(PlanError, match="with the stages before it in memory ram, needs"):
+    with pytest.raises(
+        PlanError, match="together with the earlier stages in the memory ram, needs"
+    ):
         make_plan(shared, ["a", "b"], **ask)
     assert make_plan(make_table(SPEEDS, memory=80 * MIB, domain="ram"), ["a", "b"], **ask)
 
@@ -225,7 +227,11 @@ def test_a_layer_that_no_device_can_run_is_named_with_the_reasons():
 @pytest.mark.parametrize(
     ("devices", "options", "message"),
     [
-        (["a", "b"], {"microbatches": 4}, "have 8 samples, but the costs are for 4; profile at 8"),
+        (
+            ["a", "b"],
+            {"microbatches": 4},
+            "have up to 8 samples each, but the costs are for 4; profile at 8",
+        ),
         (["a", "b"], {"microbatches": 64}, "of 32 cannot be 64 micro-batches; choose 1 to 32"),
         (["a", "x"], {}, "no costs for x; the table of toy has a, b"),
         (["a", "a"], {}, "each once"),
@@ -243,7 +249,7 @@ def test_invalid_arguments_are_refused(devices, options, message):
 @pytest.mark.parametrize("planner", [make_plan, even_plan, speed_blind_plan])
 def test_more_stages_than_layers_are_refused(planner):
     table = make_table({"a": 1.0, "b": 1.0, "c": 1.0}, layers=2)
-    with pytest.raises(PlanError, match="3 stages need as many layers, toy has 2"):
+    with pytest.raises(PlanError, match="3 stages need a layer each; toy has 2"):
         planner(table, ["a", "b", "c"], mini_batch=32, microbatches=8)
 
 
