@@ -16,10 +16,11 @@ LIMIT_S = 300.0
 
 
 def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the fields of `MatmulFigures` for each processor with a `Device.fma_ceiling`.
+    """Return the figures of products (`MatmulFigures`) on processors.
 
-    Emulated devices and references are left out. With `devices`, measure these instead. Raises
-    `HetpipeError` for a device that is missing or cannot measure this ceiling.
+    Emulated devices, references and devices without `fma_ceiling` are omitted, unless `devices`
+    names the devices to measure. Raises `HetpipeError` for a named device that is missing or has
+    no `fma_ceiling`.
     """
     infos, _ = discover_devices()
     if devices:
