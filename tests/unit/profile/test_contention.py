@@ -116,7 +116,7 @@ def test_disturbed_costs_are_kept_with_a_mark(
             return
         (warned,) = caught
         assert warned.category is ContentionWarning
-        assert "took 30% of the cores (at most 10%" in str(warned.message)
+        assert "took 30% of the cores (costs are reliable up to 10%" in str(warned.message)
         assert "micro-batches of 4" in str(warned.message)
         assert "unreliable here; measure again" in str(warned.message)
         kept = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]  # measures nothing
