@@ -493,7 +493,7 @@ def test_a_large_error_within_the_tolerance_is_explained(tmp_path: Path) -> None
         (("output = true", "output = true\nscale = 2.0"), "scale is for the values of an input"),
         (
             ("[expect]", "[beside.none]\nglobal_size = [1]\n[expect]"),
-            "`beside` names none, but",
+            "`beside` names none; it may name",
         ),
         (("[argument.n]", "[argument.n]\nshape = [3]"), "2 of shape, value, number and local"),
         (('y = "x"', 'z = "x"'), "expect has z"),
