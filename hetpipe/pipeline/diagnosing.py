@@ -51,13 +51,8 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
         if diagnosis.verdict != "healthy":
             return diagnosis
     if max(training.plan.replicas) > 1 or training.accumulated:
-        return replace(
-            diagnosis,
-            notes=(
-                *notes,
-                "the pipeline's own run, since there are replicas or accumulated gradients",
-            ),
-        )
+        omitted = "the pipeline's own run, since there are replicas or accumulated gradients"
+        return replace(diagnosis, notes=(*notes, omitted))
     recent = list(training.recent)
     loss, grads = gradients_of(training, x, y, summed=True)
     training.recent.clear()

@@ -32,9 +32,9 @@ def kernel_of(path: Path) -> OwnKernel:
     names = KERNEL.findall(source)
     function = spec.function or (names[0] if len(names) == 1 else "")
     if function not in names:
-        there = f"its source has the kernels {', '.join(names) or '(none)'}"
-        wanted = f"not {function!r}" if function else "write function = NAME"
-        raise BackendError(f"{path}: {there}; {wanted}")
+        why = f"there is no kernel {function!r}" if function else "no kernel is named"
+        there = ", ".join(names) or "none"
+        raise BackendError(f"{path}: {why}; write function = NAME (kernels: {there})")
     _check(spec, path)
     return OwnKernel(
         spec.operator,

@@ -203,12 +203,6 @@ def test_state_is_refused(
     assert STORED == {}
 
 
-def drawn_in_part(part: slice, write: Callable[[torch.Tensor, slice, torch.Tensor], Any]) -> Any:
-    mask = torch.ones(4)
-    write(mask, part, torch.rand(2))
-    return mask
-
-
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "rand": lambda: torch.rand(4),
     "uniform": lambda: torch.empty(4).uniform_(),
@@ -222,8 +216,6 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "feature_dropout": lambda: torch.feature_dropout(torch.ones(1, 4), 0.5, True)[0],
     "fractional": lambda: F.fractional_max_pool2d(torch.arange(64.0).view(1, 8, 8), 2, 2).view(4),
     "orthogonal": lambda: nn.init.orthogonal_(torch.empty(4, 4))[0],
-    "setitem": lambda: drawn_in_part(slice(2), torch.Tensor.__setitem__),
-    "view": lambda: drawn_in_part(slice(2), lambda x, part, drawn: x[part].copy_(drawn)),
     "gumbel_softmax": lambda: F.gumbel_softmax(torch.zeros(1, 4))[0],
     "init": lambda: nn.init.xavier_uniform_(torch.empty(1, 4))[0],
 }
@@ -234,6 +226,24 @@ def test_a_draw_that_later_calls_read_is_refused(name: str) -> None:
     """A graph would draw the numbers again in every mini-batch, and eager torch keeps them."""
     with pytest.raises(CaptureError, match=rf"reads the attribute mask \(Model\) at .*{HERE}"):
         Captured(Model(kept_draw(DRAWS[name])), F.cross_entropy, _batch())
+
+
+@pytest.mark.parametrize("name", ["__setitem__", "view"])
+def test_a_draw_in_part_of_a_kept_tensor_is_refused(name: str) -> None:
+    """Every call draws, but reads the tensor of the first call."""
+
+    def kept_part(model: Any, h: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(4)
+        if name == "view":
+            mask[:2].copy_(torch.rand(2))
+        else:
+            mask[:2] = torch.rand(2)
+        if model.mask is None:
+            model.mask = mask
+        return h * model.mask
+
+    with pytest.raises(CaptureError, match=rf"reads the attribute mask \(Model\) at .*{HERE}"):
+        Captured(Model(kept_part), F.cross_entropy, _batch())
 
 
 def kept_mask(model: Any, h: torch.Tensor) -> torch.Tensor:
