@@ -1,4 +1,4 @@
-"""Kernels for graphics cards, compiled without a card: by clang, libclc and NVIDIA's ptxas.
+"""Kernels for graphics cards, compiled without a card: by clang and libclc, and NVIDIA's ptxas.
 
     python tests/support/nvptx.py gpt resnet18      a table of each kernel's registers and memory
 
@@ -30,10 +30,12 @@ from hetpipe.backends.opencl.lower.target import Target
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo
 
-CARDS = ("sm_80", "sm_90")
-"""The architectures of NVIDIA's A100 and H100."""
+CARDS = ("sm_80", "sm_90", "gfx90a")
+"""The architectures of NVIDIA's A100 and H100, and of AMD's MI200."""
+VERSION = "7.8"
+"""The first version of PTX that both have."""
 MODELS = ("digits", "mlp", "gpt", "resnet18", "lstm", "bert-large-small")
-LIBRARY = Path("/usr/lib/clc/nvptx64--nvidiacl.bc")
+NVIDIA, AMD = Path("/usr/lib/clc/nvptx64--nvidiacl.bc"), Path("/usr/lib/clc/amdgcn--amdhsa.bc")
 """OpenCL's built-in functions, of Debian's package libclc-15 or a later one."""
 
 
@@ -64,9 +66,9 @@ class Compiled:
 
 
 def lacking() -> str:
-    """Return which tool is missing, or ""."""
-    tools = {"clang": clang(), "ptxas": ptxas(), str(LIBRARY): LIBRARY.is_file()}
-    return ", ".join(name for name, found in tools.items() if not found)
+    """Return the names of the missing tools, or ""."""
+    there = {"clang": clang(), "ptxas": ptxas(), "libclc": NVIDIA.is_file() and AMD.is_file()}
+    return ", ".join(name for name, found in there.items() if not found)
 
 
 @cache
@@ -123,11 +125,16 @@ def compiled(launches: Iterable[Launch], cards: Sequence[str] = CARDS) -> list[C
         groups[launch.kernel] = max(size, groups.get(launch.kernel, 1))
     found = []
     for source in joined(groups):
-        texts = ptx_of(source.text, source.options)
-        usage = {card: usage_of("".join(texts.values()), card) for card in cards}
+        ptx = ptx_of(source.text, source.options)
+        usage = {
+            card: of_amd(source.text, source.options, card)
+            if card.startswith("gfx")
+            else of_nvidia("".join(ptx.values()), card)
+            for card in cards
+        }
         found += [
             Compiled(
-                kernel, file_of(kernel), groups[kernel], texts[name],
+                kernel, file_of(kernel), groups[kernel], ptx[name],
                 {card: usage[card][name] for card in cards},
             )
             for kernel, name in source.names.items()
@@ -136,50 +143,76 @@ def compiled(launches: Iterable[Launch], cards: Sequence[str] = CARDS) -> list[C
 
 
 def ptx_of(text: str, options: Sequence[str] = ()) -> dict[str, str]:
-    """Compile OpenCL to PTX; return the text of each kernel, and what precedes all under ""."""
-    command = [
-        str(clang()), "-x", "cl", "-cl-std=CL1.2", "-target", "nvptx64-nvidia-nvcl", "-O3", "-S",
-        "-Xclang", "-target-cpu", "-Xclang", CARDS[0], "-Xclang", "-mlink-builtin-bitcode",
-        "-Xclang", str(LIBRARY), "-w", *options, "-", "-o", "-",
-    ]  # fmt: skip
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"clang: {done.stderr[-2000:]}")
+    """Compile OpenCL to PTX; return the text of each kernel, and the text before them under ""."""
+    target = ["-target", "nvptx64-nvidia-nvcl", "-Xclang", "-target-cpu", "-Xclang", CARDS[0]]
+    done = _run([*_clang(NVIDIA), *target, *options, "-", "-o", "-"], text)
     parts = re.split(r"^(?=\.entry |\t// \.globl)", done.stdout, flags=re.MULTILINE)
     names = [re.search(r"^\.entry (\w+)", part, re.MULTILINE) for part in parts]
-    texts: dict[str, str] = {"": ""}
+    texts = {"": ""}
     for name, part in zip(names, parts, strict=True):
-        if name is None:
-            texts[""] += part
-        else:
-            texts[name[1]] = part
+        key = "" if name is None else name[1]
+        texts[key] = texts.get(key, "") + part
     return texts
 
 
-def usage_of(ptx: str, card: str) -> dict[str, Usage]:
-    """Return what each kernel of a text takes on a card, as ptxas reports it."""
-    ptx = re.sub(r"^\.target .*$", f".target {card}", ptx, flags=re.MULTILINE)
+def of_nvidia(ptx: str, card: str) -> dict[str, Usage]:
+    """Return what each kernel takes on a card of NVIDIA's, as ptxas reports it."""
+    head = f".version {VERSION}\n.target {card}"  # an older clang writes an older version
+    ptx = re.sub(r"^\.version .*\n\.target .*$", head, ptx, flags=re.MULTILINE)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(ptxas()), f"-arch={card}", "-v", file.name, "-o", "/dev/null"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ptxas: {done.stderr[-2000:]}")
-    found = {}
-    for part in done.stderr.split("Compiling entry function '")[1:]:
-        found[part.partition("'")[0]] = Usage(
-            _number(r"Used (\d+) registers", part),
-            _number(r"(\d+) bytes stack frame", part),
-            _number(r"(\d+) bytes spill stores", part) + _number(r"(\d+) bytes spill loads", part),
-            _number(r"(\d+) bytes smem", part),
+        done = _run([str(ptxas()), f"-arch={card}", "-v", file.name, "-o", "/dev/null"])
+    spilled = r"(\d+) bytes spill stores", r"(\d+) bytes spill loads"
+    return {
+        part.partition("'")[0]: Usage(
+            _sum(part, r"Used (\d+) registers"),
+            _sum(part, r"(\d+) bytes stack frame"),
+            _sum(part, *spilled),
+            _sum(part, r"(\d+) bytes smem"),
         )
-    return found
+        for part in done.stderr.split("Compiling entry function '")[1:]
+    }
 
 
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
+def of_amd(text: str, options: Sequence[str], card: str) -> dict[str, Usage]:
+    """Return what each kernel takes on a card of AMD's, as clang reports it."""
+    target = ["-target", "amdgcn-amd-amdhsa", f"-mcpu={card}", "-nogpulib"]
+    remarks = "-Rpass-analysis=kernel-resource-usage"
+    # clang fails after its remarks if a stack frame is above 128 KiB.
+    done = _run(
+        [*_clang(AMD), *target, remarks, *options, "-", "-o", "/dev/null"], text, "exceeds limit"
+    )
+    # Scalar registers spill to vector registers, which costs no memory.
+    return {
+        part.split()[0]: Usage(
+            _sum(part, r" VGPRs: (\d+)"),
+            _sum(part, r"ScratchSize .*?: (\d+)"),
+            4 * _sum(part, r"VGPRs Spill: (\d+)"),
+            _sum(part, r"LDS Size .*?: (\d+)"),
+        )
+        for part in done.stderr.split("Function Name: ")[1:]
+    }
+
+
+def _clang(library: Path) -> list[str]:
+    linked = ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(library)]
+    return [str(clang()), "-x", "cl", "-cl-std=CL1.2", "-O3", "-S", "-w", *linked]
+
+
+def _run(
+    command: Sequence[str], text: str = "", unless: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a compiler; raise `RuntimeError` if it fails, except with `unless` in its messages."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode and (unless is None or unless not in done.stderr):
+        raise RuntimeError(f"{command[0]}: {done.stderr[-2000:]}")
+    return done
+
+
+def _sum(text: str, *patterns: str) -> int:
+    """Return the sum of the numbers that the patterns find, 0 for a pattern without a match."""
+    return sum(int(found[1]) for each in patterns if (found := re.search(each, text)))
 
 
 def file_of(kernel: Kernel) -> str:
