@@ -14,7 +14,7 @@ from torch import fx
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
 from hetpipe.sdk.graph import graph_rows
-from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
+from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.support import require_support
 
 from .bundle.export import exported, job_of
@@ -89,7 +89,7 @@ class OpenCLDevice(OpenedDevice):
             self._transfers = cl.CommandQueue(self.context)
             # Share no host memory with an interpreter of kernels: it must see all accesses.
             shared = (
-                info.memory_domain == HOST_MEMORY
+                info.on_cores
                 and not self.target.checks_memory
                 and computes_in_host(self.context, self._transfers)
             )

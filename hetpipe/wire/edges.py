@@ -210,7 +210,7 @@ class PrefetchingReceiver(Receiver):
 
 def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
     """Return the receiver of an edge; it is direct if messages only need a copy in host memory."""
-    if inlet.buffered and inlet.in_host_memory:
+    if inlet.buffered and inlet.on_cores:
         return DirectReceiver(inlet, on_error)
     return PrefetchingReceiver(inlet, on_error)
 

@@ -16,7 +16,6 @@ import numpy as np
 from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.host.validation import upload
-from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.wire.wire import (
     Array,
     Kind,
@@ -63,7 +62,7 @@ class Outlet(ABC):
         self.wire = wire
         self.device = device
         self.link = EmulatedLink(link)
-        self._in_host_memory = device.info.memory_domain == HOST_MEMORY
+        self._on_cores = device.info.on_cores
         self._nbytes = {kind: sum(s.nbytes for s in lay) for kind, lay in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
@@ -107,7 +106,7 @@ class Outlet(ABC):
     def immediate(self) -> bool:
         """Return whether a message would leave now, by a copy in host memory and without a wait.
         Raises `EdgeClosedError` if nobody can receive the message."""
-        return not self.link.emulates and self._in_host_memory and self._has_room()
+        return not self.link.emulates and self._on_cores and self._has_room()
 
     def _has_room(self) -> bool:
         """Return whether `_acquire` would return at once; False if that is unknown."""
@@ -141,7 +140,7 @@ class Inlet(ABC):
     def __init__(self, wire: Wire, device: Device) -> None:
         self.wire = wire
         self.device = device
-        self.in_host_memory = device.info.memory_domain == HOST_MEMORY
+        self.on_cores = device.info.on_cores
 
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
         """Return the next message, which is of this kind, and the time when the message arrived.
