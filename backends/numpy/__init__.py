@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from hetpipe.sdk.backend import Backend, Buffer
 from hetpipe.sdk.blocking import BlockingDevice
 from hetpipe.sdk.decompositions import VOLUME_CONVOLUTIONS, fallback_decompositions
 from hetpipe.sdk.indices import index_bounds
-from hetpipe.sdk.info import Capabilities, DeviceInfo
+from hetpipe.sdk.info import Capabilities, DeviceInfo, host_memory_nbytes
 
 from .functions import Array
 from .operators import OPERATORS
@@ -38,7 +37,7 @@ class NumpyBackend(Backend):
             name=platform.processor() or platform.machine(),
             vendor="numpy",
             driver=np.__version__,
-            memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_nbytes=host_memory_nbytes(),
             memory_domain="host",
             dtypes=DTYPES,
             # The functions keep no state, so several threads may run passes at once.

@@ -14,8 +14,16 @@ from hetpipe.errors import BackendError
 from hetpipe.files import path_in, user_path
 from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
-from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
+from hetpipe.sdk.info import (
+    HOST_MEMORY,
+    Capabilities,
+    DeviceInfo,
+    Execution,
+    host_memory_nbytes,
+    with_separate_memory,
+)
 
+from .platform.bus import address_of
 from .platform.driver import driver, errors, platforms
 from .platform.families import CHANNELS, MOST_KERNELS, Options, choice, default_family
 from .platform.runtimes import (
@@ -42,6 +50,8 @@ class OpenCLBackend(Backend):
     """The devices of all OpenCL runtimes on this machine."""
 
     name = "opencl"
+    discover_limit_s = 60.0
+    """NVIDIA's driver may need 3 s to wake each card, and a machine may have 16 cards."""
     kernels: ClassVar[tuple[OwnKernel, ...]] = ()
     """Kernels that a subclass has registered; see `register_kernel`."""
 
@@ -74,6 +84,7 @@ class OpenCLBackend(Backend):
             except BackendError as error:
                 failures.append(str(error))
                 continue
+            found = []
             for device in devices:
                 entry = runtime_of(platform.name, _is_cpu(device))
                 name = entry.slug if entry else slug(device.vendor)
@@ -81,7 +92,8 @@ class OpenCLBackend(Backend):
                 info = self._with_kernels(info)
                 counts[name] += 1
                 self._found[info.id] = (device, entry)
-                infos.append(_with_family(info, chosen.of(info.id), self._channels(device)))
+                found.append(_with_family(info, chosen.of(info.id), self._channels(device)))
+            infos += with_separate_memory(found)
         if not infos:
             reason = "; ".join(failures) or "its runtimes have no device"
             raise BackendError(f"no OpenCL device: {reason}; run `{EMULATORS}` or `{POCL}`")
@@ -250,7 +262,11 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
     )  # fmt: skip
     kind = next((name for bit, name in by_type if device.type & bit), "other")
     kind = entry.kind if entry else kind
+    # The known runtimes compute on the host's cores; an integrated GPU computes in its memory.
     on_host = entry is not None or _is_cpu(device)
+    address = "" if on_host else address_of(device)
+    in_host = on_host or (kind == "gpu" and bool(device.host_unified_memory))
+    nbytes = device.global_mem_size
     streams = entry is not None and entry.streams
     extensions = device.extensions.split()
     dtypes = ["float32", "int64", "int32", "int16", "int8", "uint8", "bool"]
@@ -263,8 +279,8 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
         name=device.name.strip(),
         vendor=device.vendor.strip(),
         driver=f"{device.platform.name.strip()}, {device.version.strip()}",
-        memory_nbytes=device.global_mem_size,
-        memory_domain=HOST_MEMORY if on_host else device_id,
+        memory_nbytes=min(nbytes, host_memory_nbytes()) if in_host else nbytes,
+        memory_domain=HOST_MEMORY if in_host else address or device_id,
         dtypes=tuple(dtypes),
         execution=Execution.ASYNC if streams else Execution.SYNC,
         capabilities=Capabilities(
@@ -278,4 +294,5 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
             flushes_denormals=not device.single_fp_config & driver().device_fp_config.DENORM,
         ),
         cast_dtypes=("float16",),
+        address=address,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 import torch
 
 from hetpipe.sdk.backend import Backend
-from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
+from hetpipe.sdk.info import (
+    HOST_MEMORY,
+    Capabilities,
+    DeviceInfo,
+    Execution,
+    host_memory_nbytes,
+    pci_address,
+    with_separate_memory,
+)
 
 from .device import DTYPES, CpuDevice, SynchronizedDevice, TorchDevice
 from .streams import StreamDevice
@@ -31,6 +39,8 @@ class PyTorchBackend(Backend):
     """
 
     name = "pytorch"
+    discover_limit_s = 60.0
+    """NVIDIA's driver may need 3 s to wake each card, and a machine may have 16 cards."""
     operators: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def discover(self) -> list[DeviceInfo]:
@@ -65,8 +75,8 @@ def _cpu() -> DeviceInfo:
         name=_cpu_name(),
         vendor="torch",
         driver=torch.__version__,
-        memory_nbytes=_host_memory_nbytes(),
-        memory_domain="host",
+        memory_nbytes=host_memory_nbytes(),
+        memory_domain=HOST_MEMORY,
         dtypes=DTYPES,
         # Two passes never write the same tensor, and torch's kernels and inference mode may be
         # used by several threads at once.
@@ -84,13 +94,16 @@ def _cpu_name() -> str:
 
 
 def _accelerators() -> list[DeviceInfo]:
-    """Return the devices of the one accelerator type that this torch is built for, if any."""
+    """Return the devices of the one accelerator type that this torch is built for, if any.
+
+    This creates no context on a card, so it takes no memory there.
+    """
     if not torch.accelerator.is_available():
         return []
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    kind = accelerator.type
-    return [_accelerator(kind, index) for index in range(torch.accelerator.device_count())]
+    count = torch.accelerator.device_count()
+    return with_separate_memory([_accelerator(accelerator.type, index) for index in range(count)])
 
 
 def _accelerator(kind: str, index: int) -> DeviceInfo:
@@ -99,6 +112,9 @@ def _accelerator(kind: str, index: int) -> DeviceInfo:
     if hasattr(module, "get_device_properties"):
         properties = module.get_device_properties(index)
     version = torch.version.hip or torch.version.cuda or ""
+    address, host_nbytes = _address(properties), host_memory_nbytes()
+    nbytes = int(getattr(properties, "total_memory", 0)) or host_nbytes
+    in_host = _is_integrated(kind, properties)
     return DeviceInfo(
         id=f"pytorch:{kind}:{index}",
         backend="pytorch",
@@ -106,10 +122,11 @@ def _accelerator(kind: str, index: int) -> DeviceInfo:
         name=getattr(properties, "name", kind),
         vendor=_vendor(kind),
         driver=f"{torch.__version__} {kind} {version}".strip(),
-        memory_nbytes=int(getattr(properties, "total_memory", 0) or _host_memory_nbytes()),
-        memory_domain=_memory_domain(kind, index, properties),
-        dtypes=tuple(d for d in DTYPES if kind != "mps" or d != "float64"),
+        memory_nbytes=min(nbytes, host_nbytes) if in_host else nbytes,
+        memory_domain=HOST_MEMORY if in_host else address or f"{kind}:{index}",
+        dtypes=tuple(d for d in DTYPES if d != "float64" or _has_float64(kind, properties)),
         execution=Execution.SYNC,
+        address=address,
     )
 
 
@@ -119,13 +136,28 @@ def _vendor(kind: str) -> str:
     return {"xpu": "Intel", "mps": "Apple"}.get(kind, kind)
 
 
-def _memory_domain(kind: str, index: int, properties: Any) -> str:
-    """Return a card's address on the bus, so that all its drivers name the same domain."""
+def _has_float64(kind: str, properties: Any) -> bool:
+    """Return whether a device computes in float64; some of Intel's cards do not."""
+    return kind != "mps" and bool(getattr(properties, "has_fp64", True))
+
+
+def _is_integrated(kind: str, properties: Any) -> bool:
+    """Return whether a device computes in the host's memory. Apple's always do."""
+    names = ("is_integrated", "is_integrated_gpu")  # of CUDA and of XPU
+    return kind == "mps" or any(getattr(properties, name, False) for name in names)
+
+
+INTEL = 0x8086
+"""The first two bytes of a UUID that Intel's drivers make. Bytes 6 to 9 are the address of the
+card: domain, bus and device. All of Intel's drivers use this form; torch tells nothing else."""
+
+
+def _address(properties: Any) -> str:
+    """Return the address of a card on the PCI bus; empty if torch does not tell it."""
     if hasattr(properties, "pci_bus_id"):
-        domain, slot = getattr(properties, "pci_domain_id", 0), properties.pci_device_id
-        return f"pci:{domain:04x}:{properties.pci_bus_id:02x}:{slot:02x}"
-    return "host" if properties is None else f"{kind}:{index}"
-
-
-def _host_memory_nbytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        domain = getattr(properties, "pci_domain_id", 0)
+        return pci_address(domain, properties.pci_bus_id, properties.pci_device_id)
+    uuid = bytes(getattr(getattr(properties, "uuid", None), "bytes", ()))
+    if len(uuid) == 16 and struct.unpack_from("<H", uuid)[0] == INTEL:
+        return pci_address(*struct.unpack_from("<HBB", uuid, 6))
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from hetpipe.sdk.backend import Backend, Buffer, Device
 from hetpipe.sdk.graph import dtype_name, graph_calls, operator_name
 from hetpipe.sdk.host.registry import devices_of, get_backend
 from hetpipe.sdk.host.validation import check_devices
-from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.sdk.info import HOST_MEMORY, host_memory_nbytes
 
 
 @check(
@@ -75,7 +74,7 @@ def _(rig: Rig) -> None:
             f"describe returns {finding!r}, it should return (level, text, cure)",
         )
     if rig.info.memory_domain == HOST_MEMORY:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        there = host_memory_nbytes()
         said = rig.info.memory_nbytes
         expect(said <= there, f"memory_nbytes is {said}, but the host has {there} bytes")
     nbytes = rig.device.memory_used_nbytes()

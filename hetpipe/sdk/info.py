@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
-API_VERSION = 2
+API_VERSION = 3
 """The version of the contract. `Backend.api_version` is the version that a backend was written for.
 
 Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
-`Capabilities.flushes_denormals` and `Capabilities.untried`.
+`Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`.
 """
 OLDEST_API_VERSION = 1
 """The oldest version whose backends still run: every later addition has a default."""
@@ -23,7 +26,7 @@ DTYPE_NBYTES: dict[str, int] = {
 """Bytes of an element, by name of dtype."""
 
 HOST_MEMORY = "host"
-"""The memory domain of devices that compute in the host's own memory."""
+"""The memory domain of devices that compute in the host's own memory, such as integrated GPUs."""
 
 
 class Execution(str, Enum):
@@ -65,7 +68,8 @@ class DeviceInfo:
     `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
     that the device shares with other devices: capacity is counted once per domain. Graphs compute
     in `dtypes`. Graphs can also have inputs and outputs of `cast_dtypes`, but only cast them to and
-    from `dtypes`.
+    from `dtypes`. `address` names the hardware: all drivers of a card give the same address, for a
+    card on the PCI bus the text of `pci_address`. It is empty if the driver does not know it.
     """
 
     id: str
@@ -80,8 +84,43 @@ class DeviceInfo:
     execution: Execution = Execution.SYNC
     capabilities: Capabilities = Capabilities()
     cast_dtypes: tuple[str, ...] = ()
+    address: str = ""
+
+    @property
+    def hardware(self) -> str:
+        """The address, or else the memory domain if it is not the host's; empty if unknown."""
+        separate = "" if self.memory_domain == HOST_MEMORY else self.memory_domain
+        return self.address or separate
 
     @property
     def on_cores(self) -> bool:
         """Whether the device computes on the cores of the host."""
         return self.kind == "cpu" or self.capabilities.emulated or self.capabilities.reference
+
+
+def host_memory_nbytes() -> int:
+    """Return the bytes of the host's memory, used or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """Return the address of a card on the PCI bus, such as `pci:0000:3b:00`."""
+    return f"pci:{domain:04x}:{bus:02x}:{device:02x}"
+
+
+def with_separate_memory(infos: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """Return the devices of one driver, with a memory domain for each part of a divided card.
+
+    A driver may show a card as several devices at one address: tiles, or partitions. Each has a
+    part of the card's memory.
+    """
+    parts = Counter(info.address for info in infos)
+    numbers: Counter[str] = Counter()
+    separate = []
+    for info in infos:
+        if info.address and parts[info.address] > 1 and info.memory_domain != HOST_MEMORY:
+            number = numbers[info.address]
+            numbers[info.address] += 1
+            info = replace(info, memory_domain=f"{info.address}/{number}")
+        separate.append(info)
+    return separate
