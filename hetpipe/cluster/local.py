@@ -28,10 +28,11 @@ def local_members(
 
     `devices` lists ids of devices, or prefixes of ids up to a colon; a prefix names all devices
     whose ids begin with it. A device that is named twice becomes two members. Without `devices`,
-    every accelerator joins, and for each memory domain and backend one device of the kind "cpu":
-    the device with the lowest `rank`, or without `rank` the first that the backend lists. Emulated
-    and reference devices join only if they are named. If neither `devices` nor `backends` is given,
-    a device must also pass its self-test if it is untried or its backend is not hetpipe's.
+    every accelerator joins once, although several drivers may show it; and for each memory domain
+    and backend one device of the kind "cpu". Of several devices, the device with the lowest `rank`
+    joins; then any device before an untried one; then the first that is found. Emulated and
+    reference devices join only if they are named. If neither `devices` nor `backends` is given, a
+    device must also pass its self-test if it is untried or its backend is not hetpipe's.
 
     Only the needed backends are loaded. Members that compute on the host's cores divide these cores
     evenly. `emulate_speed` has the speeds by member id.
@@ -45,9 +46,7 @@ def local_members(
             infos, failures = discover_devices(None if backends is None else list(backends))
         chosen = _named(devices, infos, failures)
     else:
-        chosen = _default(infos, rank)
-        if backends is None:
-            chosen = [info for info in chosen if _passes(info)]
+        chosen = _default(infos, rank, _passes if backends is None else lambda info: True)
     if not chosen:
         raise ClusterError(f"no usable device: {_overview(infos, failures)}")
     members = _share_cores(_members(chosen), chosen)
@@ -80,15 +79,24 @@ def _passes(info: DeviceInfo) -> bool:
 
 
 def _default(
-    infos: Sequence[DeviceInfo], rank: Callable[[DeviceInfo], float] | None
+    infos: Sequence[DeviceInfo],
+    rank: Callable[[DeviceInfo], float] | None,
+    may_join: Callable[[DeviceInfo], bool],
 ) -> list[DeviceInfo]:
     usable = [i for i in infos if not (i.capabilities.emulated or i.capabilities.reference)]
-    ranked = usable if rank is None else sorted(usable, key=rank)
-    best: dict[tuple[str, str], DeviceInfo] = {}
-    for info in ranked:
+    order = {info.id: (rank(info) if rank else 0.0, info.capabilities.untried) for info in usable}
+    drivers: dict[tuple[str, ...], str] = {}  # the driver that won, by processor or accelerator
+    joining = set()
+    place: tuple[str, ...]
+    for info in sorted(usable, key=lambda info: order[info.id]):
         if info.kind == "cpu":
-            best.setdefault((info.memory_domain, info.backend), info)
-    return [info for info in usable if info.kind != "cpu" or info in best.values()]
+            place, driver = (info.memory_domain, info.backend), info.id
+        else:  # parts of one card are several devices of one driver
+            place, driver = (info.hardware or info.id,), info.id.rpartition(":")[0]
+        if drivers.get(place, driver) == driver and may_join(info):
+            drivers[place] = driver
+            joining.add(info.id)
+    return [info for info in usable if info.id in joining]
 
 
 def _named(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -58,7 +58,7 @@ def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()
 
 
 def device_table(
-    infos: Iterable[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
+    infos: Sequence[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
 ) -> Table:
     """Return a table of devices; `joining` has the ids that a local cluster takes by default.
 
@@ -73,11 +73,18 @@ def device_table(
             f"{info.name} ({info.driver})",
             format_nbytes(info.memory_nbytes),
             info.memory_domain,
-            "yes" if info.id in joining else "when named",
+            _joins(info, infos, joining),
             "emulated" if info.capabilities.emulated else "measured",
             str(providers[info.backend]),
         )
     return table
+
+
+def _joins(info: DeviceInfo, infos: Sequence[DeviceInfo], joining: Collection[str]) -> str:
+    if info.id in joining:
+        return "yes"
+    same = [i.id for i in infos if i.id in joining and i.hardware and i.hardware == info.hardware]
+    return f"when named (is {same[0]})" if same else "when named"
 
 
 def cost_table(costs: CostTable) -> Table:

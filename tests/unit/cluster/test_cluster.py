@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,11 +10,14 @@ import pytest
 from hetpipe.cluster import cluster_file
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.cluster_file import BandwidthWarning
+from hetpipe.cluster.local import DeviceWarning
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Link, Server, Topology
 from hetpipe.cluster.units import parse_bandwidth, parse_link, parse_time
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError
+from hetpipe.report.tables import device_table
+from hetpipe.sdk.host.registry import Provider
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 EMULATED = Capabilities(emulated=True)
@@ -76,6 +80,52 @@ def test_rank_chooses_among_the_cpu_devices_of_a_backend(machine):
     times_s = {"soft:fast:0": 2.0, "soft:slow:0": 1.0}
     local = Cluster.local(["soft"], rank=lambda info: times_s.get(info.id, 0.0))
     assert local.ids == ("soft:slow:0",)
+
+
+def card(id, domain, address, **capabilities):
+    found = device(id, "gpu", domain, Capabilities(**capabilities))
+    return replace(found, address=address)
+
+
+CARDS = [
+    device("plain:cpu:0", domain="host"),
+    card("plain:a:0", "pci:0000:3b:00", "pci:0000:3b:00", untried=True),
+    card("plain:a:1", "host", "pci:0000:00:02", untried=True),
+    card("plain:b:0", "pci:0000:af:00/0", "pci:0000:af:00", untried=True),
+    card("torchy:gpu:0", "pci:0000:3b:00", "pci:0000:3b:00"),
+    card("torchy:gpu:1", "host", "pci:0000:00:02"),
+    card("torchy:gpu:2", "pci:0000:af:00/0", "pci:0000:af:00"),
+    card("torchy:gpu:3", "pci:0000:af:00/1", "pci:0000:af:00"),
+    card("unknown:gpu:0", "unknown:gpu:0", "", untried=True),
+]
+TORCHY = ("torchy:gpu:0", "torchy:gpu:1", "torchy:gpu:2", "torchy:gpu:3")
+
+
+def test_a_card_joins_once_although_two_drivers_show_it(machine, monkeypatch):
+    """Both drivers' devices joined: they were measured against each other, and the card's memory
+    counted twice. Parts of a card are several devices of one driver."""
+    monkeypatch.setattr("hetpipe.cluster.local.discover_devices", lambda names: (CARDS, {}))
+    assert Cluster.local().ids == ("plain:cpu:0", *TORCHY, "unknown:gpu:0")
+    ranked = Cluster.local(rank=lambda info: float(info.id != "plain:a:0"))
+    assert ranked.ids == ("plain:cpu:0", "plain:a:0", *TORCHY[1:], "unknown:gpu:0")
+    both = ["plain:a:0", "torchy:gpu:0"]
+    assert Cluster.local(devices=both).ids == tuple(both)
+
+
+def test_a_driver_that_fails_its_test_leaves_the_card_to_another(machine, monkeypatch):
+    monkeypatch.setattr("hetpipe.cluster.local.discover_devices", lambda names: (CARDS[1:5], {}))
+    failing = {"torchy:gpu:0": "wrong results", "plain:b:0": "a crash"}
+    monkeypatch.setattr("hetpipe.cluster.local.trusted", lambda info: failing.get(info.id, ""))
+    with pytest.warns(DeviceWarning, match="stays out"):
+        assert Cluster.local().ids == ("plain:a:0", "plain:a:1")
+
+
+def test_the_table_of_devices_names_the_device_that_has_the_card():
+    providers = dict.fromkeys(("plain", "torchy", "unknown"), Provider("somewhere"))
+    table = device_table(CARDS, ["torchy:gpu:0", "unknown:gpu:0"], providers)
+    joins = [str(cell) for cell in table.columns[5].cells]
+    assert joins[:2] == ["when named", "when named (is torchy:gpu:0)"]
+    assert joins[4:6] == ["yes", "when named"]
 
 
 def test_backends_narrow_the_choice(machine):
