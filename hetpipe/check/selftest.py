@@ -94,11 +94,6 @@ def _graph(
     return canonical(graph)
 
 
-def trace_step(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """Return the graph of the training step; the first trace in a process takes a second."""
-    return _graph(_step, _step_inputs(), table)
-
-
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
     """Train a perceptron for one step on the mean squared error: return loss and parameters."""
     hidden = (x @ w1 + b1).relu()

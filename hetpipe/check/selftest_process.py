@@ -111,16 +111,14 @@ def main(limit_s: float) -> None:
 
 
 def _prepare() -> None:
-    """Import torch and trace the step once for all forks, without starting threads."""
-    import torch
+    """Import all that a test needs. Trace nothing: a trace asks CUDA whether there is a card, and
+    after that no fork of this process can use one."""
+    import torch._dynamo  # most of the second that a first trace takes
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    from hetpipe.check.selftest import trace_step
+    import hetpipe.check.selftest  # noqa: F401
     from hetpipe.sdk.graph import core_decompositions
 
-    trace_step(core_decompositions())
-    torch.set_num_threads(threads)
+    core_decompositions()
 
 
 def _test(device_id: str) -> dict[str, Any]:
