@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from hetpipe.errors import BackendError
+from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.info import (
     HOST_MEMORY,
@@ -23,6 +25,7 @@ from hetpipe.sdk.info import (
 )
 
 from .device import DTYPES, CpuDevice, SynchronizedDevice, TorchDevice
+from .options import Options
 from .streams import StreamDevice
 
 
@@ -43,11 +46,21 @@ class PyTorchBackend(Backend):
     """NVIDIA's driver may need 3 s to wake each card, and a machine may have 16 cards."""
     operators: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
+    def __init__(self) -> None:
+        self._options = Options()
+
+    def configure(self, options: Mapping[str, Any], folder: Path) -> None:
+        """Read the options of a cluster file; see `Options`."""
+        source = Source(f"the options of backend {self.name}", BackendError)
+        self._options = source.record(Options, dict(options))
+
     def discover(self) -> list[DeviceInfo]:
-        infos = [_cpu(), *_accelerators()]
+        accelerators = [
+            replace(info, driver=info.driver + self._options.changed) for info in _accelerators()
+        ]
         return [
             replace(info, id=info.id.replace("pytorch", self.name, 1), backend=self.name)
-            for info in infos
+            for info in (_cpu(), *accelerators)
         ]
 
     def open(self, info: DeviceInfo) -> TorchDevice:
@@ -58,7 +71,7 @@ class PyTorchBackend(Backend):
         module = torch.get_device_module(kind)
         if not hasattr(module, "Stream"):
             return SynchronizedDevice(info, device, self.operators)
-        return StreamDevice(info, device, module, self.operators)
+        return StreamDevice(info, device, module, self.operators, self._options.tf32)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}

@@ -14,9 +14,11 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.blocking import BlockingDevice
 from hetpipe.sdk.graph import canonical, operator_name, why_not_fill
+from hetpipe.sdk.indices import Bound
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.support import require_support
 
+from .guards import check_extremes, guarded
 from .program import Program
 
 Array = np.ndarray[Any, Any]
@@ -68,6 +70,8 @@ class CompiledGraph:
         self._graph = graph
         self._device = device
         self._programs: dict[frozenset[int], Program] = {}
+        self.bounds: list[Bound] = []
+        """Bounds of guarded indices, see `guarded`; on accelerators without streams."""
 
     def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
         """Run the graph, or start it on the current stream."""
@@ -186,11 +190,20 @@ class CpuDevice(TorchDevice, BlockingDevice):
 class SynchronizedDevice(CpuDevice):
     """An accelerator without streams in torch (MPS): every call waits for its work."""
 
+    def _compile(self, graph: fx.GraphModule) -> CompiledGraph:
+        safe, bounds = guarded(graph)
+        program = super()._compile(safe)
+        program.bounds = bounds
+        return program
+
     def _run(
         self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]
     ) -> list[Buffer]:
         outputs = super()._run(program, inputs, donate)
         torch.accelerator.synchronize(self.torch_device)
+        if program.bounds:
+            extremes = self.own(outputs.pop()).tensor
+            check_extremes(self.info.id, program.bounds, extremes.tolist())
         return outputs
 
     def _to_device(self, src: Array) -> TorchBuffer:

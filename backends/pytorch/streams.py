@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,12 +17,19 @@ from torch import fx
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable
 from hetpipe.sdk.events import Signal, finish
+from hetpipe.sdk.indices import Bound
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
+from .guards import check_extremes, guarded
 
 _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
+
+
+def _blocking(module: Any) -> dict[str, bool]:
+    """Return the arguments for events whose waits sleep: a CPU stage needs the spinning core."""
+    return {"blocking": True} if "blocking" in signature(module.Event.__new__).parameters else {}
 
 
 class Lane:
@@ -32,7 +41,7 @@ class Lane:
     def __init__(self, module: Any, device: torch.device, name: str) -> None:
         self.stream = module.Stream(device=device)
         self.name = name
-        self._module = module
+        self._event = partial(module.Event, **_blocking(module))
         self._device = device
         self._asked: SimpleQueue[tuple[Any, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -40,7 +49,7 @@ class Lane:
 
     def mark(self) -> Any:
         """Return torch's event for the end of all work on the stream so far."""
-        native = self._module.Event()
+        native = self._event()
         native.record(self.stream)
         return native
 
@@ -79,19 +88,26 @@ class Lane:
 
 
 class StreamEvent(Event):
-    """The end of work on a lane."""
+    """The end of work on a lane; `check` raises if the work went wrong, and is called after it."""
 
-    def __init__(self, device_id: str, lane: Lane) -> None:
+    def __init__(
+        self, device_id: str, lane: Lane, check: Callable[[], None] = lambda: None
+    ) -> None:
         self.lane = lane
         self.native = lane.mark()
         self._device_id = device_id
+        self._check = check
 
     def done(self) -> bool:
-        return bool(self._ask(self.native.query))
+        ended = bool(self._ask(self.native.query))
+        if ended:
+            self._check()
+        return ended
 
     def wait(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._ask(self.native.synchronize)
+            self._check()
             return
         end_s, pause_s = time.monotonic() + timeout_s, _POLL_S[0]
         while not self.done():
@@ -110,7 +126,8 @@ class StreamEvent(Event):
 class StreamDevice(TorchDevice):
     """One stream computes, one copies in, one copies out; host arrays pass through pinned memory.
 
-    `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`.
+    `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`. Products of float32
+    round their operands to ten bits only if `tf32` is true.
     """
 
     def __init__(
@@ -119,34 +136,37 @@ class StreamDevice(TorchDevice):
         torch_device: torch.device,
         module: Any,
         operators: Mapping[str, Callable[..., Any]] = {},
+        tf32: bool = False,
     ) -> None:
         super().__init__(info, torch_device, operators)
         self.module = module
+        self.precision = "tf32" if tf32 else "ieee"
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self._in = Lane(module, torch_device, f"{info.id} in")
         self._out = Lane(module, torch_device, f"{info.id} out")
 
     def compile(self, graph: fx.GraphModule) -> Executable:
-        return _StreamExecutable(self, self.prepare(graph), input_forms(graph))
+        safe, bounds = guarded(graph)
+        return _StreamExecutable(self, self.prepare(safe), input_forms(graph), bounds)
 
     def upload(self, src: Array) -> tuple[Buffer, Event]:
         lane, dtype = self._in, src.dtype.name
-        staged = self._pinned(src.shape, dtype)
-        copy_array(host_array(staged), src)
-        with self.module.stream(lane.stream):
-            tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
+        with self.blamed(f"uploading {src.nbytes} bytes"), self.module.stream(lane.stream):
+            # The device's memory first: if it does not suffice, the host needs none.
+            tensor = torch.empty(src.shape, dtype=getattr(torch, dtype), device=self.torch_device)
+            staged = self.pinned(src.shape, dtype)
+            copy_array(host_array(staged), src)
             tensor.copy_(staged, non_blocking=True)
-        # Memory belongs to the stream that allocates it, so report its use by another stream.
-        tensor.record_stream(self.compute.stream)
-        return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
+            self._shared(tensor, self.compute)
+            return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
     def download(self, buf: Buffer, dst: Array) -> Event:
         lane, tensor = self._out, self.own(buf).tensor
-        staged = self._pinned(buf.shape, buf.dtype)
-        with self.module.stream(lane.stream):
+        with self.blamed(f"downloading {buf.nbytes} bytes"), self.module.stream(lane.stream):
+            staged = self.pinned(buf.shape, buf.dtype)
             staged.copy_(tensor, non_blocking=True)
-        tensor.record_stream(lane.stream)
-        native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
+            self._shared(tensor, lane)
+            native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
 
         def arrive() -> None:
             native.synchronize()  # raises the copy's error
@@ -155,11 +175,45 @@ class StreamDevice(TorchDevice):
         lane.when_ended(native, lambda: finish(ended, arrive))
         return ended
 
-    def _pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    @contextlib.contextmanager
+    def blamed(self, doing: str) -> Iterator[None]:
+        """Turn torch's errors in the block, such as a lack of memory, into `BackendError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise BackendError(f"{self.info.id}: {doing} failed: {error}") from error
+
+    @contextlib.contextmanager
+    def precise(self) -> Iterator[None]:
+        """Let torch's libraries compute in this device's precision in the block.
+
+        torch would round the operands of convolutions to ten bits by default.
+        """
+        before = {where: torch._C._get_fp32_precision_getter(*where) for where in _PRODUCTS}
+        try:
+            for where in _PRODUCTS:
+                torch._C._set_fp32_precision_setter(*where, self.precision)
+            yield
+        finally:
+            for where, precision in before.items():
+                torch._C._set_fp32_precision_setter(*where, precision)
+
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Return memory of the host that the current device can read."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
 
+    def _shared(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """Keep a freed tensor's memory until the lane, another than its own, no longer needs it."""
+        tensor.record_stream(lane.stream)
+
     def memory_used_nbytes(self) -> int | None:
-        return int(torch.accelerator.memory_allocated(self.torch_device))
+        return int(self.module.memory_reserved(self.torch_device))
+
+    def trim(self) -> None:
+        """Return unused memory of the card, and unused pinned memory of the host."""
+        self.module.empty_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_host_cache()
 
     def close(self) -> None:
         for lane in (self.compute, self._in, self._out):
@@ -167,11 +221,28 @@ class StreamDevice(TorchDevice):
             lane.close()
 
 
+_PRODUCTS = [
+    (library, operation)
+    for library in ("cuda", "mkldnn")
+    for operation in ("matmul", "conv", "rnn")
+]
+"""torch's settings for the precision of float32 products; `mkldnn` is for cards of Intel."""
+
+
 class _StreamExecutable(Executable):
-    def __init__(self, device: StreamDevice, program: CompiledGraph, forms: Sequence[Form]) -> None:
+    """A compiled graph; with `bounds`, its last output is for the host alone, see `guarded`."""
+
+    def __init__(
+        self,
+        device: StreamDevice,
+        program: CompiledGraph,
+        forms: Sequence[Form],
+        bounds: Sequence[Bound],
+    ) -> None:
         self._device = device
         self._program = program
         self._forms = forms
+        self._bounds = bounds
 
     def run(
         self,
@@ -183,6 +254,16 @@ class _StreamExecutable(Executable):
         device, lane = self._device, self._device.compute
         check_inputs(device.info.id, inputs, self._forms)
         lane.order(after)
-        with device.module.stream(lane.stream):
+        with device.module.stream(lane.stream), device.precise():
             outputs = self._program([device.own(buffer) for buffer in inputs], donate)
-        return outputs, StreamEvent(device.info.id, lane), ()
+            if not self._bounds:
+                return outputs, StreamEvent(device.info.id, lane), ()
+            extremes = device.own(outputs.pop()).tensor
+            staged = device.pinned(tuple(extremes.shape), "int64")
+            staged.copy_(extremes, non_blocking=True)
+        check = partial(_check_indices, device.info.id, self._bounds, staged)
+        return outputs, StreamEvent(device.info.id, lane, check), ()
+
+
+def _check_indices(device_id: str, bounds: Sequence[Bound], extremes: torch.Tensor) -> None:
+    check_extremes(device_id, bounds, extremes.tolist())

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hetpipe import __version__
@@ -113,11 +114,10 @@ def main(limit_s: float) -> None:
 def _prepare() -> None:
     """Import all that a test needs. Trace nothing: a trace asks CUDA whether there is a card, and
     after that no fork of this process can use one."""
-    import torch._dynamo  # most of the second that a first trace takes
-
-    import hetpipe.check.selftest  # noqa: F401
     from hetpipe.sdk.graph import core_decompositions
 
+    for module in ("hetpipe.check.selftest", "torch._dynamo"):  # a trace loads the second
+        import_module(module)
     core_decompositions()
 
 

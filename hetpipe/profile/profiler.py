@@ -135,8 +135,9 @@ def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Time
 
 
 def release(device: Device) -> None:
-    """Free everything that was prepared."""
+    """Free everything that was prepared; another worker may need the device's memory."""
     del _own.session
+    device.trim()
 
 
 def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[float] | str:

@@ -204,7 +204,8 @@ class Device(ABC):
     def trim(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Free unused memory that the device keeps for later tensors.
 
-        Called between stages that take turns on the device: their tensors have different sizes.
+        Called after a profile and before new stages, whose tensors have other sizes. Another
+        process may then use the memory.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default

@@ -151,6 +151,7 @@ class Service:
         self._runner = None
         self._scripts.clear()
         held = self._drop_stages(message)
+        self._device.trim()
         for load in message.stages:
             n = load.graphs.stage
             meet = partial(self._meet, n) if len(message.shares.weights[n]) > 1 else None

@@ -291,7 +291,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[streams.StreamDevic
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(
         streams.StreamDevice,
-        "_pinned",
+        "pinned",
         lambda self, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)),
     )
     device = streams.StreamDevice(opened("pytorch:cpu:0").info, CPU, FakeModule())

@@ -1,0 +1,55 @@
+"""torch's CPU as a simulated accelerator with streams that defer, to test `StreamDevice`.
+
+hetpipe conform tests/backend/as_card.py --device as-card:cpu:0
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hetpipe.backends.pytorch import PyTorchBackend
+from hetpipe.backends.pytorch.device import TorchDevice
+from hetpipe.backends.pytorch.streams import Lane, StreamDevice
+from support.deferred import Card, Module
+
+from hetpipe.sdk import Capabilities, DeviceInfo, register_backend
+
+
+class CardDevice(StreamDevice):
+    """A `StreamDevice` on a simulated card."""
+
+    module: Module
+
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        assert self.module.card.stream is not None, "pinned for another card's context"
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=False)
+
+    def _shared(self, tensor: torch.Tensor, lane: Lane) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        owners = self.module.card.owners.get(StorageWeakRef(tensor.untyped_storage()))
+        if owners is not None:
+            owners.add(lane.stream)
+
+
+@register_backend
+class AsCard(PyTorchBackend):
+    """A card of 4 GiB."""
+
+    name = "as-card"
+    memory_nbytes = 4 << 30
+
+    def discover(self) -> list[DeviceInfo]:
+        return [
+            replace(
+                info, kind="gpu", memory_nbytes=self.memory_nbytes, memory_domain="card:0",
+                capabilities=Capabilities(), driver=info.driver + self._options.changed,
+            )
+            for info in super().discover()[:1]
+        ]  # fmt: skip
+
+    def open(self, info: DeviceInfo) -> TorchDevice:
+        module: Any = Module(Card(self.memory_nbytes))
+        return CardDevice(info, torch.device("cpu"), module, tf32=self._options.tf32)

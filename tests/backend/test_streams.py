@@ -1,0 +1,150 @@
+"""Streams on a simulated card: waits, freed memory, precision, lack of memory, indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from as_card import AsCard, CardDevice
+from found_devices import trace
+from hetpipe.backends.pytorch.streams import Lane, StreamEvent
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Buffer
+
+Array = np.ndarray[Any, Any]
+
+
+def card(memory_nbytes: int = 1 << 30, **options: Any) -> CardDevice:
+    backend = AsCard()
+    backend.memory_nbytes = memory_nbytes
+    backend.configure(options, None)  # type: ignore[arg-type] # no option is a path
+    device = backend.open(backend.discover()[0])
+    assert isinstance(device, CardDevice)
+    return device
+
+
+def put(device: CardDevice, array: Array) -> Buffer:
+    buffer, event = device.upload(array)
+    event.wait(20)
+    return buffer
+
+
+def get(device: CardDevice, buffer: Buffer) -> Array:
+    array = np.empty(buffer.shape, buffer.dtype)
+    device.download(buffer, array).wait(20)
+    return array
+
+
+A = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def chain(device: CardDevice) -> Array:
+    """Return A * 2 + 1 from two runs, each queued behind its inputs; drop inputs at once."""
+    double = device.compile(trace(lambda x: x * 2, [torch.zeros(3, 4)], {}))
+    add = device.compile(trace(lambda x: x + 1, [torch.zeros(3, 4)], {}))
+    buffer, uploaded = device.upload(A)
+    outputs, ran, _ = double.run([buffer], after=[uploaded])
+    del buffer
+    outputs, ran, _ = add.run(outputs, after=[ran])
+    ran.wait(20)
+    return get(device, outputs[0])
+
+
+def test_queued_runs_follow_their_inputs() -> None:
+    np.testing.assert_array_equal(chain(card()), A * 2 + 1)
+
+
+def test_a_missing_wait_shows_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lane, "order", lambda self, after: None)
+    assert np.isnan(chain(card())).all()
+
+
+def test_a_use_that_the_allocator_does_not_know_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CardDevice, "_shared", lambda self, tensor, lane: None)
+    with pytest.raises(BackendError, match="that was freed"):
+        chain(card())
+
+
+def test_waits_sleep_where_torch_can() -> None:
+    event = card().upload(A)[1]
+    assert isinstance(event, StreamEvent)
+    assert event.native.blocking
+
+
+def product(device: CardDevice) -> Array:
+    a = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    multiply = device.compile(trace(lambda x: x @ x, [torch.zeros(64, 64)], {}))
+    outputs, ran, _ = multiply.run([put(device, a)])
+    ran.wait(20)
+    result: Array = get(device, outputs[0]) - (a.astype(np.float64) @ a.astype(np.float64))
+    return np.abs(result).max()
+
+
+def test_products_are_exact_unless_tf32_is_allowed() -> None:
+    before = torch._C._get_fp32_precision_getter("cuda", "conv")
+    assert product(card()) < 1e-4
+    assert product(card(tf32=True)) > 1e-3
+    assert torch._C._get_fp32_precision_getter("cuda", "conv") == before
+
+
+def test_costs_with_tf32_are_other_costs() -> None:
+    exact, rounded = AsCard(), AsCard()
+    rounded.configure({"tf32": True}, None)  # type: ignore[arg-type]
+    assert exact.discover()[0].driver != rounded.discover()[0].driver
+    with pytest.raises(BackendError, match=r"the options of backend as-card.*tf23"):
+        exact.configure({"tf23": True}, None)  # type: ignore[arg-type]
+
+
+def test_a_lack_of_memory_has_both_numbers_and_the_card_still_works() -> None:
+    device = card(1 << 20)
+    large = np.broadcast_to(np.float32(1), (1 << 40,))  # the host could not hold it either
+    with pytest.raises(BackendError, match=r"uploading 4398046511104 bytes .* 1048576"):
+        device.upload(large)
+    spread = device.compile(trace(lambda x: x.repeat(1, 100_000), [torch.zeros(3, 4)], {}))
+    buffer = put(device, A)
+    with pytest.raises(BackendError, match=r"repeat.* 4800000 bytes.* 1048576"):
+        spread.run([buffer])
+    np.testing.assert_array_equal(get(device, buffer), A)
+
+
+def test_used_memory_counts_what_torch_has_reserved() -> None:
+    device = card()
+    before = device.memory_used_nbytes() or 0
+    buffer = put(device, A)
+    assert device.memory_used_nbytes() == before + buffer.nbytes
+    device.trim()
+    assert device.module.trims == 1
+
+
+def test_an_index_out_of_range_is_refused_and_the_card_still_works() -> None:
+    device = card()
+    index = torch.tensor([2, 0])
+
+    def pick(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.index_select(table, 0, index)
+
+    executable = device.compile(trace(pick, [torch.zeros(3, 4), index], {}))
+    table = put(device, A)
+    for bad in (3, -1):
+        _, ran, _ = executable.run([table, put(device, np.array([0, bad]))])
+        with pytest.raises(BackendError, match=f"index {bad} is out of range for size 3"):
+            ran.wait(20)
+    outputs, ran, _ = executable.run([table, put(device, index.numpy())])
+    ran.wait(20)
+    np.testing.assert_array_equal(get(device, outputs[0]), A[[2, 0]])
+
+
+def test_an_ignored_class_is_in_range() -> None:
+    device = card()
+    target = torch.tensor([0, -100, 3])
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.nll_loss(x, target, reduction="none")
+
+    executable = device.compile(trace(loss, [torch.zeros(3, 4), target], {}))
+    outputs, ran, _ = executable.run([put(device, A), put(device, target.numpy())])
+    ran.wait(20)
+    np.testing.assert_array_equal(get(device, outputs[0]), [0, 0, -11])
