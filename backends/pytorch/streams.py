@@ -23,6 +23,7 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 from .guards import check_extremes, guarded
+from .pinning import PinnedMemory
 
 _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
 
@@ -141,6 +142,7 @@ class StreamDevice(TorchDevice):
         super().__init__(info, torch_device, operators)
         self.module = module
         self.precision = "tf32" if tf32 else "ieee"
+        self._pins = PinnedMemory(info, module)
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self._in = Lane(module, torch_device, f"{info.id} in")
         self._out = Lane(module, torch_device, f"{info.id} out")
@@ -154,18 +156,24 @@ class StreamDevice(TorchDevice):
         with self.blamed(f"uploading {src.nbytes} bytes"), self.module.stream(lane.stream):
             # The device's memory first: if it does not suffice, the host needs none.
             tensor = torch.empty(src.shape, dtype=getattr(torch, dtype), device=self.torch_device)
-            staged = self.pinned(src.shape, dtype)
-            copy_array(host_array(staged), src)
+            staged = self._pins.tensor(src)
+            if staged is None:
+                staged = self.pinned(src.shape, dtype)
+                copy_array(host_array(staged), src)
             tensor.copy_(staged, non_blocking=True)
             self._shared(tensor, self.compute)
             return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
     def download(self, buf: Buffer, dst: Array) -> Event:
         lane, tensor = self._out, self.own(buf).tensor
+        direct = self._pins.tensor(dst)
         with self.blamed(f"downloading {buf.nbytes} bytes"), self.module.stream(lane.stream):
-            staged = self.pinned(buf.shape, buf.dtype)
-            staged.copy_(tensor, non_blocking=True)
+            staged = self.pinned(buf.shape, buf.dtype) if direct is None else direct
+            # Memory of the host has int16 for bfloat16, which numpy lacks.
+            staged.copy_(tensor.view(staged.dtype), non_blocking=True)
             self._shared(tensor, lane)
+            if direct is not None:
+                return StreamEvent(self.info.id, lane)
             native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
 
         def arrive() -> None:
@@ -174,6 +182,17 @@ class StreamDevice(TorchDevice):
 
         lane.when_ended(native, lambda: finish(ended, arrive))
         return ended
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        """Copy between this memory and the card without a copy within the host."""
+        end = self._pins.add(memory)
+
+        def unpin() -> None:
+            for lane in (self._in, self._out):
+                lane.stream.synchronize()
+            end()
+
+        return unpin
 
     @contextlib.contextmanager
     def blamed(self, doing: str) -> Iterator[None]:

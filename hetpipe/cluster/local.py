@@ -141,9 +141,13 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
     """Divide the host's cores evenly among the members that compute on them; each member gets
     neighbouring cores. If there are fewer cores than members, each member gets one core, and some
-    members share a core."""
+    members share a core. The last cores stay free for the threads that launch the work of other
+    members, one for each, if at least half of all cores remain, and one for each member."""
     cores = available_cores()
     hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]
+    rest = len(cores) - (len(members) - len(hosted))
+    if rest >= max(len(hosted), len(cores) / 2):
+        cores = cores[:rest]
     shares: dict[str, tuple[int, ...]] = {}
     for index, member in enumerate(hosted):
         lo = index * len(cores) // len(hosted)

@@ -178,6 +178,14 @@ class Device(ABC):
         """
         raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
+    def pin(self, memory: np.ndarray[Any, Any]) -> Callable[[], None]:
+        """Prepare host memory (flat, bytes) for many copies; return a function that ends this.
+
+        Called for memory that processes share. Override it if copies from and to prepared memory
+        are faster. All copies have ended before the returned function is called.
+        """
+        return lambda: None
+
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         """Return (run, operations), or None if the device cannot measure its rate of multiply-adds.
 

@@ -12,7 +12,8 @@ API_VERSION = 3
 """The version of the contract. `Backend.api_version` is the version that a backend was written for.
 
 Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
-`Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`.
+`Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`
+and `Device.pin`.
 """
 OLDEST_API_VERSION = 1
 """The oldest version whose backends still run: every later addition has a default."""

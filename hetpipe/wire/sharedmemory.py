@@ -32,10 +32,10 @@ class RingPort(Port):
     slot_nbytes: int
 
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
-        return _RingOutlet(_Ring(self, wire, fds), wire, device, link)
+        return _RingOutlet(_Ring(self, wire, device, fds), wire, device, link)
 
     def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
-        return _RingInlet(_Ring(self, wire, fds), wire, device)
+        return _RingInlet(_Ring(self, wire, device, fds), wire, device)
 
 
 def plugs(
@@ -52,9 +52,10 @@ def plugs(
 class _Ring:
     """One end of a ring: its slots in turn, and signals to and from the other end."""
 
-    def __init__(self, port: RingPort, wire: Wire, fds: Sequence[int]) -> None:
+    def __init__(self, port: RingPort, wire: Wire, device: Device, fds: Sequence[int]) -> None:
         memory = mmap.mmap(fds[0], port.slots * port.slot_nbytes)
         os.close(fds[0])
+        self._unpin = device.pin(np.frombuffer(memory, np.uint8))
         self._socket = socket.socket(fileno=fds[1])
         bases = [slot * port.slot_nbytes for slot in range(port.slots)]
         self._arrays: list[dict[Kind, list[Array]]] = [
@@ -101,6 +102,7 @@ class _Ring:
         with suppress(OSError):  # the other end has closed the connection already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._unpin()
 
 
 class _RingOutlet(Outlet):

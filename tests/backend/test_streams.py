@@ -148,3 +148,21 @@ def test_an_ignored_class_is_in_range() -> None:
     outputs, ran, _ = executable.run([put(device, A), put(device, target.numpy())])
     ran.wait(20)
     np.testing.assert_array_equal(get(device, outputs[0]), [0, 0, -11])
+
+
+def test_copies_of_registered_memory_are_not_staged() -> None:
+    device = card()
+    memory = np.zeros(4096, np.uint8)
+    unpin = device.pin(memory)
+    sent, received = memory[:48].view(np.float32).reshape(3, 4), memory[64:112].view(np.float32)
+    sent[:] = A
+    buffer = put(device, sent)
+    event = device.download(buffer, received.reshape(3, 4))
+    assert not received.any()
+    event.wait(20)
+    np.testing.assert_array_equal(received.reshape(3, 4), A)
+    assert device.staged == 0
+    unpin()
+    assert not device.module.driver.registered
+    put(device, sent)
+    assert device.staged == 1

@@ -1,9 +1,11 @@
-"""A backend from outside hetpipe, registered at run time, trains one of two stages."""
+"""A backend that is registered at run time trains one of two stages: one from outside hetpipe, and
+a simulated card, whose streams run work late."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from as_card import AsCard
 from models import CASES
 from plans import unpriced
 from reference import train
@@ -16,9 +18,11 @@ from hetpipe.cluster import Cluster, Member
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("backend", [WrappedBackend, AsCard])
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
-def test_registered_backend_trains_a_stage(transport: str) -> None:
-    hp.register_backend(WrappedBackend)
+def test_registered_backend_trains_a_stage(transport: str, backend: type[hp.sdk.Backend]) -> None:
+    hp.register_backend(backend)
+    device = backend().discover()[0].id
     case = CASES["residual_cnn"]
     torch.manual_seed(1)
     model = case.model()
@@ -28,7 +32,7 @@ def test_registered_backend_trains_a_stage(transport: str) -> None:
 
     captured = Captured(model, case.loss_fn, batches[0])
     plan, costs = unpriced(captured, ["theirs", "torch"], "1f1b", case.mini_batch, 4)
-    members = (Member("theirs", "wrapped:unit:0"), Member("torch", "pytorch:cpu:0"))
+    members = (Member("theirs", device), Member("torch", "pytorch:cpu:0"))
     with hp.Pipeline(
         model,
         case.loss_fn,
@@ -41,5 +45,5 @@ def test_registered_backend_trains_a_stage(transport: str) -> None:
     ) as pipe:
         losses = [pipe.step(x, y) for x, y in batches]
     assert losses == pytest.approx(expected, rel=1e-4)
-    if transport == "local":
+    if transport == "local" and backend is WrappedBackend:
         assert WrappedBackend.opened > 0

@@ -118,6 +118,21 @@ class Event:
         self.stream.run(self.number)
 
 
+class Driver:
+    """Functions like those of `torch.cuda.cudart()`."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
 class Module:
     """Functions like those of `torch.cuda`, for one simulated card."""
 
@@ -126,6 +141,10 @@ class Module:
     def __init__(self, card: Card) -> None:
         self.card = card
         self.trims = 0
+        self.driver = Driver()
+
+    def cudart(self) -> Driver:
+        return self.driver
 
     def Stream(self, device: torch.device | None = None) -> Stream:
         return Stream(self.card)
@@ -190,7 +209,8 @@ class _Deferring(TorchDispatchMode):
                     computed = func(*own_args, **own_kwargs)
                     if not func._schema.is_mutable:
                         for held, value in zip(outputs, _tensors(computed), strict=True):
-                            held.tensor().copy_(value)
+                            if held.shape == value.shape:  # batch norm declares unused results
+                                held.tensor().copy_(value)
 
             stream.put(work)
             return result
@@ -229,6 +249,7 @@ class _Held:
         self._stream, self._kept = stream, None
         if owners is None or stream in owners:  # memory of the host, or of this stream
             self._kept = storage
+        self.shape = tensor.shape
         self._form = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype = tensor.dtype
 

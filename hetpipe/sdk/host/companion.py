@@ -142,6 +142,7 @@ class CompanionDevice(Device):
     upload = _ask_device("upload")
     download = _ask_device("download")
     download_part = _ask_device("download_part")
+    pin = _ask_device("pin")
     fma_ceiling = _ask_device("fma_ceiling")
     launch_floor = _ask_device("launch_floor")
     memory_used_nbytes = _ask_device("memory_used_nbytes")

@@ -63,11 +63,16 @@ def machine(monkeypatch):
 
 def test_accelerators_and_one_cpu_worker_per_backend_share_the_cores(machine):
     assert Cluster.local().members == (
-        Member("soft:fast:0", "soft:fast:0", (4, 5, 6, 7)),
-        Member("torchy:cpu:0", "torchy:cpu:0", (8, 9, 10, 11)),
+        Member("soft:fast:0", "soft:fast:0", (4, 5, 6)),
+        Member("torchy:cpu:0", "torchy:cpu:0", (7, 8, 9)),
         Member("torchy:gpu:0", "torchy:gpu:0"),
         Member("torchy:gpu:1", "torchy:gpu:1"),
     )
+
+
+def test_no_core_stays_free_that_processors_need(machine):
+    machine(3, 7, 8)
+    assert [member.cores for member in Cluster.local().members] == [(3,), (7, 8), (), ()]
 
 
 def test_each_memory_domain_gets_its_own_cpu_workers(machine, monkeypatch):
@@ -145,7 +150,7 @@ def test_named_devices_keep_their_order_and_join_even_if_emulated(machine):
     assert named.ids == (
         "torchy:gpu:1", "soft:board:0", "soft:board:1", "plain:cpu:0", "soft:slow:0",
     )  # fmt: skip
-    assert [len(member.cores) for member in named.members] == [0, 2, 2, 2, 2]
+    assert [len(member.cores) for member in named.members] == [0, 1, 2, 2, 2]
 
 
 def test_a_prefix_ends_at_a_colon(machine):

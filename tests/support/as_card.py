@@ -1,6 +1,6 @@
 """torch's CPU as a simulated accelerator with streams that defer, to test `StreamDevice`.
 
-hetpipe conform tests/backend/as_card.py --device as-card:cpu:0
+A script that imports this module may run `hetpipe conform as-card` by `hetpipe.cli.main`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deferred import Card, Module
 from hetpipe.backends.pytorch import PyTorchBackend
 from hetpipe.backends.pytorch.device import TorchDevice
 from hetpipe.backends.pytorch.streams import Lane, StreamDevice
-from support.deferred import Card, Module
 
 from hetpipe.sdk import Capabilities, DeviceInfo, register_backend
 
@@ -21,9 +21,12 @@ class CardDevice(StreamDevice):
     """A `StreamDevice` on a simulated card."""
 
     module: Module
+    staged = 0
+    """Copies through memory that is neither the caller's nor the card's."""
 
     def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        assert self.module.card.stream is not None, "pinned for another card's context"
+        assert self.module.card.stream is not None, "pinned in another card's context"
+        self.staged += 1
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=False)
 
     def _shared(self, tensor: torch.Tensor, lane: Lane) -> None:
