@@ -19,6 +19,7 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.support import require_support
 
 from .guards import check_extremes, guarded
+from .kernels import has_kernel
 from .program import Program
 
 Array = np.ndarray[Any, Any]
@@ -115,9 +116,7 @@ class TorchDevice(Device):
             return None if operator_name(node) == "getitem" else "it is no torch operator"
         if (reason := why_not_fill(node)) is not None:
             return reason
-        key = self.torch_device.type.upper()
-        name = f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
-        if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key):
+        if has_kernel(target, self.torch_device.type):
             return None
         return f"torch has no kernel of this operator for {self.torch_device.type}"
 
