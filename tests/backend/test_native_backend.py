@@ -163,6 +163,7 @@ def test_an_index_out_of_range_fails_its_event_and_later_ones() -> None:
             wait()
 
 
+@pytest.mark.slow
 def test_memory_without_references_is_freed(device: Device) -> None:
     step = device.compile(trace_core(lambda x: x + 1, torch.ones(1000)))
     if device.memory_used_nbytes() is None:

@@ -51,6 +51,7 @@ def test_every_example_has_a_test() -> None:
     assert [name for name in names if f'output_of("{name}"' not in here] == []
 
 
+@pytest.mark.slow
 def test_two_devices(tmp_path: Path) -> None:
     text = output_of("two_devices.py", tmp_path)
     losses = numbers(LOSSES.findall(text))
@@ -63,6 +64,7 @@ def test_two_devices(tmp_path: Path) -> None:
         assert re.search(rf"^\d .* {device} ", text, re.MULTILINE), text
 
 
+@pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses = numbers(LOSSES.findall(output_of("hugging_face.py", tmp_path)))
@@ -70,12 +72,14 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_cnn(tmp_path: Path) -> None:
     accuracy = re.search(r"^accuracy (\S+)$", output_of("cnn.py", tmp_path), re.MULTILINE)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.8
 
 
+@pytest.mark.slow
 def test_asynchronous(tmp_path: Path) -> None:
     text = output_of("asynchronous.py", tmp_path)
     reached = dict(re.findall(r"^(\S+) accuracy (\S+)$", text, re.MULTILINE))
@@ -83,6 +87,7 @@ def test_asynchronous(tmp_path: Path) -> None:
     assert min(numbers(list(reached.values()))) > 0.8
 
 
+@pytest.mark.slow
 def test_custom_backend(tmp_path: Path) -> None:
     text = output_of("custom_backend.py", tmp_path)
     losses = numbers(LOSSES.findall(text))
@@ -91,12 +96,14 @@ def test_custom_backend(tmp_path: Path) -> None:
     assert "every stage agrees with torch" in text
 
 
+@pytest.mark.slow
 def test_plan_for_boards(tmp_path: Path) -> None:
     text = output_of("plan_for_boards.py", tmp_path)
     assert "modelled costs, exact plan" in text
     assert len(re.findall(r"waits \d+% of the step \(modelled\)", text)) == 3
 
 
+@pytest.mark.slow
 def test_opencl_kernel(tmp_path: Path) -> None:
     if not any(info.id == "opencl:oclgrind:0" for info in devices_of("opencl")):
         pytest.skip("no Oclgrind: install the extra `emulators`")
@@ -105,6 +112,7 @@ def test_opencl_kernel(tmp_path: Path) -> None:
     assert "out of bounds" in text
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     lists = re.findall(r"\[(.*)\]", output_of("resume.py", tmp_path))
     same, other = (numbers(text.split(", ")) for text in lists)

@@ -85,6 +85,7 @@ def torch_losses() -> list[float]:
     return train(MLP(), F.cross_entropy, data, 4, lambda p: torch.optim.SGD(p, lr=0.1)).losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 @pytest.mark.parametrize("numerics", ["numpy:cpu:0", "pytorch:cpu:0"])
 def test_losses_equal_torch_and_times_come_from_the_board_models(

@@ -136,6 +136,7 @@ def test_an_interrupt_anywhere(
         assert at or call == "flush"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("call", ["rebalance", "auto", "corrected"])
 def test_an_interrupt_while_layers_move_or_costs_are_probed(

@@ -66,6 +66,7 @@ def train_on(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[flo
         return losses, pipe.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

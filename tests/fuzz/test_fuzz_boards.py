@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from damage import changed, spoilt
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
@@ -31,11 +32,13 @@ def attempt(path: Path, content: bytes) -> str:
     return ACCEPTED
 
 
+@pytest.mark.slow
 def test_damaged(tmp_path: Path) -> None:
     files = spoilt(st.sampled_from([path.read_bytes() for path in OWN]))
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "b.toml", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     kinds = [(board._Processor, ("gpu", "cpu")), (board._Fpga, ("fpga",))]
     whole = st.one_of(

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import changed, spoilt
 from documents import IN_JSON, document
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
@@ -70,6 +71,7 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "b", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     whole = values(Manifest, TEXTS, strict=True).map(lambda data: data | {"version": VERSION})
     loose = values(Manifest, TEXTS).map(with_version)

@@ -88,6 +88,7 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))
 
 
+@pytest.mark.slow
 def test_many_servers(tmp_path: Path) -> None:
     """Each count is within its bounds, but their sum may not be."""
     counts = st.lists(st.sampled_from([1, 7, 1000, 100_000, 100_001]), min_size=1, max_size=60)
@@ -104,6 +105,7 @@ def test_many_servers(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     tables = values(cluster_file._Tables, TEXTS)
     whole = values(cluster_file._Tables, SOUND, strict=True).map(fitted)

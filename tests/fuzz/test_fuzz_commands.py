@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import TEXTS, changed, dumped
 from documents import COSTS
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
@@ -72,6 +73,7 @@ def test_simulate(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, check, CASES))
 
 
+@pytest.mark.slow
 def test_plan_by_costs(tmp_path: Path) -> None:
     rows = [f'[[device]]\nid = "{id}"\ndevice = "soft:cpu:0"\n' for id in (ONE, OTHER)]
     (tmp_path / "c.toml").write_text("".join(rows))
@@ -85,6 +87,7 @@ def test_plan_by_costs(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, check, CASES))
 
 
+@pytest.mark.slow
 def test_compare_on_a_cluster(tmp_path: Path) -> None:
     profile = tmp_path / "g.txt"
     costs = "forward_compute_time=1, backward_compute_time=2, activation_size=9, parameter_size=9"

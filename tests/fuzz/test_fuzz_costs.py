@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import changed, damaged_json, dumped
 from documents import COSTS, IN_JSON
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
@@ -67,6 +68,7 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.json", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     whole = values(_Table, strict=True).map(fitted)
     loose = values(_Table).map(with_version)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import changed, damaged_json, dumped
 from documents import COSTS, IN_JSON, PLAN
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
@@ -49,11 +50,13 @@ def fitted(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.slow
 def test_damaged(tmp_path: Path) -> None:
     files = damaged_json(st.sampled_from([PLAN, PLAN | {"costs": COSTS}]))
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "p.json", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     names = st.fixed_dictionaries(
         {

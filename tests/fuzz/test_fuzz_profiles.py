@@ -75,6 +75,7 @@ def use(chain: Any) -> None:
         result_of(lambda: costs(BOARDS, [32, 1]), (CostError,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPORTED)
 def test_damaged(name: str, tmp_path: Path) -> None:
     files, more = damaged_json(st.just(IMPORTED[name])), {}
@@ -108,6 +109,7 @@ def fitted(workload: dict[str, Any]) -> dict[str, Any]:
 _PIPER = [{"timePerSample": 1.0, "parameterSize": 1.0, "memoryUsageA": 1.0}]
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     whole = st.one_of(*(values(kind, strict=True).map(fitted) for kind in KINDS))
     loose = st.one_of(*(values(kind) for kind in KINDS))

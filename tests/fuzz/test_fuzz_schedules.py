@@ -70,6 +70,7 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "fuzzed.txt", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     row = st.tuples(HEADS, st.lists(WORDS, max_size=8)).map(lambda r: r[0] + " ".join(r[1]))
     order = st.permutations(["F0", "B0", "F1", "B1", "F2", "B2"])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from damage import changed, damaged_json, dumped
 from documents import IN_JSON, TIMELINE
 from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
@@ -58,6 +59,7 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "t.json", content)))
 
 
+@pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
     whole = values(_Timeline, TEXTS, strict=True).map(fitted)
     files = (whole | changed(whole) | values(_Timeline, TEXTS)).map(dumped)

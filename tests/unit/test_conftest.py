@@ -32,6 +32,7 @@ def test_beside(number): time.sleep(0.2)
 tests: xdist fails if it asks a process that has just ended."""
 
 
+@pytest.mark.slow
 def test_a_test_that_ends_its_process_fails_and_the_others_run(tmp_path: Path) -> None:
     """A distribution that hands whole files to workers would wait for the dead worker for ever."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")

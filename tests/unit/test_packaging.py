@@ -39,6 +39,7 @@ def test_mapped_folders_refuse_an_import_and_name_the_right_one(folder: str) -> 
     assert f"import hetpipe.{folder} instead" in done.stderr
 
 
+@pytest.mark.slow
 def test_transformers_can_be_used_from_a_checkouts_root() -> None:
     """transformers imports any package named `kernels`, and ignores one without a version."""
     code = "from transformers import BertModel"

@@ -66,6 +66,7 @@ def collect_cases(project: Path, *options: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_every_share_has_other_wide_cases_and_all_narrow_ones(project: Path) -> None:
     everything = collect_cases(project)
     assert len(everything) == 18
@@ -82,6 +83,7 @@ def test_a_tree_has_one_share() -> None:
     assert [share_of_tree(f"{n:040x}") for n in range(11)] == [*range(1, 11), 1]
 
 
+@pytest.mark.slow
 def test_the_files_and_not_the_message_decide_the_share(project: Path) -> None:
     def git(*arguments: str) -> None:
         who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
@@ -102,6 +104,7 @@ def test_the_files_and_not_the_message_decide_the_share(project: Path) -> None:
     assert len(files | messages) > 1
 
 
+@pytest.mark.slow
 def test_without_a_tree_the_day_chooses(project: Path) -> None:
     shares = [collect_cases(project, "--share", str(n)) for n in range(1, SHARES + 1)]
     assert collect_cases(project, "--share", "tree") in shares

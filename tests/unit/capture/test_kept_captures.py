@@ -151,6 +151,7 @@ def test_another_version_of_a_package_is_captured_again(
     assert identity.library_digest.__wrapped__() != digest
 
 
+@pytest.mark.slow
 def test_a_value_set_at_run_time_counts(module: Callable[..., ModuleType]) -> None:
     loaded = module()
     count_exports(loaded.Model())
