@@ -4,8 +4,13 @@
 //
 // global size: column tiles, row tiles (each times GROUP), splits * batches
 
-#define A(row, k) ((row) < rows ? a[a_at + (row) * a_row + (k) * a_k] : 0.0f)
-#define B(k, col) ((col) < cols ? b[b_at + (k) * b_k + (col) * b_col] : 0.0f)
+// A vector's elements are neighbours along k if A_ALONG is K, else along the rows; the host checks that they exist together.
+#define LOAD_4(x, at, is_inside) ((is_inside) ? *(__global const float4*)(x + (at)) : (float4)(0.0f))
+#define LOAD_1(x, at, is_inside) ((is_inside) ? x[at] : 0.0f)
+#define LOAD_A(line, k, exists) \
+  JOIN(LOAD_, A_WIDTH)(a, a_at + (ROW0 + (line)) * a_row + (k) * a_k, (exists) && ROW0 + (line) < rows)
+#define LOAD_B(line, k, exists) \
+  JOIN(LOAD_, B_WIDTH)(b, b_at + (k) * b_k + (COL0 + (line)) * b_col, (exists) && COL0 + (line) < cols)
 
 WORK_GROUP __kernel void matmul(__global const float* a, const int a_offset, const int a_batch, const int a_row,
                                 const int a_k, __global const float* b, const int b_offset, const int b_batch,
@@ -16,7 +21,7 @@ WORK_GROUP __kernel void matmul(__global const float* a, const int a_offset, con
   TILES;
   const int batch = get_group_id(2) % batches, split = get_group_id(2) / batches;
   const int a_at = a_offset + batch * a_batch, b_at = b_offset + batch * b_batch;
-  MULTIPLY(A, a_k == 1, B, b_k == 1, split * each, min(depth, (split + 1) * each));
+  MULTIPLY(LOAD_A, LOAD_B, split * each, min(depth, (split + 1) * each))
   EACH(rows, cols)
     float scaled = alpha * sum;
     if (beta != 0.0f && split == 0)

@@ -13,6 +13,7 @@ import torch
 from as_gpu import AsGpu
 from found_devices import infos
 from hetpipe.backends.opencl.device import OpenCLDevice
+from hetpipe.backends.opencl.gpu import tiles
 from oclgrind import ORACLE, log_of
 from opencl_devices import IDS, close_to_torch, compiled, results
 from torch.nn import functional
@@ -135,6 +136,49 @@ def test_the_kernel_of_a_product_computes_its_epilogue(device_id: str) -> None:
     close_to_torch(device, layer, *inputs)
 
 
+def use_tiles(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
+    """Use only tiles with `item` elements of a work-item in each direction."""
+    monkeypatch.setattr(tiles, "DEPTHS", {item: tiles.DEPTHS[item]})
+
+
+def use_local_memory(monkeypatch: pytest.MonkeyPatch, device: OpenCLDevice, nbytes: int) -> None:
+    target = replace(device.target, local_memory_nbytes=nbytes)
+    monkeypatch.setattr(device, "target", target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", tiles.DEPTHS)
+def test_products_by_tiles_of_every_size(
+    device_id: str, item: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes end inside a tile and inside a step; vectors fit the first product's operands."""
+    use_tiles(monkeypatch, item)
+    device, small = as_gpu(device_id), is_interpreted(device_id)
+    for rows, depth, cols in [(4, 20, 8)] if small else [(132, 36, 68), (65, 37, 131)]:
+        a, b = normal(rows, depth), normal(depth, cols)
+        for nbytes in (17 << 10, 1 << 17):  # one step in local memory, or two
+            use_local_memory(monkeypatch, device, nbytes)
+            close_to_torch(device, lambda a, b: (a @ b).tanh(), a, b)
+        close_to_torch(device, lambda a, b: a.t() @ b.t(), a.t().contiguous(), b.t().contiguous())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", tiles.DEPTHS)
+def test_convolutions_by_tiles_of_every_size(
+    device_id: str, item: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_interpreted(device_id):
+        pytest.skip("the products cover its checks")
+    use_tiles(monkeypatch, item)
+    x, w, dy = normal(3, 4, 11, 12), normal(70, 4, 3, 3), normal(3, 70, 6, 6)
+
+    def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda *z: functional.conv2d(*z, stride=2, padding=1), x, w)
+        return y.relu(), *gradients(dy)
+
+    close_to_torch(as_gpu(device_id), both, x, w, dy)
+
+
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((6, 4, 3, 2), {}),
     "one pixel": ((70, 4, 1, 1), {}),
@@ -181,6 +225,7 @@ CHECKED = """
 import torch
 from dataclasses import replace
 from as_gpu import AsGpu
+from hetpipe.backends.opencl.gpu import tiles
 from opencl_devices import close_to_torch
 from torch.nn import functional
 backend = AsGpu()
@@ -189,7 +234,8 @@ def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed
 def convolve(a, w, dy):
     y, gradients = torch.func.vjp(lambda a, w: functional.conv2d(a, w, stride=2, padding=1), a, w)
     return y, *gradients(dy)
-close_to_torch(device, lambda a, b: (a @ b).tanh(), x(5, 19), x(19, 34))
+for tiles.DEPTHS in [{item: depth} for item, depth in tiles.DEPTHS.items()]:
+    close_to_torch(device, lambda a, b: (a @ b).tanh(), x(5, 19), x(19, 34))
 close_to_torch(device, convolve, x(1, 2, 5, 4), x(3, 2, 3, 3), x(1, 3, 3, 2))
 """
 
