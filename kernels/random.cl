@@ -75,11 +75,18 @@ static inline void store_words(
         return;
     }
 #endif
+#if LANES == 1
+#pragma unroll
+    for (int word = 0; word < 4; ++word) // a constant index keeps the words in registers
+        if (e + word < elements)
+            row[e + word] = DRAWN(c[word]);
+#else
     uint words[4 * LANES];
     for (int word = 0; word < 4; ++word)
         STORE(c[word], words + word * LANES);
     for (int i = 0; i < min(4 * LANES, elements - e); ++i)
         row[e + i] = DRAWN(words[i % 4 * LANES + i / 4]);
+#endif
 }
 
 __kernel void draw(
@@ -87,10 +94,11 @@ __kernel void draw(
     const int samples, const float keep)
 {
     const int blocks = (elements + 3) / 4, chunks = (blocks + CHUNK - 1) / CHUNK;
-    const int sample = get_global_id(0) / chunks;
+    const int item = get_global_id(0); // divisions of 64 bits are slow
+    const int sample = item / chunks;
     if (sample >= samples)
         return;
-    const int first = get_global_id(0) % chunks * CHUNK, last = min(first + CHUNK, blocks);
+    const int first = item % chunks * CHUNK, last = min(first + CHUNK, blocks);
     const uint k0 = (uint)rng[0], k1 = (uint)(rng[0] >> 32);
     __global TYPE *row = out + sample * elements;
 #ifdef MASK

@@ -18,7 +18,7 @@ from oclgrind import ORACLE, log_of
 from opencl_devices import IDS, close_to_torch, compiled, results
 from torch.nn import functional
 
-from hetpipe.sdk.operators.random import keep_mask
+from hetpipe.sdk.operators.random import keep_mask, uniform
 
 pytestmark = pytest.mark.parametrize("device_id", IDS)
 
@@ -75,10 +75,16 @@ def test_embedding_and_its_gradient(device_id: str) -> None:
 def test_masks(device_id: str) -> None:
     rng = torch.tensor([17, 2, 9])
 
-    def fn(words: torch.Tensor) -> torch.Tensor:
-        return keep_mask(words, 1, [4, 5, 6], 0.5, 0, 2)
+    def fn(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        drawn = uniform(words, 1, [4, 5, 7], 0, 2)
+        return (
+            keep_mask(words, 1, [4, 5, 6], 0.5, 0, 2),
+            keep_mask(words, 1, [4, 8], 0.5, 0, 2),
+            drawn,
+        )
 
-    np.testing.assert_array_equal(results(as_gpu(device_id), fn, rng)[0], fn(rng).numpy())
+    for found, expected in zip(results(as_gpu(device_id), fn, rng), fn(rng), strict=True):
+        np.testing.assert_array_equal(found, expected.numpy())
 
 
 def is_interpreted(device_id: str) -> bool:

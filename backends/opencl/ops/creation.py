@@ -17,6 +17,8 @@ from ._common import FLOATS, arguments, cast
 
 CHUNK = 1024
 """Blocks of four numbers per work-item; on a GPU a work-item has one block."""
+GROUP = 256
+"""Work-items of a work-group on a GPU."""
 NUMBERS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 """Operators that fill a tensor with a given number: the number's position in their arguments."""
 
@@ -61,16 +63,18 @@ def draw(builder: Builder, node: fx.Node) -> None:
     moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])
     out = builder.new(moved, node_dtype(node))
     elements = math.prod(shape) // max(1, samples)
-    lanes, chunk = (1, 1) if builder.device.kind == "gpu" else (16, CHUNK)
+    on_card = builder.device.kind == "gpu"
+    lanes, chunk = (1, 1) if on_card else (16, CHUNK)
     kernel = Kernel.of_files("draw", ("random.cl",), *macros, f"LANES={lanes}", f"CHUNK={chunk}")
     blocks = -(-elements // 4)
-    items = samples * -(-blocks // chunk)
+    group = min(GROUP, builder.device.max_work_group_size) if on_card else 1
+    items = -(-samples * -(-blocks // chunk) // group) * group
     signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
     args: dict[str, Argument] = {
         "rng": builder.value(rng), "out": out, "site": signed, "elements": elements,
         "samples": samples, "keep": float(keep[0]) if keep else 0.0,
     }  # fmt: skip
-    builder.launch(kernel, (items,), args, (1,) if lanes > 1 else None)
+    builder.launch(kernel, (items,), args, (group,))
     order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape))]
     drawn = builder.view(builder.pool.load(out), lambda layout: layout.permute(order))
     builder.define(node, drawn)
