@@ -244,6 +244,13 @@ def rows(found: Iterable[Compiled], cards: Sequence[str] = CARDS) -> list[list[s
     return [head, *body]
 
 
+def show(table: Sequence[Sequence[str]]) -> None:
+    """Print a table in columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS)
@@ -262,10 +269,7 @@ def main() -> None:
         if (given.only in each.file or given.only in each.kernel.name)
         and not (given.bad and all(u.fits for u in each.usage.values()))
     ]  # fmt: skip
-    table = rows(shown)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    show(rows(shown))
     print(f"{len(shown)} of {len(found)} kernels")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
