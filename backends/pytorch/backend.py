@@ -13,7 +13,7 @@ import torch
 
 from hetpipe.errors import BackendError
 from hetpipe.records import Source
-from hetpipe.sdk.backend import Backend
+from hetpipe.sdk.backend import Backend, Finding
 from hetpipe.sdk.info import (
     HOST_MEMORY,
     Capabilities,
@@ -25,7 +25,7 @@ from hetpipe.sdk.info import (
 )
 
 from .device import DTYPES, CpuDevice, SynchronizedDevice, TorchDevice
-from .options import Options
+from .options import Options, lacks_compiler
 from .streams import StreamDevice
 
 
@@ -55,29 +55,45 @@ class PyTorchBackend(Backend):
         self._options = source.record(Options, dict(options))
 
     def discover(self) -> list[DeviceInfo]:
-        accelerators = [
-            replace(info, driver=info.driver + self._options.changed) for info in _accelerators()
-        ]
         return [
-            replace(info, id=info.id.replace("pytorch", self.name, 1), backend=self.name)
-            for info in (_cpu(), *accelerators)
+            replace(
+                info,
+                id=info.id.replace("pytorch", self.name, 1),
+                backend=self.name,
+                driver=info.driver + self._options.changed(_kind(info)),
+            )
+            for info in (_cpu(), *_accelerators())
         ]
 
+    def describe(self) -> list[Finding]:
+        findings = super().describe()
+        for info in self.discover():
+            if self._options.compile != "eager" and (lack := lacks_compiler(_kind(info))):
+                what, cure = lack
+                text = f"{info.id} runs all graphs eagerly, because Inductor needs {what}"
+                findings.append(("missing", text, cure))
+        return findings
+
     def open(self, info: DeviceInfo) -> TorchDevice:
-        _, kind, index = info.id.split(":")
+        kind, index = _kind(info), int(info.id.split(":")[2])
         if kind == "cpu":
-            return CpuDevice(info, torch.device("cpu"), self.operators)
-        device = torch.device(kind, int(index))
+            return CpuDevice(info, torch.device("cpu"), self.operators, self._options)
+        device = torch.device(kind, index)
         module = torch.get_device_module(kind)
         if not hasattr(module, "Stream"):
-            return SynchronizedDevice(info, device, self.operators)
-        return StreamDevice(info, device, module, self.operators, self._options.tf32)
+            return SynchronizedDevice(info, device, self.operators, self._options)
+        return StreamDevice(info, device, module, self.operators, self._options)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         return {} if info.kind == "cpu" else {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _kind(info: DeviceInfo) -> str:
+    """Return torch's name for the type of a device, such as `cuda`."""
+    return info.id.split(":")[1]
 
 
 def _cpu() -> DeviceInfo:

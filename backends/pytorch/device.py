@@ -18,9 +18,11 @@ from hetpipe.sdk.indices import Bound
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.support import require_support
 
+from .choice import Chooser
 from .guards import check_extremes, guarded
 from .kernels import has_kernel
-from .program import Program
+from .options import Options
+from .program import Program, Way
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +72,7 @@ class CompiledGraph:
     def __init__(self, graph: fx.GraphModule, device: TorchDevice) -> None:
         self._graph = graph
         self._device = device
-        self._programs: dict[frozenset[int], Program] = {}
+        self._programs: dict[frozenset[int], tuple[Program, Way]] = {}
         self.bounds: list[Bound] = []
         """Bounds of guarded indices, see `guarded`; on accelerators without streams."""
 
@@ -78,16 +80,17 @@ class CompiledGraph:
         """Run the graph, or start it on the current stream."""
         if len(set(map(id, inputs))) < len(inputs):  # do not donate a buffer that is two inputs
             donate = frozenset(i for i in donate if inputs.count(inputs[i]) == 1)
-        program = self._programs.get(donate)
-        if program is None:
-            program = Program(self._graph, donate, self._device.torch_device, self._device.info.id)
-            self._programs[donate] = program
+        device, tensors = self._device, [buffer.tensor for buffer in inputs]
+        if donate not in self._programs:
+            program = Program(self._graph, donate, device.torch_device, device.info.id)
+            way = device.chooser.way(self._graph, donate, program, tensors)
+            self._programs[donate] = program, way
+        program, way = self._programs[donate]
         try:
             with torch.inference_mode():
-                results = program.call([buffer.tensor for buffer in inputs])
+                results = way(tensors)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise program.explain(error) from error
-        device = self._device
         created = [
             TorchBuffer(device, tensor, *form)
             for tensor, form in zip(results, program.forms, strict=True)
@@ -103,10 +106,17 @@ class TorchDevice(Device):
         info: DeviceInfo,
         torch_device: torch.device,
         operators: Mapping[str, Callable[..., Any]] = {},
+        options: Options = Options(),  # noqa: B008 - it is frozen
     ) -> None:
         self.info = info
         self.torch_device = torch_device
         self._operators = operators
+        self.chooser = Chooser(info, options, torch_device, self._wait)
+
+    def _wait(self) -> None:
+        """Wait for the work of this thread's stream."""
+        if self.torch_device.type != "cpu":
+            torch.accelerator.current_stream(self.torch_device).synchronize()
 
     def supports(self, node: fx.Node) -> str | None:
         target = node.target
@@ -142,6 +152,7 @@ def with_operators(graph: fx.GraphModule, operators: Mapping[str, Function]) -> 
     for number, node in enumerate(list(own.graph.nodes)):
         if node.op == "call_function" and operator_name(node) in operators:
             node.target = _apart(operators[operator_name(node)], number)
+            node.meta["opaque"] = True
     return own
 
 

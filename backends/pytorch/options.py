@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated
+
+from hetpipe.errors import BackendError
+from hetpipe.records import OneOf
+
+COMPILE = ("eager", "inductor", "measured")
 
 
 @dataclass(frozen=True)
@@ -13,7 +23,37 @@ class Options:
     """Whether accelerators may round the operands of float32 products to ten bits (TF32). Products
     are then several times faster on some cards, and a thousand times less exact."""
 
-    @property
-    def changed(self) -> str:
-        """The options that differ from the defaults, as a text for `DeviceInfo.driver`."""
-        return ", tf32" if self.tf32 else ""
+    compile: Annotated[str, OneOf(COMPILE)] = "eager"
+    """How devices run a graph: `eager` calls an operator at a time, `inductor` calls the kernels
+    that torch's Inductor compiles for the graph, and `measured` runs the faster of both."""
+
+    def changed(self, kind: str) -> str:
+        """Return the options that change the costs of a type of device, for `DeviceInfo.driver`.
+
+        The text is empty if they have their defaults.
+        """
+        tf32 = ", tf32" if self.tf32 and kind != "cpu" else ""
+        return tf32 if self.compile == "eager" else f"{tf32}, compile {self.compile}"
+
+    def check(self, device_id: str, kind: str) -> None:
+        """Raise `BackendError` if a device must compile graphs, but lacks a compiler."""
+        if self.compile == "inductor" and (lack := lacks_compiler(kind)):
+            what, cure = lack
+            raise BackendError(
+                f'{device_id}: compile = "inductor" needs {what}: {cure}, or set '
+                'compile = "measured" or "eager" in [backend.pytorch]'
+            )
+
+
+def lacks_compiler(kind: str) -> tuple[str, str] | None:
+    """Return the compiler that Inductor needs for a type of device, and how to install it.
+
+    Return None if the compiler is present.
+    """
+    if kind == "cpu":
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        name = os.environ.get("CXX", usual)
+        if shutil.which(name) is None:
+            return f"the C++ compiler {name}", f"apt-get install {name}"
+        return None
+    return None if find_spec("triton") else ("Triton", "pip install triton")

@@ -26,7 +26,8 @@ from .memory import needs_row_major, sink_shape_only, write_in_place
 from .recurrent import by_library
 from .simplify import simplify
 
-Function = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Way = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""A way to run a program: it takes the inputs' tensors and returns the new tensors."""
 
 _serial = itertools.count()
 
@@ -36,7 +37,7 @@ class Program:
 
     `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
     that the graph declares for the new tensors. For each output, `outputs` has its index among the
-    new tensors, or `~i` if the output is input i itself.
+    new tensors, or `~i` if the output is input i itself. `calls` has the nodes of the operators.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Program:
                 taken.add(root)
         self.outputs = [number[node] for node in outputs]
         self.forms = [form_of(node) for node, _ in created]
-        self._calls = [node for node in copy.nodes if node.op == "call_function"]
+        self.calls = [node for node in copy.nodes if node.op == "call_function"]
         self._file = f"<hetpipe program {next(_serial)}>"
         self.call = _generate(copy, created, device, self._file)
 
@@ -72,8 +73,8 @@ class Program:
         where, trace = "", error.__traceback__
         while trace is not None:
             line = trace.tb_lineno - _HEAD_LINES - 1
-            if trace.tb_frame.f_code.co_filename == self._file and 0 <= line < len(self._calls):
-                node, tensors = self._calls[line], trace.tb_frame.f_locals
+            if trace.tb_frame.f_code.co_filename == self._file and 0 <= line < len(self.calls):
+                node, tensors = self.calls[line], trace.tb_frame.f_locals
                 try:
                     for bound in index_bounds(node):
                         # After an error, an accelerator's tensors cannot be read.
@@ -91,7 +92,7 @@ _HEAD_LINES = 2
 
 def _generate(
     graph: fx.Graph, created: list[tuple[fx.Node, bool]], device: torch.device, file: str
-) -> Function:
+) -> Way:
     scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "row_major": torch.contiguous_format}
     body: list[str] = []
     needed = {node for node, _ in created}
@@ -111,7 +112,7 @@ def _generate(
     text = "\n".join([*head, *reversed(body), f"    return [{results}]"])
     assert len(head) == _HEAD_LINES
     exec(compile(text, file, "exec"), scope)
-    run: Function = scope["run"]
+    run: Way = scope["run"]
     return run
 
 

@@ -22,6 +22,7 @@ def by_library(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in functions and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
             node.target = functions[node.target]
+            node.meta["opaque"] = True
 
 
 def lstm_layer(

@@ -23,6 +23,7 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 from .guards import check_extremes, guarded
+from .options import Options
 from .pinning import PinnedMemory
 
 _POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
@@ -137,11 +138,11 @@ class StreamDevice(TorchDevice):
         torch_device: torch.device,
         module: Any,
         operators: Mapping[str, Callable[..., Any]] = {},
-        tf32: bool = False,
+        options: Options = Options(),  # noqa: B008 - it is frozen
     ) -> None:
-        super().__init__(info, torch_device, operators)
+        super().__init__(info, torch_device, operators, options)
         self.module = module
-        self.precision = "tf32" if tf32 else "ieee"
+        self.precision = "tf32" if options.tf32 else "ieee"
         self._pins = PinnedMemory(info, module)
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self._in = Lane(module, torch_device, f"{info.id} in")

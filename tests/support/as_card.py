@@ -48,11 +48,12 @@ class AsCard(PyTorchBackend):
         return [
             replace(
                 info, kind="gpu", memory_nbytes=self.memory_nbytes, memory_domain="card:0",
-                capabilities=Capabilities(), driver=info.driver + self._options.changed,
+                capabilities=Capabilities(),
+                driver=torch.__version__ + self._options.changed("card"),
             )
             for info in super().discover()[:1]
         ]  # fmt: skip
 
     def open(self, info: DeviceInfo) -> TorchDevice:
         module: Any = Module(Card(self.memory_nbytes))
-        return CardDevice(info, torch.device("cpu"), module, tf32=self._options.tf32)
+        return CardDevice(info, torch.device("cpu"), module, options=self._options)
