@@ -11,6 +11,7 @@ from inspect import signature
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -153,6 +154,7 @@ class StreamDevice(TorchDevice):
         return _StreamExecutable(self, self.prepare(safe), input_forms(graph), bounds)
 
     def upload(self, src: Array) -> tuple[Buffer, Event]:
+        src = np.asarray(src)  # a scalar of numpy has no memory
         lane, dtype = self._in, src.dtype.name
         with self.blamed(f"uploading {src.nbytes} bytes"), self.module.stream(lane.stream):
             # The device's memory first: if it does not suffice, the host needs none.

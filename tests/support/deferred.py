@@ -197,10 +197,10 @@ class _Deferring(TorchDispatchMode):
             else:
                 result = self._results(func, args, kwargs)
             outputs = [self._hold(each) for each in _tensors(result)]
-            rounds = _rounds(name)
+            rounds, with_grad = _rounds(name), torch.is_grad_enabled()
 
             def work() -> None:
-                with torch.inference_mode():
+                with torch.inference_mode(), torch.set_grad_enabled(with_grad):
                     own_args, own_kwargs = tree_map_only(
                         _Held, lambda held: held.tensor(), (held_args, held_kwargs)
                     )
