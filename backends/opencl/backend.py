@@ -23,7 +23,6 @@ from hetpipe.sdk.info import (
     with_separate_memory,
 )
 
-from .platform.bus import address_of
 from .platform.driver import driver, errors, platforms
 from .platform.families import CHANNELS, MOST_KERNELS, Options, choice, default_family
 from .platform.runtimes import (
@@ -37,6 +36,7 @@ from .platform.runtimes import (
     slug,
     unloadable,
 )
+from .platform.vendors import address_of
 
 if TYPE_CHECKING:
     from hetpipe.sdk.kernels import KernelRunner

@@ -26,6 +26,7 @@ from .platform.driver import driver, errors, quiet
 from .platform.families import Options
 from .platform.runtimes import Runtime
 from .platform.tuning import cache_nbytes, tuning_of
+from .platform.vendors import free_nbytes
 from .run.events import CommandEvent
 from .run.executable import OpenCLExecutable
 from .run.memory import (
@@ -181,6 +182,10 @@ class OpenCLDevice(OpenedDevice):
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
+
+    def memory_available_nbytes(self) -> int | None:
+        free = None if self.info.on_cores else free_nbytes(self._cl_device)
+        return None if free is None else free + (self.memory_used_nbytes() or 0)
 
     def trim(self) -> None:
         with self.lock:

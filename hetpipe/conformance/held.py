@@ -191,6 +191,29 @@ def _(rig: Rig) -> None:
 
 
 @check(
+    "memory/available",
+    "memory_available_nbytes counts the bytes that this process holds, and free bytes, in bytes",
+    "a count of free bytes alone, or of other units",
+    Level.CORE,
+)
+def _(rig: Rig) -> None:
+    if rig.device.memory_available_nbytes() is None:
+        raise NotAsked("the device does not know the bytes that are available")
+    before = rig.device.memory_available_nbytes() or 0
+    buffers = [rig.put(np.zeros(LEAK_NBYTES // 4, np.float32)) for _ in range(HELD)]
+    held, now = HELD * LEAK_NBYTES, rig.device.memory_available_nbytes() or 0
+    expect(
+        held <= now <= rig.info.memory_nbytes,
+        f"{now} bytes are available of {rig.info.memory_nbytes}, and existing buffers have {held}",
+    )
+    expect(
+        before - now < held // 2,
+        f"buffers of {held} bytes made {before - now} bytes unavailable to the process itself",
+    )
+    del buffers
+
+
+@check(
     "memory/trim",
     "trim frees unused memory, and the device works afterwards",
     "a pool that frees existing tensors or memory of compiled graphs",

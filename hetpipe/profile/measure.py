@@ -25,6 +25,7 @@ from hetpipe.profile.links import Links, engine_s, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes
 from hetpipe.profile.profiler import RULES
+from hetpipe.profile.room import with_room
 from hetpipe.profile.rounds import HALF_S, Effort, Rounds
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.wire import streams
@@ -108,14 +109,14 @@ def profile(
         if rounds.foreign > contention.LIMIT:
             _warn_of_contention(rounds.foreign, missing)
     say("profiled", len(samples), len(samples))
-    return {size: tables[size] for size in samples}
+    return with_room({size: tables[size] for size in samples}, crew)
 
 
 def stored_costs(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, CostTable]:
     """Return the tables that an earlier `profile` has stored, without a measurement."""
-    return _stored(_entries(captured, crew, optimizer, samples))
+    return with_room(_stored(_entries(captured, crew, optimizer, samples)), crew)
 
 
 def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:

@@ -209,6 +209,14 @@ class Device(ABC):
         """
         return None
 
+    def memory_available_nbytes(self) -> int | None:
+        """Return the bytes that tensors of this process can take on the device now.
+
+        These are the free bytes and the bytes that this process holds, less a reserve for the
+        driver. Plans take no more. With None, the default, plans take up to `info.memory_nbytes`.
+        """
+        return None
+
     def trim(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Free unused memory that the device keeps for later tensors.
 

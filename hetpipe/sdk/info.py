@@ -12,8 +12,8 @@ API_VERSION = 3
 """The version of the contract. `Backend.api_version` is the version that a backend was written for.
 
 Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
-`Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`
-and `Device.pin`.
+`Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`,
+`Device.pin` and `Device.memory_available_nbytes`.
 """
 OLDEST_API_VERSION = 1
 """The oldest version whose backends still run: every later addition has a default."""

@@ -167,3 +167,17 @@ def test_copies_of_registered_memory_are_not_staged() -> None:
     put(device, sent)
     put(device, np.float32(1))  # type: ignore[arg-type] # a learning rate may be a scalar
     assert device.staged == 2
+
+
+def test_the_room_of_a_card_excludes_other_processes_and_a_reserve() -> None:
+    """The planned capacity was the whole memory of the card."""
+    device = card(memory_nbytes=16 << 30)
+    reserve_nbytes = int(0.05 * (16 << 30)) + (512 << 20)
+    assert device.memory_available_nbytes() == (16 << 30) - reserve_nbytes
+    kept = put(device, np.zeros(1 << 20, np.float32))  # this process may reuse its own memory
+    assert device.memory_available_nbytes() == (16 << 30) - reserve_nbytes
+    device.module.card.foreign_nbytes = 10 << 30
+    assert device.memory_available_nbytes() == (6 << 30) - reserve_nbytes
+    device.module.card.foreign_nbytes = 16 << 30
+    assert device.memory_available_nbytes() == 0
+    del kept

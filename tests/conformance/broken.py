@@ -586,6 +586,15 @@ class CountsElements(CountsPages):
         return None if counted is None else counted // 4
 
 
+class FreeBytesAlone(CountsPages):
+    """The available bytes lack the bytes that this process holds."""
+
+    factor = 1
+
+    def memory_available_nbytes(self) -> int | None:
+        return self.info.memory_nbytes - (self.memory_used_nbytes() or 0)
+
+
 class FreesLater(CountsPages):
     """Memory is freed some time after its buffer; no fault, since the counter becomes right."""
 
@@ -688,6 +697,7 @@ FAULTS = {
         Fault(LeaksEvents, "memory/nothing kept per run", "events more"),
         Fault(CountsPages, "memory/counter", "instead of bytes"),
         Fault(CountsElements, "memory/counter", "instead of bytes"),
+        Fault(FreeBytesAlone, "memory/available", "unavailable to the process itself"),
         Fault(ManyInputsOverwritten, "memory/inputs last", "input 5 of 6"),
         Fault(ReferenceCycle, "memory/no leaks", "a reference cycle of _Cyclic"),
     )

@@ -36,6 +36,8 @@ class Card:
         """Streams that may read a storage after it was freed: its own, and recorded ones."""
         self.sizes: dict[StorageWeakRef, int] = {}
         self.here = threading.local()
+        self.foreign_nbytes = 0
+        """Bytes that other processes hold."""
 
     def new(self, form: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Return a tensor of NaN in memory of the card. Raises torch's error if there is none."""
@@ -160,6 +162,10 @@ class Module:
 
     def memory_reserved(self, device: torch.device) -> int:
         return sum(size for ref, size in self.card.sizes.items() if not ref.expired())
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        total = self.card.memory_nbytes
+        return total - self.memory_reserved(device) - self.card.foreign_nbytes, total
 
     def empty_cache(self) -> None:
         self.trims += 1

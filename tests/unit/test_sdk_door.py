@@ -31,7 +31,7 @@ from hetpipe.sdk.support import require_support
 from hetpipe.wire.transport import to_device
 from hetpipe.worker.blame import run_error
 
-CONTRACTS = {2: "7b2e0b08c3dfff9c", 3: "989c35bec7a7eb3f"}
+CONTRACTS = {2: "7b2e0b08c3dfff9c", 3: "308dbb7eaa18a503"}
 """Fingerprints of the contract, by version."""
 
 

@@ -146,6 +146,7 @@ class CompanionDevice(Device):
     fma_ceiling = _ask_device("fma_ceiling")
     launch_floor = _ask_device("launch_floor")
     memory_used_nbytes = _ask_device("memory_used_nbytes")
+    memory_available_nbytes = _ask_device("memory_available_nbytes")
 
     def trim(self) -> None:
         self.device.trim()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hetpipe.backends.opencl import OpenCLBackend
 from hetpipe.backends.opencl import backend as module
-from hetpipe.backends.opencl.platform import bus
+from hetpipe.backends.opencl.platform import vendors
 
 from hetpipe.cluster.topology import Link
 from hetpipe.sdk.info import DeviceInfo, host_memory_nbytes
@@ -78,7 +78,7 @@ def test_the_common_question_comes_first(found: Any, monkeypatch: pytest.MonkeyP
         asked.append(question)
         return 1, 0x3B, 2, 0
 
-    monkeypatch.setattr(bus, "ask", ask)
+    monkeypatch.setattr(vendors, "ask", ask)
     card = Nvidia(0)
     card.extensions += " cl_khr_pci_bus_info"
     (info,) = found([card])
@@ -106,6 +106,13 @@ def test_an_integrated_gpu_computes_in_the_hosts_memory(found: Any) -> None:
     assert (info.address, info.on_cores) == ("pci:0000:00:00", False)
 
 
+def test_only_amds_driver_tells_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_kib = 5 << 32 | 7
+    monkeypatch.setattr(vendors, "ask", lambda device, question, count: (7, 5, 0, 0))
+    assert vendors.free_nbytes(Amd(0)) == free_kib << 10
+    assert vendors.free_nbytes(Nvidia(0)) is None
+
+
 class Roomy(Outlet):
     def _has_room(self) -> bool:
         return True
@@ -131,7 +138,7 @@ def test_the_driver_answers_with_numbers() -> None:
     processor has."""
     devices = [device for platform in module.platforms() for device in platform.get_devices()]
     for device in devices:
-        assert bus.ask(device, 0x1001, 1) == (device.vendor_id,)
-        assert bus.ask(device, 0x1002, 1) == (device.max_compute_units,)
+        assert vendors.ask(device, 0x1001, 1) == (device.vendor_id,)
+        assert vendors.ask(device, 0x1002, 1) == (device.max_compute_units,)
         with pytest.raises(ValueError, match="0x410f"):
-            bus.ask(device, bus.PCI_BUS_INFO_KHR, 4)
+            vendors.ask(device, vendors.PCI_BUS_INFO_KHR, 4)

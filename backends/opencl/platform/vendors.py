@@ -1,6 +1,7 @@
-"""The address of a card on the PCI bus, which is the same for all drivers of the card.
+"""Questions about a card that each vendor's driver answers in another way.
 
-OpenCL's common question for it is new, so older drivers answer only a question of their vendor.
+The address on the PCI bus is the same for all drivers of a card. OpenCL's common question for it is
+new, so older drivers answer only a question of their vendor. Only AMD's tells free memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from .driver import driver
 
 PCI_BUS_INFO_KHR = 0x410F
 """The number of OpenCL's common question; pyopencl has no name for it."""
+
+AMD = "cl_amd_device_attribute_query"
+FREE_MEMORY_AMD = 0x4039
+"""The answer is a `size_t` in KiB, perhaps with a second one: the largest free block."""
 
 
 def address_of(device: Any) -> str:
@@ -46,9 +51,17 @@ def _of_amd(device: Any) -> tuple[int, int, int]:
 _PLACES = {
     "cl_khr_pci_bus_info": _of_khronos,
     "cl_nv_device_attribute_query": _of_nvidia,
-    "cl_amd_device_attribute_query": _of_amd,
+    AMD: _of_amd,
 }
 """The domain, the bus and the number on the bus of a device, by the extension that tells them."""
+
+
+def free_nbytes(device: Any) -> int | None:
+    """Return the free bytes of a card's memory; None if its driver does not tell them."""
+    if AMD not in device.extensions.split():
+        return None
+    low, high, _, _ = ask(device, FREE_MEMORY_AMD, 4)
+    return (high << 32 | low) << 10
 
 
 def ask(device: Any, question: int, count: int) -> tuple[int, ...]:
