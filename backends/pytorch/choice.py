@@ -1,6 +1,7 @@
 """Chooses the way in which a device runs a program: eagerly, or as Inductor compiles it.
 
-A choice by measurement runs both ways in turns on the program's first inputs, and stores the
+On a card that can capture graphs, either way may also be replayed from a captured graph. A choice
+by measurement runs all ways in turns on the program's first inputs, and stores the
 faster way. So a later start neither measures nor compiles.
 """
 
@@ -17,13 +18,14 @@ from torch import fx
 
 from hetpipe.entries import Entries, key_of
 from hetpipe.errors import BackendError
-from hetpipe.sdk.graph import graph_rows
+from hetpipe.sdk.graph import graph_inputs, graph_rows
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import DeviceInfo
 
 from .inductor import compile_program, load_program
 from .options import Options, lacks_compiler
 from .program import Program, Way
+from .replay import Recorder, Replayed
 
 MARGIN = 0.02
 """Another way than the eager way must be faster by this share of the eager time."""
@@ -37,14 +39,23 @@ log = logging.getLogger(__name__)
 
 
 class Chooser:
-    """Chooses the way of each program of a device. `wait` waits for the device's work."""
+    """Chooses the way of each program of a device.
+
+    `wait` waits for the device's work. `record` captures graphs, if the device can.
+    """
 
     def __init__(
-        self, info: DeviceInfo, options: Options, device: torch.device, wait: Callable[[], None]
+        self,
+        info: DeviceInfo,
+        options: Options,
+        device: torch.device,
+        wait: Callable[[], None],
+        record: Recorder | None = None,
     ) -> None:
         options.check(info.id, device.type)
         self._info = info
         self._wait = wait
+        self._record = record
         self._tf32 = options.tf32
         self._option = options.compile
         if self._option == "measured" and lacks_compiler(device.type):
@@ -66,12 +77,15 @@ class Chooser:
         key = self._key(graph, donate)
         if self._option == "inductor":
             return self._compiled(key, program, tensors)
+        steady = frozenset(i for i, n in enumerate(graph_inputs(graph)) if n.meta.get("steady"))
         chosen = _stored_choice(key)
         if chosen is None:
-            ways = self._ways(key, program, tensors)
+            ways = self._ways(key, program, tensors, steady)
             chosen = self._measured(key, ways, tensors, donate)
             return ways[chosen]
-        return program.call if chosen == "eager" else self._compiled(key, program, tensors)
+        name, _, graph_text = chosen.partition(" ")
+        way = program.call if name == "eager" else self._compiled(key, program, tensors)
+        return Replayed(way, steady, self._record) if graph_text and self._record else way
 
     def _key(self, graph: fx.GraphModule, donate: frozenset[int]) -> str:
         """Return the key of everything on which a compiled program and its speed depend."""
@@ -103,13 +117,22 @@ class Chooser:
             _PROGRAMS.store(key, data)
         return way
 
-    def _ways(self, key: str, program: Program, tensors: Sequence[torch.Tensor]) -> dict[str, Way]:
-        """Return the ways to compare; only the eager way if Inductor fails."""
+    def _ways(
+        self,
+        key: str,
+        program: Program,
+        tensors: Sequence[torch.Tensor],
+        steady: frozenset[int],
+    ) -> dict[str, Way]:
+        """Return the ways to compare, by name, without the ways for which Inductor fails."""
         ways = {"eager": program.call}
         try:
             ways["inductor"] = self._compiled(key, program, tensors)
         except BackendError as error:
             log.warning("%s; the graph runs eagerly", error)
+        if self._record is not None:
+            for name, way in list(ways.items()):
+                ways[f"{name} graph"] = Replayed(way, steady, self._record)
         return ways
 
     def _measured(
@@ -122,7 +145,7 @@ class Chooser:
         """Return the name of the fastest way, and store it."""
         times_s = times_in_turns(ways, tensors, donate, self._wait)
         chosen = fastest(times_s)
-        medians_s = {name: statistics.median(own) for name, own in times_s.items()}
+        medians_s = {name: statistics.median(own) for name, own in times_s.items() if own}
         log.info("%s: %s, so the graph runs %s", self._info.id, medians_s, chosen)
         # Another worker may have measured the same program. All workers follow the first choice.
         if (earlier := _stored_choice(key)) and earlier in ways:
@@ -152,23 +175,32 @@ def times_in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of some runs of each way; the ways take turns.
 
-    The runs overwrite donated inputs. Their values are kept on the host and restored at the end.
+    The runs overwrite donated inputs. Their values are kept on the host and restored at the end. A
+    way that fails, for example for lack of memory, has no times.
     """
-    times_s: dict[str, list[float]] = {name: [] for name in ways}
-    if len(ways) == 1:
-        return times_s
+    times_s: dict[str, list[float]] = {"eager": []}
     with torch.inference_mode():
         values = {index: tensors[index].to("cpu", copy=True) for index in donate}
-        for way in ways.values():  # the first run loads kernels
-            way(tensors)
-        wait()
-        begin_s, runs = time.perf_counter(), 0
-        while runs < LEAST or (runs < MOST and time.perf_counter() - begin_s < LEAST_S):
-            for name, way in ways.items():
-                start_s = time.perf_counter()
-                way(tensors)
+        for name, way in ways.items():
+            try:
+                for _ in range(2):  # the first run loads kernels, the second may capture a graph
+                    way(tensors)
                 wait()
-                times_s[name].append(time.perf_counter() - start_s)
+            except RuntimeError as error:
+                if name == "eager":
+                    raise
+                log.warning("%s fails, so it is not chosen: %s", name, error)
+            else:
+                times_s[name] = []
+        begin_s, runs = time.perf_counter(), 0
+        while len(times_s) > 1 and (
+            runs < LEAST or (runs < MOST and time.perf_counter() - begin_s < LEAST_S)
+        ):
+            for name, own_s in times_s.items():
+                start_s = time.perf_counter()
+                ways[name](tensors)
+                wait()
+                own_s.append(time.perf_counter() - start_s)
             runs += 1
         for index, value in values.items():
             tensors[index].copy_(value)

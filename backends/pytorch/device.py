@@ -23,6 +23,7 @@ from .guards import check_extremes, guarded
 from .kernels import has_kernel
 from .options import Options
 from .program import Program, Way
+from .replay import cuda_recorder
 
 Array = np.ndarray[Any, Any]
 
@@ -111,7 +112,8 @@ class TorchDevice(Device):
         self.info = info
         self.torch_device = torch_device
         self._operators = operators
-        self.chooser = Chooser(info, options, torch_device, self._wait)
+        record = cuda_recorder(torch_device) if torch_device.type == "cuda" else None
+        self.chooser = Chooser(info, options, torch_device, self._wait, record)
 
     def _wait(self) -> None:
         """Wait for the work of this thread's stream."""

@@ -23,7 +23,7 @@ from torch import fx
 
 from hetpipe.caches import cache_folder, temporary
 
-from .program import Program, Way
+from .program import Program, Way, home_of
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable with the folder of Inductor's own cache: compiled kernels."""
@@ -90,23 +90,13 @@ def _trace(program: Program, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphM
             return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
 
         inputs = fakes()
-        homes = tuple(_home(result, inputs) for result in program.call(inputs))
+        homes = tuple(home_of(result, inputs) for result in program.call(inputs))
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
             results = zip(program.call(given), homes, strict=True)
             return [result for result, home in results if home is None]
 
         return make_fx(run)(*fakes()), homes
-
-
-def _home(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | None:
-    """Return the input whose whole storage a result has, or None."""
-    storage = result.untyped_storage()._cdata
-    for index, given in enumerate(inputs):
-        if given.untyped_storage()._cdata == storage:
-            whole = result.numel() == given.numel() and result.dtype == given.dtype
-            return index if whole and result.is_contiguous() else None
-    return None
 
 
 def _dump(artifact: Any, homes: Homes) -> bytes:

@@ -169,3 +169,13 @@ def _text(value: Any, scope: dict[str, Any], dense: bool = False) -> str:
         scope[name] = value
         return name
     return repr(value)
+
+
+def home_of(result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Return the input whose whole storage a result has, or None."""
+    storage = result.untyped_storage()._cdata
+    for index, given in enumerate(inputs):
+        if given.untyped_storage()._cdata == storage:
+            whole = result.numel() == given.numel() and result.dtype == given.dtype
+            return index if whole and result.is_contiguous() else None
+    return None
