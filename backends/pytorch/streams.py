@@ -235,6 +235,8 @@ class StreamDevice(TorchDevice):
         tensor.record_stream(lane.stream)
 
     def memory_used_nbytes(self) -> int | None:
+        if not hasattr(self.module, "memory_reserved"):  # a module from outside torch
+            return None
         return int(self.module.memory_reserved(self.torch_device))
 
     def memory_available_nbytes(self) -> int | None:
@@ -250,7 +252,8 @@ class StreamDevice(TorchDevice):
 
     def trim(self) -> None:
         """Return unused memory of the card, and unused pinned memory of the host."""
-        self.module.empty_cache()
+        if hasattr(self.module, "empty_cache"):
+            self.module.empty_cache()
         if torch.accelerator.is_available():
             torch.accelerator.empty_host_cache()
 

@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+MOST = 64
+"""The longest queue of a stream."""
 ROUNDED = {
     "conv": ("convolution", "convolution_backward"),
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"),
@@ -70,8 +72,12 @@ class Stream:
         self.failure: RuntimeError | None = None
 
     def put(self, work: Callable[[], None]) -> None:
+        """Queue work; the oldest work runs once there is more than `MOST`."""
         self.queue.append(work)
         self.queued += 1
+        if len(self.queue) > MOST:
+            with contextlib.suppress(RuntimeError):  # whoever waits gets the error
+                self.run(self.ran + 1)
 
     def run(self, until: int) -> None:
         """Run the work up to a number. After an error the stream runs nothing, as on a card."""
