@@ -58,6 +58,8 @@ class Storages:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.root: dict[fx.Node, fx.Node] = {}
         self.members: dict[fx.Node, list[fx.Node]] = {}
+        self.overwritten: set[fx.Node] = set()
+        """The inputs that stand for a result, because the result is in their storage."""
         self._donated = donated
 
     def add(self, node: fx.Node, into: fx.Node | None = None) -> None:
@@ -107,12 +109,18 @@ def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
     """Rewrite each elementwise node to overwrite an operand that no later node reads."""
     storages = Storages(graph, donated)
     for node in graph.nodes:
-        victim = _victim(node, storages) if node.op == "call_function" else None
-        if victim is not None and _overwrite(node, victim):
-            storages.add(node, victim)
-        elif node.op != "output":
-            storages.add(node)
+        if node.op != "output":
+            place(node, storages)
     return storages
+
+
+def place(node: fx.Node, storages: Storages) -> None:
+    """Give a node storage: an operand's if the node may overwrite it, else new storage."""
+    victim = _victim(node, storages) if node.op == "call_function" else None
+    if victim is not None and _overwrite(node, victim):
+        storages.add(node, victim)
+    else:
+        storages.add(node)
 
 
 def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
@@ -124,14 +132,15 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         candidates = list(node.all_input_nodes)
     else:
         return None
-    free = [n for n in candidates if _can_take(node, n, storages)]
+    free = [n for n in candidates if can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
         # Prefer storage that no shape-only node, such as an accumulator's zeros, can take.
         free.sort(key=storages.promised)
     return free[0] if free else None
 
 
-def _can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
+def can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
+    """Return whether the result of `node` may overwrite an operand."""
     result, value, root = node.meta["val"], operand.meta["val"], storages.root[operand]
     return (
         storages.writable(root)

@@ -22,7 +22,8 @@ from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.inputs import form_of
 from hetpipe.sdk.operators.custom import function_of
 
-from .memory import needs_row_major, sink_shape_only, write_in_place
+from .fused import BLOCKS, fuse, is_elementwise
+from .memory import Storages, needs_row_major, sink_shape_only, write_in_place
 from .recurrent import by_library
 from .simplify import simplify
 
@@ -38,22 +39,24 @@ class Program:
     `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
     that the graph declares for the new tensors. For each output, `outputs` has its index among the
     new tensors, or `~i` if the output is input i itself. `calls` has the nodes of the operators.
+    The program calls the kernels of torch's device type `kernels`, by default the type of `device`.
+    On the meta device another type counts or checks the calls.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, donate: frozenset[int], device: torch.device, name: str
+        self,
+        graph: fx.GraphModule,
+        donate: frozenset[int],
+        device: torch.device,
+        name: str,
+        kernels: str | None = None,
     ) -> None:
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(graph.graph, {}))
         self._name = name
+        copy, storages = _prepared(graph.graph, donate, kernels or device.type)
         placeholders = [node for node in copy.nodes if node.op == "placeholder"]
-        simplify(copy)
-        if device.type == "cpu":
-            by_library(copy)
-        sink_shape_only(copy)
-        storages = write_in_place(copy, frozenset(placeholders[i] for i in donate))
         outputs: list[fx.Node] = list(copy.output_node().args[0])  # type: ignore[arg-type]
-        number = {node: ~i for i, node in enumerate(placeholders)}
+        kept = enumerate(placeholders)
+        number = {node: ~i for i, node in kept if node not in storages.overwritten}
         taken = {storages.root[node] for node in outputs if node in number}
         created: list[tuple[fx.Node, bool]] = []  # a new output, and whether it must be copied
         for node in outputs:
@@ -88,6 +91,26 @@ class Program:
 
 
 _HEAD_LINES = 2
+
+
+def _prepared(graph: fx.Graph, donate: frozenset[int], kernels: str) -> tuple[fx.Graph, Storages]:
+    """Return a copy of the graph for a device type, and the storage of its nodes."""
+    for blocks in (1, BLOCKS):
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        placeholders = [node for node in copy.nodes if node.op == "placeholder"]
+        donated = frozenset(placeholders[i] for i in donate)
+        simplify(copy)
+        if kernels == "cpu":
+            by_library(copy)
+        elif is_elementwise(copy):
+            storages, allocated_nbytes = fuse(copy, donated, blocks)
+            if allocated_nbytes and blocks < BLOCKS:
+                continue
+            return copy, storages
+        sink_shape_only(copy)
+        break
+    return copy, write_in_place(copy, donated)
 
 
 def _generate(

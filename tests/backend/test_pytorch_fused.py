@@ -1,0 +1,122 @@
+"""The torch backend's updates for accelerators, run on CPU tensors: few launches, no new memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.operatorcounts import Launches
+from hetpipe.backends.pytorch.program import Program
+
+from hetpipe import optim
+from hetpipe.capture.passes.late_gradients import drop_zeros
+from hetpipe.capture.passes.update_programs import Formulas, trace_update
+from hetpipe.capture.program import GRAD, PARAM, SCALAR, STATE
+from hetpipe.capture.program import Program as Update
+from hetpipe.optim import Optimizer
+
+CPU = torch.device("cpu")
+SHAPES = {f"w{i}": torch.empty(33 + i // 2, 32) for i in range(6)}
+SHAPES |= {f"b{i}": torch.empty(33 + i // 2) for i in range(6)}
+SCALARS = {"lr": 0.03125, "step": 5.0, "grad_scale": 0.25}
+RULES = {
+    "sgd": optim.sgd(lr=0.1),
+    "momentum": optim.sgd(lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": optim.sgd(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": optim.adam(weight_decay=0.1),
+    "adamw": optim.adamw(decay_exclude=lambda name: name.startswith("b")),
+    "rmsprop": optim.rmsprop(momentum=0.9),
+    "adagrad": optim.adagrad(),
+    "lion": optim.lion(weight_decay=0.1),
+}
+
+
+class Allocations(Launches):  # type: ignore[no-untyped-call]
+    """Counts operators, and the bytes of tensors with dimensions in new storage."""
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {tensor.data_ptr(): tensor for tensor in inputs}
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            if isinstance(result, torch.Tensor) and result.ndim:
+                if result.data_ptr() not in self._known:
+                    self.nbytes += result.nbytes
+                self._known[result.data_ptr()] = result
+        return results
+
+
+def values(update: Update) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.tensor(SCALARS[slot.name])
+        if slot.role == SCALAR
+        else torch.rand(slot.shape, generator=generator) + 0.1
+        for slot in update.inputs
+    ]
+
+
+def compiled(update: Update, roles: tuple[str, ...], kernels: str) -> Program:
+    donate = frozenset(i for i, slot in enumerate(update.inputs) if slot.role in roles)
+    return Program(update.graph, donate, CPU, "test", kernels)
+
+
+def results(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    new = program.call(inputs)
+    return [inputs[~i] if i < 0 else new[i] for i in program.outputs]
+
+
+def traced(rule: Optimizer, late: bool) -> Update:
+    """Trace the update of all parameters, and zeros of a gradient whose parameter is elsewhere."""
+    update = trace_update(rule, SHAPES, {"tied": torch.empty(33, 32)}, Formulas({}))
+    assert update is not None
+    return drop_zeros(update, SHAPES) if late else update
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fused_update_equals_the_plain_update(name: str, late: bool) -> None:
+    update = traced(RULES[name], late)
+    for roles in ((PARAM, GRAD, STATE), (GRAD, STATE)):
+        plain, fused = (compiled(update, roles, kind) for kind in ("cpu", "cuda"))
+        inputs = values(update)
+        found = results(fused, inputs)
+        for left, right in zip(found, results(plain, values(update)), strict=True):
+            torch.testing.assert_close(left, right, rtol=4e-7, atol=1e-7)
+        assert len({tensor.data_ptr() for tensor in found}) == len(found)
+        for slot, before, after in zip(update.inputs, values(update), inputs, strict=True):
+            assert slot.role in roles or torch.equal(before, after), slot
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "rmsprop"])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_update_is_at_most_20_launches(name: str, late: bool) -> None:
+    update = traced(RULES[name], late)
+    program = compiled(update, (PARAM, GRAD, STATE), "cuda")
+    inputs = values(update)
+    counted = Allocations(inputs)
+    with torch.no_grad(), counted:
+        program.call(inputs)
+    assert counted.names.total() <= 20, counted.names
+    if name not in ("adagrad", "lion"):
+        assert counted.nbytes == 0
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rmsprop"])
+def test_temporary_results_exist_for_one_block_at_a_time(name: str) -> None:
+    update = traced(RULES[name], True)
+    program = compiled(update, (PARAM, GRAD, STATE), "cuda")
+    inputs = values(update)
+    counted = Allocations(inputs)
+    with torch.no_grad(), counted:
+        program.call(inputs)
+    calls = [n for n in counted.names if n.startswith("_foreach_sqrt")]
+    assert calls
+    assert sum(counted.names[n] for n in calls) == 2
