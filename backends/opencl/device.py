@@ -14,7 +14,7 @@ from torch import fx
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Event, Executable
 from hetpipe.sdk.graph import graph_rows
-from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 from hetpipe.sdk.support import require_support
 
 from .bundle.export import exported, job_of
@@ -24,10 +24,10 @@ from .lower.registry import Lowering, refusal
 from .lower.target import Target
 from .platform.driver import driver, errors, quiet
 from .platform.families import Options
-from .platform.runtimes import Runtime
+from .platform.runtimes import Runtime, spins
 from .platform.tuning import cache_nbytes, tuning_of
 from .platform.vendors import free_nbytes
-from .run.events import CommandEvent
+from .run.events import CommandEvent, DownloadEvent
 from .run.executable import OpenCLExecutable
 from .run.memory import (
     GRANULE_NBYTES,
@@ -41,6 +41,7 @@ from .run.opened import OpenedDevice
 from .run.programs import Binaries, Programs, facts_of
 from .run.second_compiler import SecondCompiler
 from .run.specialise import specialise
+from .run.staging import Pinned, Staging
 
 if TYPE_CHECKING:
     from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
@@ -69,6 +70,7 @@ class OpenCLDevice(OpenedDevice):
         self._lowerings = lowerings
         self.retired: deque[Any] = deque()
         self.drains = runtime is not None and runtime.drains
+        self.spins = spins(cl_device.platform.name)
         self.target = Target(
             info,
             max_work_group_size=cl_device.max_work_group_size,
@@ -98,6 +100,9 @@ class OpenCLDevice(OpenedDevice):
         self.memory = MemoryPool(
             self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
         )
+        # A device with separate memory copies through pinned memory.
+        apart = info.memory_domain != HOST_MEMORY and not info.on_cores
+        self.staging = Staging(self.context, info.id, self._transfers) if apart else None
         self._late = runtime is not None and runtime.late
         self.programs = self._programs(bundles, runtime is not None and runtime.forgets)
         self._ahead: dict[str, Lowered] = {}
@@ -155,7 +160,11 @@ class OpenCLDevice(OpenedDevice):
         source = host.reshape(-1).view(np.uint8)
         if (room := memory.host) is not None:
             return buffer, self._copy(room[: host.nbytes], source)
-        return buffer, self._transfer(buffer, memory.cl, source)
+        if (pinned := self._pinned(host.nbytes)) is not None:
+            staged = pinned.bytes(host.nbytes)
+            np.copyto(staged, source)
+            return buffer, self._transfer((buffer, pinned), memory.cl, staged)
+        return buffer, self._transfer((buffer,), memory.cl, source)
 
     def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
         buffer = self._mine(buf)
@@ -171,14 +180,14 @@ class OpenCLDevice(OpenedDevice):
         target = dst.reshape(-1).view(np.uint8)
         if (room := buffer.memory.host) is not None:
             return self._copy(target, room[: dst.nbytes])
-        return self._transfer(buffer, target, buffer.memory.cl)
+        return self._fetch(buffer, target)
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
         buffer, target = self._mine(buf), dst.view(np.uint8)
         begin = lo * dst.itemsize
         if (room := buffer.memory.host) is not None:
             return self._copy(target, room[begin : begin + target.nbytes])
-        return self._transfer(buffer, target, buffer.memory.cl, src_offset=begin)
+        return self._fetch(buffer, target, src_offset=begin)
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
@@ -190,7 +199,7 @@ class OpenCLDevice(OpenedDevice):
     def trim(self) -> None:
         with self.lock:
             self._collect()
-        self.memory.trim()
+        self._free_unused()
 
     def close(self) -> None:
         """Wait for all work, then free the caches; do nothing if kernels hang."""
@@ -201,8 +210,13 @@ class OpenCLDevice(OpenedDevice):
                 queue.cl.finish()
             self._transfers.finish()
         self._collect()
-        self.memory.trim()
+        self._free_unused()
         self.retired.clear()
+
+    def _free_unused(self) -> None:
+        self.memory.trim()
+        if self.staging is not None:
+            self.staging.trim()
 
     def _lowered(self, graphs: Sequence[fx.GraphModule]) -> list[Lowered]:
         lowered = list(map(self._lower, graphs))
@@ -220,14 +234,29 @@ class OpenCLDevice(OpenedDevice):
         np.copyto(dst, src)
         return DONE
 
-    def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, **where: int) -> Event:
+    def _pinned(self, nbytes: int) -> Pinned | None:
+        return None if self.staging is None else self.staging.take(nbytes)
+
+    def _fetch(self, buffer: OpenCLBuffer, target: Bytes, **where: int) -> Event:
+        """Start a copy from a buffer to the host."""
+        if (pinned := self._pinned(target.nbytes)) is None:
+            return self._transfer((buffer,), target, buffer.memory.cl, **where)
+        staged = pinned.bytes(target.nbytes)
+        command = self._enqueue_copy((buffer, pinned), staged, buffer.memory.cl, **where)
+        return DownloadEvent(self, command, pinned, target)
+
+    def _transfer(self, kept: tuple[Any, ...], dst: Any, src: Any, **where: int) -> Event:
+        return CommandEvent(self, self._enqueue_copy(kept, dst, src, **where), "copying")
+
+    def _enqueue_copy(self, kept: tuple[Any, ...], dst: Any, src: Any, **where: int) -> Any:
+        """Start a copy; keep `kept` and both ends until it has ended."""
         cl = driver()
         with self.lock, errors(self.info.id, "copying"):
             self._collect()
             command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False, **where)
             self._transfers.flush()
-            self._held.append((command, (buffer, src, dst)))
-        return CommandEvent(self, command, "copying")
+            self._held.append((command, (*kept, src, dst)))
+        return command
 
     def _collect(self) -> None:
         """Release the memory of finished transfers."""

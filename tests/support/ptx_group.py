@@ -1,4 +1,4 @@
-"""Executes a work-group of compiled code (PTX) on integers alone, to count what it does.
+"""Executes a work-group of compiled code (PTX) on integers alone, to count its instructions.
 
 The control flow and the addresses of the kernels depend on no element of a tensor, so floats are
 not computed, and every element that is loaded counts as 0. An instruction is executed for all

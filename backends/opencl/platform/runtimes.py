@@ -97,6 +97,11 @@ def runtime_of(platform: str, is_cpu: bool) -> Runtime | None:
     return None
 
 
+def spins(platform: str) -> bool:
+    """Return whether a platform's `clWaitForEvents` keeps a core busy, as NVIDIA's does."""
+    return platform.startswith("NVIDIA CUDA")
+
+
 def slug(vendor: str) -> str:
     """Return a short name for a vendor: `NVIDIA Corporation` becomes `nvidia`."""
     words = re.findall(r"[a-z0-9]+", vendor.lower().replace("(r)", "").replace("(tm)", ""))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +21,10 @@ from ..lower.lowering import NONE
 from ..platform.driver import driver, errors
 from .memory import Bytes, Memory
 from .opened import OpenedDevice
+from .staging import Pinned
 
+LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 1e-3
+"""Bounds of the pause between two looks at a command: a sixteenth of the time waited so far."""
 Flowing = tuple[str, Any]
 """(name of a kernel in a dataflow, its command)."""
 _Wait = tuple[Any, threading.Lock]
@@ -85,24 +87,57 @@ class CommandEvent(Event):
         return bool(status == driver().command_execution_status.COMPLETE)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        long = self.device.waits_long(self.command)
-        if timeout_s is None and not long:
+        long, spins = self.device.waits_long(self.command), self.device.spins
+        if timeout_s is None and not long and not spins:
             with errors(self.device.info.id, self.doing):
                 self.command.wait()
             self.done()
             return
         if self.done():
             return
-        ends = self.told().wait if long else partial(WAITERS.ends, self.command)
-        in_time = ends(timeout_s)
+        if spins:
+            in_time = self._looks(timeout_s)
+        elif long:
+            in_time = self.told().wait(timeout_s)
+        else:
+            in_time = WAITERS.ends(self.command, timeout_s)
         if not self.done() and not in_time:
             raise BackendError(f"{self.device.info.id} is still {self.doing} after {timeout_s} s")
+
+    def _looks(self, timeout_s: float | None) -> bool:
+        """Return whether the command ends within the limit; sleep between two looks at it."""
+        begin_s = time.monotonic()
+        while not self.done():
+            waited_s = time.monotonic() - begin_s
+            if timeout_s is not None and waited_s >= timeout_s:
+                return False
+            time.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, waited_s / 16)))
+        return True
 
     def told(self) -> threading.Event:
         """Return an event that the driver sets when the command has ended."""
         ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
         with errors(self.device.info.id, self.doing):
             self.command.set_callback(complete, lambda status: ended.set())
+        return ended
+
+
+class DownloadEvent(CommandEvent):
+    """The end of a copy to pinned memory; `done` and `wait` then copy the bytes to their target."""
+
+    def __init__(self, device: OpenedDevice, command: Any, pinned: Pinned, target: Bytes) -> None:
+        super().__init__(device, command, "copying")
+        self._lock = threading.Lock()
+        self._copy: tuple[Pinned, Bytes] | None = (pinned, target)
+
+    def done(self) -> bool:
+        ended = super().done()
+        if ended:
+            with self._lock:  # the pinned memory returns to its pool after the copy
+                if self._copy is not None:
+                    pinned, target = self._copy
+                    np.copyto(target, pinned.bytes(target.nbytes))
+                    self._copy = None
         return ended
 
 

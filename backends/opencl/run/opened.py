@@ -52,6 +52,8 @@ class OpenedDevice(Device):
     """Held while an arena is replaced or transfers are enqueued."""
     drains: bool
     """Whether the driver's wait for an event waits for its whole queue."""
+    spins: bool
+    """Whether the driver's wait for an event keeps a core busy, which other workers need."""
     dataflow_limit_s: float
     stuck: bool = False
     """Whether kernels of a dataflow hang."""

@@ -113,6 +113,17 @@ def test_only_amds_driver_tells_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert vendors.free_nbytes(Nvidia(0)) is None
 
 
+def test_pocl_on_a_card_is_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only PoCL's processors are a known runtime; its cards are graphics cards like any other."""
+    platform = SimpleNamespace(name="Portable Computing Language")
+    platform.get_devices = lambda: [Card("NVIDIA Corporation", "")]
+    monkeypatch.setattr(module, "platforms", lambda: [platform])
+    (info,) = OpenCLBackend().discover()
+    assert (info.id, info.kind, info.memory_domain) == ("opencl:nvidia:0", "gpu", "opencl:nvidia:0")
+    assert not info.on_cores
+    assert info.capabilities.untried
+
+
 class Roomy(Outlet):
     def _has_room(self) -> bool:
         return True
