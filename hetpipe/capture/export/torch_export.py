@@ -164,6 +164,7 @@ def export(
             with keep_attributes(wrapped), clear_caches(wrapped), keep_globals(wrapped, loss_fn):
                 program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
+            _reshape_instead_of_view(program.graph_module)
             if precision.compute is not None:
                 _drop_assertions(program.graph_module)
             with (
@@ -258,6 +259,15 @@ def _inline_regions(module: fx.GraphModule) -> None:
         if not region.users:
             graph.erase_node(region)
     module.recompile()
+
+
+def _reshape_instead_of_view(module: fx.GraphModule) -> None:
+    """Let views copy if they must: a decomposed operator's result may have other strides."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in inner.graph.find_nodes(op="call_function", target=aten.view.default):
+                node.target = aten.reshape.default
+            inner.recompile()
 
 
 def _drop_assertions(module: fx.GraphModule) -> None:
