@@ -22,8 +22,10 @@ BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled step and the wall-clock seconds of its first run, or the reason why it is None."""
+    """A compiled training, a step of it on the given batch, and the wall-clock seconds of the first
+    run; or the reason why they are None."""
 
+    eager: Eager | None = None
     step: Callable[[], float] | None = None
     compile_s: float | None = None
     why_not: str = ""
@@ -62,7 +64,7 @@ def compiled(
         except Exception as error:  # dynamo and inductor may raise anything
             yield Compiled(why_not=f"{type(error).__name__}: {error}".splitlines()[0])
             return
-        yield Compiled(step, time.perf_counter() - begin_s)
+        yield Compiled(eager, step, time.perf_counter() - begin_s)
 
 
 def _lacks_compiler() -> str:

@@ -29,6 +29,7 @@ from benchmarks.eagermemory import peak_nbytes
 from hetpipe.bench.kernelrates import runs_in, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
+from hetpipe.capture.precision import Precision
 from hetpipe.profile.clock import spread_of
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.registry import decompositions_of, open_device
@@ -99,7 +100,7 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     with compiled(workload.model, workload.loss_fn, rule, (x, y), samples) as rival:
         if rival.step is not None:
             contenders["compiled"] = rival.step
-        times = _in_turns(contenders, round_s, rounds)
+        times = in_turns(contenders, round_s, rounds)
     time_s = statistics.median(times["ours"])
 
     def of(name: str) -> float:
@@ -139,7 +140,7 @@ def _decomposed() -> Iterator[None]:
             yield
 
 
-def _in_turns(
+def in_turns(
     contenders: Mapping[str, Callable[[], object]], round_s: float, rounds: int
 ) -> dict[str, list[float]]:
     """Return the seconds per run of each contender in each round."""
@@ -154,9 +155,14 @@ def _in_turns(
 class Trained:
     """Training of a workload on one device, as a single stage."""
 
-    def __init__(self, workload: Workload, batch: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        batch: tuple[Any, Any],
+        precision: Precision = Precision(),  # noqa: B008 - frozen
+    ) -> None:
         """Capture the model for micro-batches of the batch's size."""
-        self.captured = Captured(workload.model, workload.loss_fn, batch)
+        self.captured = Captured(workload.model, workload.loss_fn, batch, precision)
         self._rule = optimizer_of(workload)
         self._feed = self.captured.leaves(*batch)
         self._samples = len(self._feed["y"])

@@ -1,0 +1,93 @@
+"""`python -m tests.card` runs its steps in separate processes, and reports each failure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from card import run
+from card.steps import STEPS, Step
+
+ROOT = Path(__file__).parents[3]
+FAULTY = """
+import os, signal, time
+from card.setting import Skipped, Wrong
+
+def fails(setting, kind):
+    setting.keep(sum=3)
+    if kind == "lacks":
+        raise Skipped("no second card")
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "hangs":
+        time.sleep(1000)
+    raise Wrong("the sum is 3")
+"""
+
+
+def record_of(kind: str, folder: Path, limit_s: float) -> dict[str, Any]:
+    step = Step("faulty", "faulty_card_steps:fails", limit_s, (kind,))
+    return run.run(step, "pytorch:cpu:0", True, folder, limit_s, folder / "cache")
+
+
+@pytest.fixture(autouse=True)
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "faulty_card_steps.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "text"),
+    [
+        ("raises", "failed", "Wrong: the sum is 3"),
+        ("dies", "crashed", "the process ended with signal 11"),
+        ("lacks", "skipped", "no second card"),
+        pytest.param("hangs", "late", "not done after 6 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failed_step_keeps_its_figures(
+    tmp_path: Path, kind: str, outcome: str, text: str
+) -> None:
+    record = record_of(kind, tmp_path, 6.0 if kind == "hangs" else 60.0)
+    assert (record["outcome"], record["text"]) == (outcome, text)
+    assert record["figures"] == {"sum": 3}
+
+
+def test_a_step_does_not_start_when_the_time_is_over(tmp_path: Path) -> None:
+    assert record_of("raises", tmp_path, 1.0)["outcome"] == "not run"
+
+
+def test_every_step_names_a_function() -> None:
+    """Only a run on a card calls all functions in full, so a wrong name would be found late."""
+    from importlib import import_module
+
+    for step in STEPS:
+        module, _, name = step.function.partition(":")
+        assert callable(getattr(import_module(module), name)), step.name
+
+
+@pytest.mark.slow
+def test_steps_on_the_processor(tmp_path: Path) -> None:
+    """The checkout is the current folder, where Python finds no `hetpipe.backends`."""
+    command = [sys.executable, "-m", "tests.card", "--out", str(tmp_path), "--quick"]
+    chosen = [
+        "--device",
+        "pytorch:cpu:0",
+        "--only",
+        "versions",
+        "--only",
+        "memory",
+        "--patience",
+        "5",
+    ]
+    done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "card.json").read_text())
+    assert written["passed"] is True
+    versions, memory = written["steps"]
+    assert versions["figures"]["software"]["torch"]
+    assert "uploading 3221225472 bytes failed" in memory["figures"]["errors"]["upload"]
