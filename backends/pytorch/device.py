@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,14 @@ class TorchDevice(Device):
         require_support(self, graph)
         return CompiledGraph(with_operators(graph, self._operators), self)
 
+    @contextmanager
+    def blamed(self, doing: str) -> Iterator[None]:
+        """Turn torch's errors in the block, such as a lack of memory, into `BackendError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise BackendError(f"{self.info.id}: {doing} failed: {error}") from error
+
     def own(self, buffer: Buffer) -> TorchBuffer:
         """Return the buffer if it is on this device. Raises `BackendError` if it is not."""
         if not isinstance(buffer, TorchBuffer) or buffer.device.info.id != self.info.id:
@@ -190,7 +199,8 @@ class CpuDevice(TorchDevice, BlockingDevice):
 
     def _to_device(self, src: Array) -> TorchBuffer:
         dtype = src.dtype.name
-        tensor = torch.empty(src.shape, dtype=getattr(torch, dtype))
+        with self.blamed(f"uploading {src.nbytes} bytes"):
+            tensor = torch.empty(src.shape, dtype=getattr(torch, dtype))
         buffer = TorchBuffer(self, tensor, src.shape, dtype)
         copy_array(host_array(buffer.tensor), src)
         return buffer
@@ -220,7 +230,8 @@ class SynchronizedDevice(CpuDevice):
 
     def _to_device(self, src: Array) -> TorchBuffer:
         staged = super()._to_device(src)
-        tensor = torch.empty_like(staged.tensor, device=self.torch_device)
+        with self.blamed(f"uploading {src.nbytes} bytes"):
+            tensor = torch.empty_like(staged.tensor, device=self.torch_device)
         tensor.copy_(staged.tensor)
         torch.accelerator.synchronize(self.torch_device)
         return TorchBuffer(self, tensor, staged.shape, staged.dtype)

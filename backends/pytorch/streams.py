@@ -204,14 +204,6 @@ class StreamDevice(TorchDevice):
         return unpin
 
     @contextlib.contextmanager
-    def blamed(self, doing: str) -> Iterator[None]:
-        """Turn torch's errors in the block, such as a lack of memory, into `BackendError`."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise BackendError(f"{self.info.id}: {doing} failed: {error}") from error
-
-    @contextlib.contextmanager
     def precise(self) -> Iterator[None]:
         """Let torch's libraries compute in this device's precision in the block.
 

@@ -36,6 +36,12 @@ def pointers(tensors: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def test_too_large_an_upload_names_its_bytes() -> None:
+    device, huge = opened("pytorch:cpu:0"), np.broadcast_to(np.float32(0), (1 << 48,))
+    with pytest.raises(BackendError, match=f"pytorch:cpu:0: uploading {huge.nbytes} bytes failed"):
+        device.upload(huge)
+
+
 # --- reuse of memory ----------------------------------------------------------------------------
 
 
