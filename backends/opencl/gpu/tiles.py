@@ -11,7 +11,8 @@ from ..lower.epilogue import OwnLaunch, alone
 from ..lower.expr import Value
 from ..lower.launch import Kernel, Tile
 from ..lower.product import Operand, Patches, Product
-from ..lower.reduce import SUM, reduce
+from ..lower.reduce import reduce
+from ..lower.reductions import SUM
 from ..lower.signature import Argument
 from ..lower.target import Target
 

@@ -32,9 +32,9 @@ def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> L
     body.vectorises = nest.inner >= (2 if nest.rows == 1 else LANES) and all(
         map(body.has_lanes, exprs)
     )
-    if target.kind == "gpu":
+    if target.family == "gpu":
         lines, count = _by_element(body, kept)
-        width = min(256, target.max_work_group_size)
+        width = target.group
         size = (-(-count // width) * width,)
         local = (width,)
     else:

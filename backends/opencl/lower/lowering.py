@@ -20,7 +20,8 @@ from .arena import inherits, lives, nbytes
 from .builder import Builder
 from .expr import Const, Expr, Value, loads
 from .launch import Launch
-from .reduce import MINIMUM, reduce
+from .reduce import reduce
+from .reductions import MINIMUM
 from .registry import LOWERINGS, Lowering
 from .target import Target
 
@@ -81,7 +82,7 @@ def lower(
             raise UnsupportedOperatorError(
                 f"{target.info.id} has no kernel for {operator_name(node)}"
             )
-        lowering.lower(builder, node)
+        lowering.of_family(target.family)(builder, node)
     distinct = list(dict.fromkeys(nodes))
     taken = {value.id for value in inputs}
     outputs: list[Output] = []

@@ -3,20 +3,22 @@
 Sums are deterministic: every work-item adds its elements in order. Long sums are cut into segments,
 which work-items add in parallel, with smaller rounding errors. A second kernel adds the segments'
 sums in order. The numbers of work-items and of reduced rows are kernel arguments, so micro-batches
-of different sizes often share one text.
+of different sizes often share one text. `group_reduce.py` has the form for graphics cards.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-from .body import Body, Nest, type_names
+from .body import Body, Nest
 from .builder import Builder
 from .codegen import LANES, finish, indent
 from .expr import Const, Expr, Layout, Value, layouts_of, loads, walk
+from .group_reduce import reduce_in_groups
+from .reductions import ALL, PRODUCT, Reduction
 from .signature import C_TYPES
 
 CHAIN = 2048
@@ -25,73 +27,58 @@ COLUMNS = 8
 """Most neighbouring vectors of columns per work-item."""
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """C code that reduces two elements to one; `start` is the neutral element."""
-
-    code: str
-    start: str
-
-
-SUM = Reduction("{0} + {1}", "0")
-PRODUCT = Reduction("{0} * {1}", "1")
-ANY = Reduction("{0} | {1}", "0")
-ALL = Reduction("{0} & {1}", "1")
-MAXIMUM = Reduction("select({0}, {1}, convert_{M}(({0} < {1}) | ({1} != {1})))", "LOWEST")
-MINIMUM = Reduction("select({0}, {1}, convert_{M}(({0} > {1}) | ({1} != {1})))", "HIGHEST")
-EXTREMES = {
-    "float32": ("-INFINITY", "INFINITY"), "float64": ("-INFINITY", "INFINITY"),
-    "int64": ("LONG_MIN", "LONG_MAX"), "int32": ("INT_MIN", "INT_MAX"),
-    "int16": ("SHRT_MIN", "SHRT_MAX"), "int8": ("CHAR_MIN", "CHAR_MAX"),
-    "uint8": ("0", "UCHAR_MAX"), "bool": ("0", "1"),
-}  # fmt: skip
-
-
 def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) -> Value:
     """Reduce `expr` over `dims`; the result has the other dimensions, in order."""
-    rank = len(expr.shape)
+    (value,) = reduce_together(builder, [expr], dims, how)
+    return value
+
+
+def reduce_together(
+    builder: Builder, exprs: Sequence[Expr], dims: Sequence[int], how: Reduction
+) -> list[Value]:
+    """Reduce expressions of one shape; on a graphics card, one kernel reduces all of them."""
+    sizes, rank = exprs[0].shape, len(exprs[0].shape)
     kept = [d for d in range(rank) if d not in dims]
     reduced = [d for d in range(rank) if d in dims]
-    shape = tuple(expr.shape[d] for d in kept)
-    if 1 in expr.shape:  # a dimension of size 1 needs no loop
-        loops = [d for d in range(rank) if expr.shape[d] != 1]
-        sizes = tuple(expr.shape[d] for d in loops)
-        narrow = builder.view(expr, partial(Layout.reshape, shape=sizes))
+    shape = tuple(sizes[d] for d in kept)
+    if 1 in sizes:  # a dimension of size 1 needs no loop
+        loops = [d for d in range(rank) if sizes[d] != 1]
+        longer = tuple(sizes[d] for d in loops)
+        narrow = [builder.view(each, partial(Layout.reshape, shape=longer)) for each in exprs]
         inner = [at for at, d in enumerate(loops) if d in dims]
-        return builder.reshape(reduce(builder, narrow, inner, how), shape)
-    if expr.numel == 0:
+        values = reduce_together(builder, narrow, inner, how)
+        return [builder.reshape(value, shape) for value in values]
+    if exprs[0].numel == 0:
         neutral = int(how in (PRODUCT, ALL))
-        return builder.store(builder.pool.make(Const, shape, expr.dtype, neutral))
+        none = (builder.pool.make(Const, shape, each.dtype, neutral) for each in exprs)
+        return list(map(builder.store, none))
     if not reduced:
-        return builder.store(expr)
-    if _contiguous(expr, reduced) or not kept:
-        order, borders, make = kept + reduced, [len(kept)], _by_rows
+        return list(map(builder.store, exprs))
+    by_rows = _contiguous(exprs, reduced) or not kept
+    if by_rows:
+        order, borders = kept + reduced, [len(kept)]
     else:
         order, borders = kept[:-1] + reduced + kept[-1:], [len(kept) - 1, rank - 1]
-        make = _by_columns
-    moved = builder.view(expr, partial(Layout.permute, order=order))
-    nest = Nest(moved.shape, layouts_of(moved), borders)
-    count = math.prod(expr.shape[d] for d in reduced)
-    return make(builder, moved, nest, shape, count, how)
+    moved = [builder.view(each, partial(Layout.permute, order=order)) for each in exprs]
+    if builder.device.family == "gpu":
+        values = reduce_in_groups(builder, moved, shape, borders, by_rows, how)
+        if values[0].shape == shape:
+            return values
+        return reduce_together(builder, list(map(builder.pool.load, values)), [0], how)
+    make, count = _by_rows if by_rows else _by_columns, math.prod(sizes[d] for d in reduced)
+    nests = (Nest(each.shape, layouts_of(each), borders) for each in moved)
+    pairs = zip(moved, nests, strict=True)
+    return [make(builder, each, nest, shape, count, how) for each, nest in pairs]
 
 
-def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:
+def _contiguous(exprs: Sequence[Expr], reduced: Sequence[int]) -> bool:
     """Return whether most operands have their least stride in a reduced dimension."""
     votes = 0
-    for load in loads(expr):
+    for load in dict.fromkeys(chain.from_iterable(map(loads, exprs))):
         strides = [(s, d) for d, s in enumerate(load.layout.strides) if s]
         if strides:
             votes += 1 if min(strides)[1] in reduced else -1
     return votes > 0
-
-
-def _start(how: Reduction, dtype: str) -> str:
-    low, high = EXTREMES[dtype]
-    return how.start.replace("LOWEST", low).replace("HIGHEST", high)
-
-
-def _join(how: Reduction, dtype: str, width: int, a: str, b: str) -> str:
-    return how.code.format(a, b, **type_names(dtype, width))
 
 
 def _by_rows(
@@ -101,7 +88,7 @@ def _by_rows(
     inner, outputs = nest.inner, math.prod(shape)
     rows = count // inner
     body = Body(nest)
-    wide = builder.device.kind != "gpu" and inner >= LANES and all(map(body.has_lanes, walk(expr)))
+    wide = inner >= LANES and all(map(body.has_lanes, walk(expr)))
     segments = max(1, -(-count // (CHAIN * (LANES if wide else 1))))
     each_row = each_inner = 0
     if rows > 1:
@@ -122,7 +109,7 @@ def _by_rows(
     loop += indent(single, "for (; i < end; ++i) {", "}")
     first = "segment * each" if each_row else "0"
     last = f"min(rows, ({first}) + each)" if each_row else "1"
-    ctype, start = C_TYPES[dtype], _start(how, dtype)
+    ctype, start = C_TYPES[dtype], how.start(dtype)
     lines = [
         "const int item = get_global_id(0);",
         "if (item >= items) return;",
@@ -149,7 +136,7 @@ def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = ""
     lines: list[str] = []
     name = body.emit(expr, width, lines, {})
     to = to or f"sum{width}"
-    return [*lines, f"{to} = {_join(how, expr.dtype, width, to, name)};"]
+    return [*lines, f"{to} = {how.join(expr.dtype, width, to, name)};"]
 
 
 def _fold(how: Reduction, dtype: str) -> list[str]:
@@ -159,10 +146,10 @@ def _fold(how: Reduction, dtype: str) -> list[str]:
         half = width // 2
         name = f"sum{half}" if half > 1 else "folded"
         kind = f"{ctype}{half}" if half > 1 else ctype
-        joined = _join(how, dtype, half, f"sum{width}.lo", f"sum{width}.hi")
+        joined = how.join(dtype, half, f"sum{width}.lo", f"sum{width}.hi")
         lines.append(f"const {kind} {name} = {joined};")
         width = half
-    return [*lines, f"sum1 = {_join(how, dtype, 1, 'sum1', 'folded')};"]
+    return [*lines, f"sum1 = {how.join(dtype, 1, 'sum1', 'folded')};"]
 
 
 def _by_columns(
@@ -176,7 +163,6 @@ def _by_columns(
     segments = -(-count // each)
     body = Body(nest)
     vectors = min(COLUMNS, inner // LANES) if all(map(body.has_lanes, walk(expr))) else 0
-    vectors = 0 if builder.device.kind == "gpu" else vectors
     block = max(1, vectors * LANES)
     blocks = -(-inner // block)
     lines = [
@@ -205,7 +191,7 @@ def _column_loop(
     body: Body, expr: Expr, how: Reduction, width: int, vectors: int, put: str
 ) -> list[str]:
     ctype = C_TYPES[expr.dtype] + (str(width) if width > 1 else "")
-    start = f"({ctype})({_start(how, expr.dtype)})"
+    start = f"({ctype})({how.start(expr.dtype)})"
     lines = [f"{ctype} sum_{k} = {start};" for k in range(vectors)]
     inside: list[str] = []
     for k in range(vectors):
@@ -237,7 +223,5 @@ def _launch(
     `numbers` are the kernel's int arguments: all items, rows per result and rows per segment.
     """
     out = builder.new(whole, dtype)
-    local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
-    size = (-(-numbers["items"] // local) * local,)
-    builder.add(finish(lines, size, (local,), {**body.named, "result": out}, numbers))
+    builder.add(finish(lines, (numbers["items"],), (1,), {**body.named, "result": out}, numbers))
     return out if segments is None else reduce(builder, builder.pool.load(out), [segments], how)

@@ -4,13 +4,15 @@ A module of `ops/` registers its lowerings when it is imported:
 
     @lowers("aten.mm.default", supports=why_not)
     def matmul(builder: Builder, node: fx.Node) -> None: ...
+
+An operator may have a form for graphics cards, `on_cards`, beside its form for other devices.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -32,6 +34,12 @@ class Lowering:
     supports: Supports | None = None
     kept: bool = False
     """Whether the operator has a dedicated kernel and is not decomposed."""
+    on_cards: Lower | None = None
+    """The lowering of the family gpu; None if all families share `lower`."""
+
+    def of_family(self, family: str) -> Lower:
+        """Return the lowering for a device with kernels of `family`."""
+        return self.on_cards if family == "gpu" and self.on_cards is not None else self.lower
 
 
 LOWERINGS: dict[str, Lowering] = {}
@@ -52,6 +60,24 @@ def lowers(
                 first = LOWERINGS[name].lower
                 raise ValueError(f"{name} is lowered by {first.__module__} already")
             LOWERINGS[name] = Lowering(lower, supports, kept)
+        return lower
+
+    return register
+
+
+def lowers_on_cards(*operators: str) -> Callable[[Lower], Lower]:
+    """Register the form for graphics cards of operators that have a lowering.
+
+    Raises `KeyError` if an operator has none, and `ValueError` if it already has such a form.
+    """
+
+    def register(lower: Lower) -> Lower:
+        for name in operators:
+            stock = LOWERINGS[name]
+            if stock.on_cards is not None:
+                first = stock.on_cards.__module__
+                raise ValueError(f"{name} has a form for graphics cards already, from {first}")
+            LOWERINGS[name] = replace(stock, on_cards=lower)
         return lower
 
     return register

@@ -18,6 +18,10 @@ BALANCE = 4
 """Least work-items per compute unit if a work-item has several rows."""
 LINE = 16
 """Floats per cache line."""
+GROUP = 256
+"""Most work-items of a work-group on a graphics card, except for products."""
+LEAST = 4
+"""Elements of a row per work-item, if several work-items of a graphics card share the row."""
 PAST_CACHES = "PAST_CACHES"
 
 
@@ -61,14 +65,20 @@ class Target:
         """Whether the device interprets kernels and reports accesses outside an allocation."""
         return self.info.capabilities.reference
 
+    @property
+    def group(self) -> int:
+        """Work-items of a work-group on a graphics card, a power of two."""
+        return 1 << (min(GROUP, self.max_work_group_size).bit_length() - 1)
+
+    def lanes(self, length: int, most: int) -> int:
+        """Return how many work-items share a row of `length` elements: a power of two <= `most`."""
+        return min(most, 1 << (math.ceil(length / LEAST) - 1).bit_length())
+
     def rows_each(self, rows: int) -> int:
         """Return the rows per work-item of a kernel over rows.
 
-        A work-item with several rows reads the next row while it computes one. On a GPU, many
-        work-items with one row each hide memory latency.
+        A work-item with several rows reads the next row while it computes one.
         """
-        if self.kind == "gpu":
-            return 1
         return max(1, min(MOST_EACH, rows // (BALANCE * self.compute_units)))
 
     def past_caches(self, result: Value, length: int) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -45,6 +46,21 @@ def operands(builder: Builder, node: fx.Node, args: Any, dtype: str | None = Non
     """Return `args`, in the node's shape and in `dtype` (default: the node's dtype)."""
     shape, dtype = node_shape(node), dtype or node_dtype(node)
     return [cast(builder, builder.expr(arg, shape, dtype), dtype) for arg in args]
+
+
+def formula(builder: Builder, code: str, *args: Expr | float, weight: int = 1) -> Expr:
+    """Return the C expression `code` in float32 of numbers and of expressions, broadcast."""
+    shape = np.broadcast_shapes(*(arg.shape for arg in args if isinstance(arg, Expr)))
+    wide = (
+        builder.expand(arg, shape) if isinstance(arg, Expr) else builder.expr(float(arg), shape)
+        for arg in args
+    )
+    return builder.apply(code, "float32", *wide, weight=weight)
+
+
+def reshaped(builder: Builder, expr: Expr, shape: Sequence[int]) -> Expr:
+    """Return a view with another shape and the same elements in row-major order."""
+    return builder.view(expr, lambda layout: layout.reshape(tuple(shape)))
 
 
 def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:

@@ -19,7 +19,8 @@ from ..lower.builder import Builder
 from ..lower.expr import Value
 from ..lower.launch import Kernel
 from ..lower.product import Geometry, Patches
-from ..lower.reduce import SUM, reduce
+from ..lower.reduce import reduce
+from ..lower.reductions import SUM
 from ..lower.registry import lowers
 from . import _few_channels, _small_images, _weight_gradient, _winograd
 from ._common import arguments, optional

@@ -17,8 +17,6 @@ from ._common import FLOATS, arguments, cast
 
 CHUNK = 1024
 """Blocks of four numbers per work-item; on a GPU a work-item has one block."""
-GROUP = 256
-"""Work-items of a work-group on a GPU."""
 NUMBERS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 """Operators that fill a tensor with a given number: the number's position in their arguments."""
 
@@ -63,11 +61,11 @@ def draw(builder: Builder, node: fx.Node) -> None:
     moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])
     out = builder.new(moved, node_dtype(node))
     elements = math.prod(shape) // max(1, samples)
-    on_card = builder.device.kind == "gpu"
+    on_card = builder.device.family == "gpu"
     lanes, chunk = (1, 1) if on_card else (16, CHUNK)
     kernel = Kernel.of_files("draw", ("random.cl",), *macros, f"LANES={lanes}", f"CHUNK={chunk}")
     blocks = -(-elements // 4)
-    group = min(GROUP, builder.device.max_work_group_size) if on_card else 1
+    group = builder.device.group if on_card else 1
     items = -(-samples * -(-blocks // chunk) // group) * group
     signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
     args: dict[str, Argument] = {

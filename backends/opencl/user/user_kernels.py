@@ -122,7 +122,7 @@ def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
         if kernel.applies(_call(node)) is None:
             _launch(kernel, builder, node)
         elif stock is not None:
-            stock.lower(builder, node)
+            stock.of_family(builder.device.family)(builder, node)
         else:
             raise UnsupportedOperatorError(supports(node))
 
