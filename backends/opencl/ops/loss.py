@@ -18,12 +18,12 @@ from ._common import arguments, optional, why_not_float32
 LANES = 16
 MOST_CLASSES = 4096
 """Most classes of a row that is written past the caches, see `kernels/cpu/loss.cl`."""
-NONE, SUM = 0, 2
+NONE, MEAN, SUM = range(3)
 """torch's numbers for reductions."""
 FILES = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
 
 
-def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+def split_at(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     """Return (outer, classes, inner) around dimension `dim`; a scalar is one class."""
     if not shape:
         return 1, 1, 1
@@ -40,7 +40,7 @@ def _over_classes(
     inplace: Sequence[Value] = (),
 ) -> None:
     """Launch the kernel for rows, or for columns if classes are not neighbours in memory."""
-    outer, classes, inner = _split(tensors["y"].shape, dim)
+    outer, classes, inner = split_at(tensors["y"].shape, dim)
     args: dict[str, Argument] = {**tensors, "classes": classes, "logarithm": int(logarithm)}
     if inner == 1:
         builder.launch(Kernel.of_files(f"{name}_rows", FILES), (outer,), args, inplace=inplace)
@@ -54,7 +54,7 @@ def softmax(builder: Builder, node: fx.Node) -> None:
     """Result: the softmax over one dimension, or its logarithm."""
     x_node, dim, _ = arguments(node)
     logarithm = "log" in str(node.target)
-    outer, classes, inner = _split(node_shape(node), dim)
+    outer, classes, inner = split_at(node_shape(node), dim)
     if builder.device.family == "fpga" and inner == 1:
         joined = fpga.softmax(builder, builder.expr(x_node), logarithm)
         if joined is not None:
@@ -105,7 +105,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
     x_node, target, weight, reduction, ignore = arguments(node)
     x = builder.value(x_node)
     loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
-    outer, classes, inner = _split(x.shape, len(x.shape[:2]) - 1)  # [C] or [N][C][...]
+    outer, classes, inner = split_at(x.shape, len(x.shape[:2]) - 1)  # [C] or [N][C][...]
     if len(x.shape) == 1 and reduction == NONE:
         reduction = SUM  # torch then also returns the weight of the only sample
     builder.launch(
@@ -130,7 +130,7 @@ def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     dloss, x_node, target, weight, reduction, ignore, total = arguments(node)
     shape = tuple(x_node.meta["val"].shape)
     dx = builder.new(shape, "float32")
-    outer, classes, inner = _split(shape, len(shape[:2]) - 1)
+    outer, classes, inner = split_at(shape, len(shape[:2]) - 1)
     builder.launch(
         Kernel.of_files("nll_backward", FILES), (outer,),
         {

@@ -22,7 +22,7 @@ ADAPTIVE = dict.fromkeys(WINDOW, 0)
 """Window arguments for bins that cover the image; see `window` in `kernels/cpu/pooling.cl`."""
 
 
-def _pair(value: Any, default: tuple[int, int]) -> tuple[int, int]:
+def pair(value: Any, default: tuple[int, int]) -> tuple[int, int]:
     """Return a pair from torch's argument: a number, a list of one or two, or `[]` (default)."""
     items = list(value) if isinstance(value, Sequence) else [value]
     if not items:
@@ -34,29 +34,29 @@ def _planes(shape: Sequence[int]) -> tuple[int]:
     return (math.prod(shape[:-2]),)
 
 
-def _sizes(image: Sequence[int], out: Sequence[int]) -> dict[str, int]:
+def sizes_of(image: Sequence[int], out: Sequence[int]) -> dict[str, int]:
     """Return the rows and columns of an image, and of its pooled result."""
     names = ("height", "width", "out_h", "out_w")
     return dict(zip(names, (*image[-2:], *out[-2:]), strict=True))
 
 
-def _window(node: fx.Node, first: int) -> tuple[int, ...]:
+def window_of(node: fx.Node, first: int) -> tuple[int, ...]:
     """Return kernel, stride and padding, each in h and w; the arguments begin at `first`."""
-    kernel = _pair(arguments(node)[first], (1, 1))
-    stride = _pair(argument(node, first + 1, "stride", []), kernel)
-    return (*kernel, *stride, *_pair(argument(node, first + 2, "padding", 0), (0, 0)))
+    kernel = pair(arguments(node)[first], (1, 1))
+    stride = pair(argument(node, first + 1, "stride", []), kernel)
+    return (*kernel, *stride, *pair(argument(node, first + 2, "padding", 0), (0, 0)))
 
 
 @lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32, kept=True)
 def max_pool(builder: Builder, node: fx.Node) -> None:
     """Results: (y, indices). Indices count the pixels of a plane."""
     x = builder.value(arguments(node)[0])
-    dilation = _pair(argument(node, 4, "dilation", 1), (1, 1))
+    dilation = pair(argument(node, 4, "dilation", 1), (1, 1))
     shape = tuple(node.meta["val"][0].shape)
     y, index = builder.new(shape, "float32"), builder.new(shape, "int64")
     args: dict[str, Argument] = {
-        "x": x, "y": y, "index": index, **_sizes(x.shape, shape),
-        **dict(zip(WINDOW, _window(node, 1), strict=False)), "dilation_h": dilation[0],
+        "x": x, "y": y, "index": index, **sizes_of(x.shape, shape),
+        **dict(zip(WINDOW, window_of(node, 1), strict=False)), "dilation_h": dilation[0],
         "dilation_w": dilation[1],
     }  # fmt: skip
     builder.launch(Kernel.of_files("max_pool", FILES), _planes(shape), args)
@@ -89,8 +89,8 @@ def mean_pool(builder: Builder, node: fx.Node) -> None:
     args: dict[str, Argument] = {
         "x": x,
         "y": y,
-        **_sizes(x.shape, y.shape),
-        **_mean_windows(node, 1),
+        **sizes_of(x.shape, y.shape),
+        **mean_windows(node, 1),
     }
     builder.launch(Kernel.of_files("mean_pool", FILES), _planes(y.shape), args)
     builder.result(node, y)
@@ -105,17 +105,17 @@ def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
     args: dict[str, Argument] = {
         "dy": dy,
         "dx": dx,
-        **_sizes(dx.shape, dy.shape),
-        **_mean_windows(node, 2),
+        **sizes_of(dx.shape, dy.shape),
+        **mean_windows(node, 2),
     }
     builder.launch(Kernel.of_files("mean_pool_backward", FILES), _planes(dx.shape), args)
     builder.result(node, dx)
 
 
-def _mean_windows(node: fx.Node, first: int) -> dict[str, int]:
+def mean_windows(node: fx.Node, first: int) -> dict[str, int]:
     """Return the window arguments of an average; torch's arguments begin at `first`."""
     if "adaptive" in str(node.target):
         return ADAPTIVE
     include = argument(node, first + 4, "count_include_pad", True)
     divisor = argument(node, first + 5, "divisor_override") or 0
-    return dict(zip(WINDOW, (*_window(node, first), int(include), divisor), strict=True))
+    return dict(zip(WINDOW, (*window_of(node, first), int(include), divisor), strict=True))
