@@ -11,6 +11,7 @@ from torch import fx
 
 from hetpipe.sdk.graph import operator_name
 
+from ..gpu import scatter as cards
 from ..lower.builder import Builder, node_dtype, node_shape
 from ..lower.expr import Const, Coord, Expr, Layout, Load, Value
 from ..lower.launch import Kernel
@@ -22,6 +23,7 @@ from ._common import FLOATS, argument, cast
 JOINS = {"sum": "ADD", "add": "ADD", "prod": "MULTIPLY", "multiply": "MULTIPLY",
          "amax": "LARGER", "amin": "SMALLER"}  # fmt: skip
 """Macros of `kernels/scatter.cl`, by torch's names of reductions."""
+FILES = ("scatter.cl",)
 COLUMNS = (256, 64, 16)
 """Choices of columns per work-item of `put_rows`; each needs a separate program."""
 
@@ -144,8 +146,11 @@ def embedding_backward(builder: Builder, node: fx.Node) -> None:
 
 
 def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> None:
-    lanes = 1 if builder.device.kind == "gpu" else _columns(args["width"], builder.device)
-    kernel = _kernel("put_rows", dtype, how, lanes)
+    if builder.device.family == "gpu":
+        cards.put_rows(builder, _macros(dtype, how), args)
+        return
+    lanes = _columns(args["width"], builder.device)
+    kernel = Kernel.of_files("put_rows", FILES, *_macros(dtype, how, lanes))
     builder.launch(kernel, (-(-args["width"] // lanes),), args, None)
 
 
@@ -155,11 +160,10 @@ def _columns(width: int, device: Target) -> int:
     return next(fitting, COLUMNS[-1])
 
 
-def _kernel(name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:
+def _macros(dtype: str, how: str, lanes: int = 1) -> tuple[str, ...]:
     if dtype == "bool" and how == "ADD":
         how = "LARGER"
-    macros = (f"TYPE={C_TYPES[dtype]}", f"JOIN={how}", f"LANES={lanes}")
-    return Kernel.of_files(name, ("scatter.cl",), *macros)
+    return (f"TYPE={C_TYPES[dtype]}", f"JOIN={how}", f"LANES={lanes}")
 
 
 def _no_masks(node: fx.Node) -> str | None:
@@ -258,7 +262,10 @@ def scatter(builder: Builder, node: fx.Node) -> None:
     if argument(node, 5, "include_self", True) is False:
         start = _start(joins[0][0], dtype)
         joins.insert(0, ("SET", builder.pool.make(Const, index.shape, dtype, start)))
-    if index.numel:
+    if index.numel and builder.device.family == "gpu":
+        for how, joined in joins:
+            cards.put_lines(builder, _macros(dtype, how), joined, index, out, dim)
+    elif index.numel:
         strides = Layout.row_major(shape).strides
         begins = Layout(index.shape[:-1], (*strides[:dim], *strides[dim + 1 :]))
         base = builder.pool.make(Coord, begins.shape, "int32", begins)
@@ -267,7 +274,7 @@ def scatter(builder: Builder, node: fx.Node) -> None:
             "count": index.shape[-1], "step": strides[dim], "size": shape[dim],
         }  # fmt: skip
         for how, joined in joins:
-            kernel = _kernel("put_lines", dtype, how)
+            kernel = Kernel.of_files("put_lines", FILES, *_macros(dtype, how))
             args["lines"] = builder.store(joined)
             builder.launch(kernel, (math.prod(begins.shape),), args, None)
     builder.result(node, builder.reshape(out, node_shape(node)))
