@@ -7,17 +7,21 @@ faster way. So a later start neither measures nor compiles.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import fx
 
 from hetpipe.entries import Entries, key_of
 from hetpipe.errors import BackendError
+from hetpipe.sdk import operators
 from hetpipe.sdk.graph import graph_inputs, graph_rows
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import DeviceInfo
@@ -29,7 +33,7 @@ from .replay import Recorder, Replayed
 
 MARGIN = 0.02
 """Another way than the eager way must be faster by this share of the eager time."""
-LEAST, LEAST_S, MOST = 5, 0.5, 50
+LEAST, LEAST_S, MOST = 9, 1.0, 50
 """Runs of each way in a comparison: at least `LEAST`, for `LEAST_S` seconds, at most `MOST`."""
 
 _PROGRAMS = Entries("compiled", "torch", most=400, variable="HETPIPE_CACHE")
@@ -58,8 +62,10 @@ class Chooser:
         self._record = record
         self._tf32 = options.tf32
         self._option = options.compile
-        if self._option == "measured" and lacks_compiler(device.type):
-            self._option = "eager"  # `PyTorchBackend.describe` reports it
+        if self._option == "measured" and (lack := lacks_compiler(device.type)):
+            what, cure = lack
+            log.warning("%s runs all graphs eagerly: Inductor needs %s: %s", info.id, what, cure)
+            self._option = "eager"
 
     def way(
         self,
@@ -94,7 +100,7 @@ class Chooser:
             for op, _, target, args, kwargs, val, *_ in graph_rows(graph)
         ]
         return key_of(
-            rows, sorted(donate), self._info.name, self._tf32, torch.get_num_threads(),
+            _code(), rows, sorted(donate), self._info.name, self._tf32, torch.get_num_threads(),
             torch.__version__, torch.version.cuda, torch.version.hip,
             torch.backends.cpu.get_cpu_capability(),
         )  # fmt: skip
@@ -152,6 +158,16 @@ class Chooser:
             return earlier
         _CHOICES.store(key, json.dumps({"way": chosen, "times_s": medians_s}).encode())
         return chosen
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that turns a graph into a program."""
+    digest = hashlib.sha256()
+    for module in (__file__, operators.__file__):
+        for path in sorted(Path(str(module)).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def why_eager(program: Program) -> str:

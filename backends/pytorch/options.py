@@ -30,10 +30,13 @@ class Options:
     def changed(self, kind: str) -> str:
         """Return the options that change the costs of a type of device, for `DeviceInfo.driver`.
 
-        The text is empty if they have their defaults.
+        The text is empty if they have their defaults, or no effect.
         """
         tf32 = ", tf32" if self.tf32 and kind != "cpu" else ""
-        return tf32 if self.compile == "eager" else f"{tf32}, compile {self.compile}"
+        is_eager = self.compile == "eager" or (
+            self.compile == "measured" and lacks_compiler(kind) is not None
+        )
+        return tf32 if is_eager else f"{tf32}, compile {self.compile}"
 
     def check(self, device_id: str, kind: str) -> None:
         """Raise `BackendError` if a device must compile graphs, but lacks a compiler."""

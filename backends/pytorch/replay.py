@@ -1,15 +1,15 @@
 """Replays a program from a graph of the card's driver (CUDA, HIP): one launch for all operators.
 
-A captured graph reads and writes the addresses of its capture, and each replay overwrites the
-results of the last replay. The contract of backends wants new results and unchanged inputs, and
-several micro-batches in flight hold results of the same program. So:
+A captured graph reads and writes fixed addresses, and each replay overwrites the results of the
+last replay. The contract of backends wants new results and unchanged inputs, and several
+micro-batches in flight hold results of the same program. These rules keep the contract:
 
 - A *fixed* input has the same address in every run: a weight, or a gradient that each run adds to.
   The graph uses the caller's memory. If the address changes, the program is captured again.
 - All other inputs are copied into static tensors before a replay.
-- A result in the memory of a fixed input is returned as it is, because the input was donated. A
-  result in the static copy of a donated input is copied back into the donated input. All other
-  results are copied into new tensors.
+- A result in the memory of a fixed input needs no copy, because the input was donated. A result in
+  the static copy of a donated input is copied back into the donated input. All other results are
+  copied into new tensors.
 """
 
 from __future__ import annotations

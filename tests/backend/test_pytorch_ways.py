@@ -106,7 +106,9 @@ def test_another_value_is_refused() -> None:
         configured("quickly")
 
 
-def test_a_missing_compiler_is_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_no_silent_fallback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CXX", "no-compiler-1")
     with pytest.raises(BackendError, match=r"pytorch:cpu:0.*no-compiler-1: apt-get install.*eager"):
         cpu_of(configured("inductor"))
@@ -114,7 +116,9 @@ def test_a_missing_compiler_is_no_silent_fallback(monkeypatch: pytest.MonkeyPatc
     (finding,) = (each for each in measured.describe() if "eagerly" in each[1])
     assert finding[0] == "missing"
     assert "no-compiler-1" in finding[1]
+    assert measured.discover()[0].driver == torch.__version__  # costs of the eager way are valid
     run_step(cpu_of(measured))
+    assert "eagerly: Inductor needs the C++ compiler no-compiler-1" in caplog.text
     assert not any("eagerly" in text for _, text, _ in configured("eager").describe())
 
 

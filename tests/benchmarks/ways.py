@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m benchmarks.ways ROUNDS MODEL...
 
-For each model the command prints a line of JSON, a `Ways`. Each start has a process of its own; the
+For each model the command prints a line of JSON, a `Ways`. Each start runs in a new process; the
 first start has an empty cache. Then one process trains with all three options in turns. With
 HETPIPE_CLOCK=process the times of steps are CPU seconds, for a busy machine.
 """
@@ -19,6 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hetpipe.backends.pytorch import PyTorchBackend
@@ -50,8 +51,8 @@ class Ways:
 
     `steps_s` has the median step, `spread` the spread of the steps, and `by_eager` the median of
     the ratios to the eager step of the same round. `behind_best` is the median of the ratios of the
-    measured step to the eager or compiled step, whichever has the lower median. `chosen` counts the
-    graphs that run in each way.
+    measured step to the eager or compiled step, whichever has the lower median. `graphs` has, for
+    each graph that Inductor may compile, the chosen way and the median seconds of both ways.
     """
 
     model: str
@@ -61,7 +62,7 @@ class Ways:
     spread: dict[str, float]
     by_eager: dict[str, float]
     behind_best: float
-    chosen: dict[str, int]
+    graphs: list[dict[str, Any]]
     cold: dict[str, Start]
     warm: dict[str, Start]
 
@@ -75,6 +76,7 @@ def device_of(option: str) -> Device:
 
 
 def prepare(model: str) -> Trained:
+    """Capture and trace a model as one stage."""
     workload = load_workload(model)
     trained = Trained(workload, next(workload.batches(workload.mini_batch, 0)))
     trained.trace(device_of("eager"))
@@ -105,9 +107,8 @@ def measure(model: str, rounds: int) -> Ways:
         for number in range(rounds):
             for option in OPTIONS[number % 3 :] + OPTIONS[: number % 3]:
                 times_s[option].append(time_of(trained[option].step, 1))
-        chosen = [
-            json.loads(path.read_bytes()[32:])["way"] for path in Path(folder).glob("*/*.json")
-        ]
+        choices = Path(folder).glob("compiled/*.json")  # a checksum precedes the content
+        graphs = [json.loads(path.read_bytes()[32:]) for path in choices]
     steps_s = {option: statistics.median(own) for option, own in times_s.items()}
     best = min(("eager", "inductor"), key=lambda option: steps_s[option])
     return Ways(
@@ -118,7 +119,7 @@ def measure(model: str, rounds: int) -> Ways:
         spread={option: spread_of(own) for option, own in times_s.items()},
         by_eager={option: _ratio(own, times_s["eager"]) for option, own in times_s.items()},
         behind_best=_ratio(times_s["measured"], times_s[best]),
-        chosen={way: chosen.count(way) for way in set(chosen)},
+        graphs=graphs,
         cold=cold,
         warm=warm,
     )
