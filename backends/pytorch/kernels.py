@@ -13,6 +13,10 @@ BY_OTHERS = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 """Keys of kernels that call other operators, on any device."""
 BY_OUT = "CompositeExplicitAutogradNonFunctional"
 """Key of kernels that call the operator's variant that writes into `out`, if there is one."""
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+"""Operators that call `<name>_overrideable` on devices without a key in `CONVOLVING`; its kernel
+for any device only raises an error."""
+CONVOLVING = ("CPU", "CUDA", "MPS")
 
 
 @cache
@@ -23,6 +27,9 @@ def has_kernel(target: OpOverload, device_type: str) -> bool:
     only raise an error.
     """
     key = torch._C._dispatch_key_for_device(device_type)
+    if target._schema.name in CONVOLUTIONS and key not in CONVOLVING:
+        names = (target._schema.name, f"{target._schema.name}_overrideable")
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
     if _registered(target, key, *BY_OTHERS):
         return True
     if not _registered(target, BY_OUT):

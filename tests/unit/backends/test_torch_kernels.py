@@ -10,6 +10,7 @@ import torch
 from hetpipe.backends.pytorch.kernels import has_kernel
 
 CODE = """
+from types import SimpleNamespace
 import torch
 from torch import fx
 from hetpipe.backends.pytorch.device import SynchronizedDevice
@@ -19,23 +20,31 @@ torch.utils.rename_privateuse1_backend("npu")
 fallbacks = torch.library.Library("_", "IMPL")
 fallbacks.fallback(lambda *args, **kwargs: None, "PrivateUse1")
 kernels = torch.library.Library("aten", "IMPL")
-for name in ("mm", "add.out"):
+for name in ("mm", "add.out", "convolution_overrideable"):
     kernels.impl(name, lambda *args, **kwargs: None, "PrivateUse1")
-device = SynchronizedDevice(None, torch.device("npu", 0))
+device = SynchronizedDevice(SimpleNamespace(id="npu:0"), torch.device("npu", 0))
 graph = fx.Graph()
 for target in (
     torch.ops.aten.mm.default,  # its kernel
     torch.ops.aten.add.Tensor,  # its kernel by `out`
     torch.ops.aten.embedding.default,  # by other operators
     torch.ops.aten.silu_backward.default,
+    torch.ops.aten.convolution.default,  # by an operator that is only for it
     torch.ops.hetpipe.keep_mask.default,
     torch.ops.aten.erf.default,  # no kernel, and no kernel by `out`
+    torch.ops.aten.convolution_backward.default,  # by an operator that only raises an error
     torch.ops.aten._softmax.default,
     torch.ops.aten.native_batch_norm.default,
 ):
     print(target, device.supports(graph.call_function(target, ())), sep=": ")
 """
-RUN = ("mm.default", "add.Tensor", "embedding.default", "silu_backward.default")
+RUN = (
+    "mm.default",
+    "add.Tensor",
+    "embedding.default",
+    "silu_backward.default",
+    "convolution.default",
+)
 
 
 @pytest.mark.slow
