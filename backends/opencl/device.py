@@ -98,8 +98,9 @@ class OpenCLDevice(OpenedDevice):
             )
         host_queue = self._transfers if shared else None
         self.memory = MemoryPool(
-            self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
-        )
+            self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues),
+            cl_device.max_mem_alloc_size,
+        )  # fmt: skip
         # A device with separate memory copies through pinned memory.
         apart = info.memory_domain != HOST_MEMORY and not info.on_cores
         self.staging = Staging(self.context, info.id, self._transfers) if apart else None

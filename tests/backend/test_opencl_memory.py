@@ -166,6 +166,16 @@ def test_wrong_inputs_are_refused(device_id: str) -> None:
         executable.run([foreign])
 
 
+def test_memory_beyond_the_limit_of_one_allocation_is_refused(device_id: str) -> None:
+    device = opencl_device(device_id)
+    most = device.context.devices[0].max_mem_alloc_size
+    used = device.memory_used_nbytes()
+    for allocate in (device.memory.take, lambda n: device.arena(n, device.pass_queues[0])):
+        with pytest.raises(BackendError, match=rf"{most + 128} bytes.* {most} bytes.*stages"):
+            allocate(most + 128)
+    assert device.memory_used_nbytes() == used
+
+
 def test_an_unknown_operator_is_refused_with_its_name(device_id: str) -> None:
     device = opencl_device(device_id)
     with pytest.raises(UnsupportedOperatorError, match=r"aten\._fft_r2c"):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Device
 
 from ..platform.driver import driver, errors
@@ -109,12 +110,17 @@ class MemoryPool:
         device_id: str,
         host_queue: Any | None,
         last_events: Callable[[], tuple[Any, ...]],
+        most_nbytes: int,
     ) -> None:
-        """With `host_queue`, pieces are in host memory, and that queue maps each piece once."""
+        """With `host_queue`, pieces are in host memory, and that queue maps each piece once.
+
+        `most_nbytes` is the largest piece that the device allocates.
+        """
         self._context = context
         self._device_id = device_id
         self._host_queue = host_queue
         self._last_events = last_events
+        self._most_nbytes = most_nbytes
         self._free: dict[int, list[tuple[Piece, tuple[Any, ...]]]] = defaultdict(list)
         # Reentrant: garbage collection may give memory back while the lock is held.
         self._lock = threading.RLock()
@@ -131,11 +137,23 @@ class MemoryPool:
             for at in range(len(pieces) - 1, -1, -1):
                 if _complete(pieces[at][1], queue):
                     return Memory(pieces.pop(at)[0], size, self)
+        piece = self.create(size)
+        with self._lock:
             self.held_nbytes += size
-        return Memory(self.create(size), size, self)
+        return Memory(piece, size, self)
 
     def create(self, nbytes: int) -> Piece:
-        """Allocate memory; if there is no room, free unused pieces and try again."""
+        """Allocate memory; if there is no room, free unused pieces and try again.
+
+        Raises `BackendError` beyond the device's limit for one piece. Some drivers would allocate
+        such a piece, but kernels then compute wrong addresses in it.
+        """
+        if nbytes > self._most_nbytes:
+            raise BackendError(
+                f"{self._device_id} needs a piece of memory of {nbytes} bytes, but allocates at "
+                f"most {self._most_nbytes} bytes at once (CL_DEVICE_MAX_MEM_ALLOC_SIZE): use "
+                "smaller micro-batches, more stages, or recompute"
+            )
         cl = driver()
         with errors(self._device_id, f"allocating {nbytes} bytes"):
             try:
