@@ -115,26 +115,33 @@ typedef float4 Run;
       UNROLL for (int n = 0; n < RUNS; n++) sums[m][n] = fma((Run)(((float*)a)[m]), b[n], sums[m][n]);       \
   }
 
-// A loop over elements of C: `row`, `col`, `sum`; EACH_END ends it. The sums go through local memory, SLICE of a work-item's
-// rows at a time, so that neighbouring work-items write neighbours, and the code of an epilogue exists once.
+// A loop over slices of C: the sums go through local memory, SLICE of a work-item's rows at a time, so that neighbouring
+// work-items can write neighbours, and the code of an epilogue exists once. `slice` has SLICE_ROWS rows of TILE elements,
+// STRIDE apart; SLICE_ROW(line) is the row of C. SLICES_END ends the loop.
 #define MOST (STEPS * 2 * DEPTH / GROUP)
 #define SLICE (MOST < ITEM ? MOST : ITEM)
+#define SLICE_ROWS (SLICE * GROUP)
 #define TILE_ROW(m, down) ((m) / RUN * GROUP * RUN + (down) * RUN + (m) % RUN)
+#define SLICE_ROW(line) (ROW0 + TILE_ROW(first_m + (line) / GROUP, (line) % GROUP))
 
-#define EACH(rows, cols)                                                                                     \
+#define SLICES                                                                                               \
   for (int first_m = 0; first_m < ITEM; first_m += SLICE) {                                                  \
     __local float* slice = (__local float*)tiles;                                                            \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                            \
     UNROLL for (int m = 0; m < ITEM; m++) if (m >= first_m && m < first_m + SLICE)                           \
       UNROLL for (int n = 0; n < RUNS; n++)                                                                  \
         *(__local Run*)(slice + ((m - first_m) * GROUP + DOWN) * STRIDE + (n * GROUP + ACROSS) * RUN) = sums[m][n]; \
-    barrier(CLK_LOCAL_MEM_FENCE);                                                                            \
-    for (int e = ITEM_NUMBER; e < SLICE * GROUP * TILE; e += ITEMS) {                                        \
-      const int line = e / TILE, row = ROW0 + TILE_ROW(first_m + line / GROUP, line % GROUP);                \
-      const int col = COL0 + e % TILE;                                                                       \
+    barrier(CLK_LOCAL_MEM_FENCE);
+#define SLICES_END }
+
+// A loop over elements of C: `row`, `col`, `sum`. EACH_END ends it.
+#define EACH(rows, cols)                                                                                     \
+  SLICES                                                                                                     \
+    for (int e = ITEM_NUMBER; e < SLICE_ROWS * TILE; e += ITEMS) {                                           \
+      const int line = e / TILE, row = SLICE_ROW(line), col = COL0 + e % TILE;                               \
       const float sum = slice[line * STRIDE + e % TILE];                                                     \
       if (row < rows && col < cols) {
 #define EACH_END \
   }              \
   }              \
-  }
+  SLICES_END

@@ -140,7 +140,7 @@ def loads_of(name: str, operand: Operand, lines: int, depth: int) -> tuple[str, 
     return _loads(name, "K" if along_k else "LINES", VECTOR if aligned else 1)
 
 
-def product_launch(builder: Builder, p: Product, tiles: Tiles) -> OwnLaunch:
+def _product_launch(builder: Builder, p: Product, tiles: Tiles) -> OwnLaunch:
     """Return the launch that computes the parts of C: (parts, batch, rows, cols)."""
     macros = (
         *loads_of("A", p.left, p.rows, p.depth),
@@ -158,8 +158,14 @@ def product_launch(builder: Builder, p: Product, tiles: Tiles) -> OwnLaunch:
 def tiled_product(builder: Builder, p: Product) -> Value:
     """Compute C of a product, row-major, of shape (batch, rows, cols)."""
     tiles = tiles_of(builder.device, (p.rows, p.cols, p.depth), p.batch)
-    launch = product_launch(builder, p, tiles)
+    launch = _product_launch(builder, p, tiles)
     return _computed(builder, launch, tiles, (p.batch, p.rows, p.cols))
+
+
+def product_parts(builder: Builder, p: Product) -> Value:
+    """Compute the parts of C, (parts, batch, rows, cols); their sum is the product."""
+    tiles = tiles_of(builder.device, (p.rows, p.cols, p.depth), p.batch)
+    return _parts(builder, _product_launch(builder, p, tiles), tiles, (p.batch, p.rows, p.cols))
 
 
 def tiled_patches(builder: Builder, p: Patches) -> Value:
@@ -220,7 +226,11 @@ def _computed(builder: Builder, own: OwnLaunch, tiles: Tiles, shape: tuple[int, 
         launches = alone(own.with_stores, out)
         builder.product(out, Tile(out.shape, out.dtype, launches, own.with_stores))
         return out
+    return reduce(builder, builder.pool.load(_parts(builder, own, tiles, shape)), [0], SUM)
+
+
+def _parts(builder: Builder, own: OwnLaunch, tiles: Tiles, shape: tuple[int, ...]) -> Value:
     parts = builder.new((tiles.parts, *shape), "float32")
     for each in alone(own.with_stores, parts):
         builder.add(each)
-    return reduce(builder, builder.pool.load(parts), [0], SUM)
+    return parts

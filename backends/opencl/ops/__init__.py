@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     activations,
     attention,
+    attention_on_cards,
     convolution,
     creation,
     division,
@@ -16,6 +17,7 @@ from . import (  # noqa: F401
     pooling,
     pooling_on_cards,
     recurrent,
+    recurrent_on_cards,
     reduction,
     view,
 )

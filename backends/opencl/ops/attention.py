@@ -46,7 +46,7 @@ def _kernel(builder: Builder, name: str, cols: int) -> Kernel:
     return builder.device.kernel(name, files, f"SPAN={span}", f"BLOCK={BLOCK}")
 
 
-def _heads(builder: Builder, node: fx.Node) -> Heads:
+def heads_of(builder: Builder, node: fx.Node) -> Heads:
     """Return an argument [outer, inner, rows, cols] or [outer, rows, cols] as matrices."""
     value, strides, offset = builder.strided(node)
     *front, rows, cols = node_shape(node)
@@ -56,21 +56,21 @@ def _heads(builder: Builder, node: fx.Node) -> Heads:
     return Heads(value, offset, outer, inner, rows, cols, (outer_stride, inner_stride, row, col))
 
 
-def _matrix(name: str, x: Heads) -> dict[str, Value | int]:
+def matrix(name: str, x: Heads) -> dict[str, Value | int]:
     """Return the arguments that the kernels declare by MATRIX."""
     outer, inner, row, col = x.strides
     strides = {"offset": x.offset, "outer": outer, "inner": inner, "row": row, "col": col}
     return {name: x.value, **{f"{name}_{which}": number for which, number in strides.items()}}
 
 
-def _sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
+def sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
     return {
         "depth": query.cols, "width": value.cols, "inner": query.inner, "queries": query.rows,
         "keys": key.rows,
     }  # fmt: skip
 
 
-def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
+def as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
     """Return a result in the graph's shape, without a copy."""
     if len(shape) == 3:
         return builder.pool.load(builder.reshape(value, shape))
@@ -82,20 +82,20 @@ def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
 def attention(builder: Builder, node: fx.Node) -> None:
     """Results: (out, logsumexp)."""
     query_node, key_node, value_node, causal, scale = arguments(node)
-    query, key, value = (_heads(builder, n) for n in (query_node, key_node, value_node))
+    query, key, value = (heads_of(builder, n) for n in (query_node, key_node, value_node))
     kernel = _kernel(builder, "attention", max(query.cols, value.cols))
     out = builder.new(query.rows_first(value.cols), "float32")
     logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
-    matrices = _matrix("query", query) | _matrix("key", key) | _matrix("value", value)
+    matrices = matrix("query", query) | matrix("key", key) | matrix("value", value)
     builder.launch(
         kernel, (math.ceil(query.rows / BLOCK), query.count),
         {
-            **matrices, **_sizes(query, key, value), "causal": int(causal), "scale": float(scale),
+            **matrices, **sizes(query, key, value), "causal": int(causal), "scale": float(scale),
             "out": out, "lse": logsumexp,
         },
     )  # fmt: skip
     shape = (*node_shape(query_node)[:-1], value.cols)
-    results = (_as_heads(builder, out, shape), builder.pool.load(logsumexp))
+    results = (as_heads(builder, out, shape), builder.pool.load(logsumexp))
     builder.define_results(node, results)
 
 
@@ -103,21 +103,21 @@ def attention(builder: Builder, node: fx.Node) -> None:
 def attention_backward(builder: Builder, node: fx.Node) -> None:
     """Results: (grad_query, grad_key, grad_value)."""
     *tensors, causal, scale = arguments(node)
-    grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
+    grad, query, key, value, out = (heads_of(builder, n) for n in tensors[:5])
     logsumexp = builder.value(tensors[5])
     gradients = [builder.new(x.rows_first(x.cols), "float32") for x in (query, key, value)]
     kernel = _kernel(builder, "attention_backward", max(query.cols, value.cols))
     rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
     matrices: dict[str, Value | int] = {}
     for name, x in rows.items():
-        matrices |= _matrix(name, x)
+        matrices |= matrix(name, x)
     builder.launch(
         kernel, (query.count,),
         {
-            **matrices, "lse": logsumexp, **_sizes(query, key, value), "causal": int(causal),
+            **matrices, "lse": logsumexp, **sizes(query, key, value), "causal": int(causal),
             "scale": float(scale),
             "grad_query": gradients[0], "grad_key": gradients[1], "grad_value": gradients[2],
         },
     )  # fmt: skip
     results = zip(gradients, tensors[1:4], strict=True)
-    builder.define_results(node, tuple(_as_heads(builder, m, node_shape(n)) for m, n in results))
+    builder.define_results(node, tuple(as_heads(builder, m, node_shape(n)) for m, n in results))
