@@ -61,6 +61,7 @@ class Chooser:
         self._wait = wait
         self._record = record
         self._tf32 = options.tf32
+        self._checks = device.type == "cpu"  # on accelerators, graphs are guarded against indices
         self._option = options.compile
         if self._option == "measured" and (lack := lacks_compiler(device.type)):
             what, cure = lack
@@ -78,7 +79,7 @@ class Chooser:
 
         Raises `BackendError` if the program must be compiled and Inductor cannot.
         """
-        if self._option == "eager" or why_eager(program):
+        if self._option == "eager" or why_eager(program, self._checks):
             return program.call
         key = self._key(graph, donate)
         if self._option == "inductor":
@@ -170,15 +171,16 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def why_eager(program: Program) -> str:
+def why_eager(program: Program, checks: bool) -> str:
     """Return why a program can run only eagerly, or "".
 
-    Compiled kernels do not report which index is out of range, and may end the process.
+    With `checks`, the eager program reports indices that are out of range. Compiled kernels do not
+    report which index it is, and may end the process.
     """
     for node in program.calls:
         if node.meta.get("opaque"):
             return f"it calls {getattr(node.target, '__name__', node.target)}"
-        if index_bounds(node):
+        if checks and index_bounds(node):
             return f"{node.target} checks its indices"
     return ""
 
