@@ -83,12 +83,11 @@ class CompiledGraph:
         if len(set(map(id, inputs))) < len(inputs):  # do not donate a buffer that is two inputs
             donate = frozenset(i for i in donate if inputs.count(inputs[i]) == 1)
         device, tensors = self._device, [buffer.tensor for buffer in inputs]
-        if donate not in self._programs:
-            program = Program(self._graph, donate, device.torch_device, device.info.id)
-            way = device.chooser.way(self._graph, donate, program, tensors)
-            self._programs[donate] = program, way
-        program, way = self._programs[donate]
+        known = self._programs.get(donate)
+        program = known[0] if known else self._program(donate)
         try:
+            way = known[1] if known else device.chooser.way(self._graph, donate, program, tensors)
+            self._programs[donate] = program, way
             with torch.inference_mode():
                 results = way(tensors)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -98,6 +97,10 @@ class CompiledGraph:
             for tensor, form in zip(results, program.forms, strict=True)
         ]
         return [inputs[~i] if i < 0 else created[i] for i in program.outputs]
+
+    def _program(self, donate: frozenset[int]) -> Program:
+        device = self._device
+        return Program(self._graph, donate, device.torch_device, device.info.id)
 
 
 class TorchDevice(Device):

@@ -217,6 +217,17 @@ def test_a_graph_that_inductor_cannot_compile(
     assert "no lowering" in caplog.text
 
 
+def test_an_error_during_a_comparison_names_the_device(
+    inductor: Inductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(choice, "times_in_turns", fail)
+    with pytest.raises(BackendError, match="pytorch:cpu:0: no memory"):
+        run_step(cpu_of(configured("measured")))
+
+
 def test_graphs_that_check_indices_run_eagerly(inductor: Inductor) -> None:
     """Inductor's kernels do not name a wrong index, and may end the process."""
     table, index = torch.randn(4, 2), torch.tensor([1, 9])
