@@ -1,6 +1,7 @@
 """Every OpenCL device of this machine, treated as a GPU: its kernels can be tested without one.
 
-hetpipe conform tests/backend/as_gpu.py --device as-gpu:pocl:0
+cd tests/backend
+python -c "import as_gpu; from hetpipe import cli; cli.main()" conform as-gpu --device as-gpu:pocl:0
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from opencl_devices import close_to_torch, compiled, opencl_device, results
 from test_opencl_gpu_form import as_gpu, normal
 
 DEVICES = [
-    info.id for info in infos() if info.backend == "opencl" and not info.capabilities.reference
+    info.id
+    for info in infos()
+    if info.backend == "opencl" and info.kind == "cpu" and not info.capabilities.reference
 ]
 aten = torch.ops.aten
 
