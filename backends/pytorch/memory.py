@@ -8,7 +8,8 @@ node is the last to read a value, it writes its result into the storage of the v
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -215,8 +216,17 @@ DENSE_VIEWS = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.
 """Views that torch makes only of tensors whose last dimension has no gaps."""
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def strided(function: Function) -> Function:
+    """Mark a function that may replace an operator and reads operands of any strides."""
+    vars(function)["reads_strides"] = True
+    return function
+
+
 def needs_row_major(node: fx.Node) -> bool:
-    """Return whether a call needs row-major operands; calls of Python functions always do.
+    """Return whether a call needs row-major operands; Python functions do unless `strided`.
 
     Many of torch's kernels ignore strides. Eager autograd makes a gradient contiguous before it
     calls such a kernel. A captured graph has no strides, so these copies are dropped, and the
@@ -224,7 +234,7 @@ def needs_row_major(node: fx.Node) -> bool:
     """
     target = node.target
     if not isinstance(target, OpOverload):
-        return True
+        return not getattr(target, "reads_strides", False)
     if target in DENSE_VIEWS:
         return True
     return not (target._schema.is_mutable or returns_view(node) or reads_strides(target))

@@ -23,8 +23,8 @@ from hetpipe.sdk.inputs import form_of
 from hetpipe.sdk.operators.custom import function_of
 
 from .fused import BLOCKS, fuse, is_elementwise
+from .library import by_library
 from .memory import Storages, needs_row_major, sink_shape_only, write_in_place
-from .recurrent import by_library
 from .simplify import simplify
 
 Way = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -101,9 +101,8 @@ def _prepared(graph: fx.Graph, donate: frozenset[int], kernels: str) -> tuple[fx
         placeholders = [node for node in copy.nodes if node.op == "placeholder"]
         donated = frozenset(placeholders[i] for i in donate)
         simplify(copy)
-        if kernels == "cpu":
-            by_library(copy)
-        elif is_elementwise(copy):
+        by_library(copy, kernels)
+        if kernels != "cpu" and is_elementwise(copy):
             storages, allocated_nbytes = fuse(copy, donated, blocks)
             if allocated_nbytes and blocks < BLOCKS:
                 continue

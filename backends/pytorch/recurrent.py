@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 aten = torch.ops.aten
-own = torch.ops.hetpipe
 
 _LSTM = 2  # torch's number for LSTM, among the kinds of recurrent networks
-
-
-def by_library(graph: fx.Graph) -> None:
-    """Let oneDNN, if torch has it, compute the float32 LSTM layers of a graph for the CPU."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    functions = {
-        own.lstm_layer.default: lstm_layer,
-        own.lstm_layer_backward.default: lstm_layer_backward,
-    }
-    for node in graph.nodes:
-        if node.target in functions and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
-            node.target = functions[node.target]
-            node.meta["opaque"] = True
 
 
 def lstm_layer(

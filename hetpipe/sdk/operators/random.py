@@ -18,21 +18,21 @@ from torch import Tensor
 
 from hetpipe.sdk.operators.custom import define
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_MASK = 0xFFFFFFFF
-_ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
     """Compute Philox 4x32-10 on int64 tensors of 32-bit words; add a last dimension of 4 words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds give all words one shape
 
 
@@ -40,7 +40,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the high and low word of a 32 x 32 bit product; int64 cannot hold all 64 bits."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = low + ((high & 0xFFFF) << 16)
-    return ((high >> 16) + (middle >> 32)) & _MASK, middle & _MASK
+    return ((high >> 16) + (middle >> 32)) & MASK, middle & MASK
 
 
 def draw(rng: Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> Tensor:
@@ -53,10 +53,10 @@ def draw(rng: Tensor, site: int, size: list[int], batch_dim: int, samples: int) 
     moved = [size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :]]
     elements = math.prod(moved) // samples
     block = torch.arange((elements + 3) // 4, device=rng.device)
-    sample = (first_sample + torch.arange(samples, device=rng.device)) & _MASK
-    site_word = torch.full((), site & _MASK, dtype=torch.int64, device=rng.device)
-    counter = (block[None, :], sample[:, None], site_word, step & _MASK)
-    words = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    sample = (first_sample + torch.arange(samples, device=rng.device)) & MASK
+    site_word = torch.full((), site & MASK, dtype=torch.int64, device=rng.device)
+    counter = (block[None, :], sample[:, None], site_word, step & MASK)
+    words = philox(counter, (seed & MASK, (seed >> 32) & MASK))
     drawn = words.reshape(samples, -1)[:, :elements].reshape(moved).movedim(0, batch_dim)
     return ((drawn >> 8).to(torch.float32) * 2.0**-24).contiguous()
 

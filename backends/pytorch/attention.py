@@ -1,0 +1,118 @@
+"""Attention by torch's fused kernels for CUDA and ROCm: one launch each way.
+
+Without a kernel for the shapes, dtype or card, `hetpipe.attention`'s formula computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+
+from hetpipe.sdk.operators.attention import plain_attention, plain_attention_backward
+
+from .memory import strided
+
+aten = torch.ops.aten
+
+_ROWS = 32
+"""The logarithms of torch's efficient kernel are padded to a multiple of this number."""
+
+
+@strided
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `hetpipe.attention`."""
+    q, k, v = _four_dimensions(query, key, value)
+    if _has_flash(q, k, v, is_causal):
+        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=scale
+        )
+    elif _has_efficient(q, k, v, is_causal):
+        out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, is_causal, scale=scale
+        )
+        logsumexp = logsumexp[..., : q.shape[2]]
+    else:
+        return plain_attention(query, key, value, is_causal, scale)
+    return (out, logsumexp) if query.ndim == 4 else (out.squeeze(1), logsumexp.squeeze(1))
+
+
+@strided
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Compute `hetpipe.attention_backward` by the kernel that `attention` called."""
+    grad, q, k, v, o = _four_dimensions(grad_out, query, key, value, out)
+    sums = logsumexp.contiguous() if query.ndim == 4 else logsumexp.contiguous().unsqueeze(1)
+    gradients: Any
+    if _has_flash(q, k, v, is_causal):
+        # Without dropout, no kernel reads the state of random numbers.
+        random = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            o,
+            sums,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            *random,
+            scale=scale,
+        )
+    elif _has_efficient(q, k, v, is_causal):
+        random = (q.new_empty((), dtype=torch.int64) for _ in range(2))
+        which = [True, True, True, False]
+        *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, o, _padded(sums), *random, 0.0, which, is_causal, scale=scale
+        )
+    else:
+        return plain_attention_backward(
+            grad_out, query, key, value, out, logsumexp, is_causal, scale
+        )
+    return tuple(x if query.ndim == 4 else x.squeeze(1) for x in gradients)
+
+
+def _has_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Return whether torch's flash kernel computes this attention."""
+    if query.is_meta:
+        return query.dtype.itemsize == 2 and query.shape[-1] == value.shape[-1]
+    return cuda.can_use_flash_attention(_parameters(query, key, value, is_causal))
+
+
+def _has_efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Return whether torch's memory-efficient kernel computes this attention."""
+    if query.is_meta:
+        return query.dtype.itemsize <= 4
+    return cuda.can_use_efficient_attention(_parameters(query, key, value, is_causal))
+
+
+def _parameters(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> cuda.SDPAParams:
+    return cuda.SDPAParams(query, key, value, None, 0.0, is_causal, False)
+
+
+def _four_dimensions(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors [batch, heads, length, width] whose last dimension has no gaps."""
+    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
+
+
+def _padded(sums: Tensor) -> Tensor:
+    """Pad the logarithms as CUDA's kernel wrote them; ROCm's kernel does not pad."""
+    missing = 0 if torch.version.hip else -sums.shape[-1] % _ROWS
+    return torch.nn.functional.pad(sums, (0, missing), value=float("inf")) if missing else sums

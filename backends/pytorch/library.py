@@ -1,0 +1,43 @@
+"""Lets torch's fused kernels compute hetpipe's operators, by the type of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .attention import attention, attention_backward
+from .masks import best_mask
+from .recurrent import lstm_layer, lstm_layer_backward
+
+own = torch.ops.hetpipe
+
+_ONEDNN: dict[Any, Callable[..., Any]] = {
+    own.lstm_layer.default: lstm_layer,
+    own.lstm_layer_backward.default: lstm_layer_backward,
+}
+_CUDA: dict[Any, Callable[..., Any]] = {
+    own.attention.default: attention,
+    own.attention_backward.default: attention_backward,
+}
+
+
+def by_library(graph: fx.Graph, kernels: str) -> None:
+    """Replace operators of hetpipe by the fastest functions for a device type.
+
+    oneDNN, if torch has it, computes the float32 LSTM layers of CPUs.
+    """
+    functions = _CUDA if kernels == "cuda" else {}
+    if kernels == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        functions = _ONEDNN
+    for node in graph.nodes:
+        if node.target is own.keep_mask.default:
+            node.target = best_mask(kernels)
+        elif node.target in functions and (functions is _CUDA or _is_float32(node)):
+            node.target = functions[node.target]
+
+
+def _is_float32(node: fx.Node) -> bool:
+    return bool(node.all_input_nodes[0].meta["val"].dtype is torch.float32)
