@@ -62,6 +62,8 @@ def rate(setting: Setting, model: str, samples: int, dtype: str, rivals: bool = 
     run omits all contenders whose compilation takes long.
     """
     torch.backends.cudnn.allow_tf32 = False
+    if not setting.is_card:
+        torch.set_num_threads(1)
     keep_memory()
     rivals = rivals or not setting.quick
     if setting.quick:

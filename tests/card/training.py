@@ -21,8 +21,11 @@ def parity(setting: Setting, model: str) -> None:
 
     The card trains alone, then as the second stage of a pipeline whose first stage is on the CPU.
     """
+    import torch
+
     from hetpipe.zoo.load import load_workload
 
+    torch.set_num_threads(1)  # as in hetpipe's commands: idle threads would spin on workers' cores
     workload = load_workload(model)
     captured = _captured(workload)
     found = {
