@@ -74,7 +74,7 @@ def rate(setting: Setting, model: str, samples: int, dtype: str, rivals: bool = 
     half = dtype != "float32"
     trained = Trained(workload, batch, Precision(dtype if half else None))
     contenders: dict[str, Callable[[], object]] = {}
-    for compile in ("eager", "measured") if rivals else ("eager",):
+    for compile in ("eager",) if setting.quick else ("eager", "measured"):
         configure_backend("pytorch", {"compile": compile}, setting.folder)
         contenders[f"hetpipe, {compile}"] = _loaded(setting, copy.copy(trained), compile)
 

@@ -56,7 +56,13 @@ def model(hidden: int = 4, **settings: Any) -> Recurrent:
         {"bias": False},
         {"num_layers": 2, "bidirectional": True},
         {"bidirectional": True, "bias": False, "batch_first": True},
-        {"proj_size": 2, "num_layers": 2},
+        pytest.param(
+            {"proj_size": 2, "num_layers": 2},
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.11."),
+                reason="torch 2.11 exports the last states with a wrong shape",
+            ),
+        ),
     ],
     ids=str,
 )
