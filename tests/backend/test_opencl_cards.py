@@ -8,6 +8,23 @@ from ptx_group import Group
 
 pytestmark = pytest.mark.skipif(bool(nvptx.lacking()), reason=f"no {nvptx.lacking()}")
 
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "digits",
+        "gpt",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("lstm", "alexnet-small")),
+    ],
+)
+def test_a_work_item_keeps_everything_in_registers(model: str) -> None:
+    """Products kept their 16 sums on the stack, which is in the memory of the card."""
+    programs = nvptx.lowered(model, nvptx.card()).values()
+    found = nvptx.compiled(launch for program in programs for launch in program.launches)
+    problems = {f"{each.file}: {each.kernel.name}: {each.problem}" for each in found}
+    assert {each for each in problems if not each.endswith(": ")} == set()
+
+
 SUMS = """
 __kernel void kept(__global const float *a, __global float *out, int n)
 {
@@ -22,7 +39,7 @@ __kernel void kept(__global const float *a, __global float *out, int n)
 """
 
 
-@pytest.mark.parametrize("card", nvptx.CARDS)
+@pytest.mark.parametrize("card", [*nvptx.CARDS, nvptx.AMD_CARD])
 def test_an_array_with_an_unknown_index_is_on_the_stack(card: str) -> None:
     def usage(*options: str) -> nvptx.Usage:
         if card.startswith("gfx"):

@@ -30,8 +30,12 @@ from hetpipe.backends.opencl.lower.target import Target
 from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.info import DeviceInfo
 
-CARDS = ("sm_80", "sm_90", "gfx90a")
-"""The architectures of NVIDIA's A100 and H100, and of AMD's MI200."""
+CARDS = ("sm_80", "sm_90")
+"""The architectures of NVIDIA's A100 and H100."""
+AMD_CARD = "gfx90a"
+"""The architecture of AMD's MI200."""
+REGISTERS, LOCAL_NBYTES = 1 << 16, 48 << 10
+"""The most registers and local memory of a work-group."""
 VERSION = "7.8"
 """The first version of PTX that both have."""
 MODELS = ("digits", "mlp", "gpt", "resnet18", "lstm", "bert-large-small")
@@ -63,6 +67,18 @@ class Compiled:
     group: int
     ptx: str
     usage: Mapping[str, Usage]
+
+    @property
+    def problem(self) -> str:
+        """The first card on which the kernel does not fit, and why, or ""."""
+        for card, usage in self.usage.items():
+            if not usage.fits:
+                return f"{card}: {usage.stack_nbytes} B of stack, {usage.spilled_nbytes} spilled"
+            if not card.startswith("gfx") and usage.registers * self.group > REGISTERS:
+                return f"{card}: {self.group} work-items with {usage.registers} registers"
+            if usage.local_nbytes > LOCAL_NBYTES:
+                return f"{card}: {usage.local_nbytes} B of local memory"
+        return ""
 
 
 def lacking() -> str:
@@ -96,7 +112,7 @@ def card(
         "opencl:card:0", ("float32", "int64", "int32", "int16", "int8", "uint8", "bool", "float64"),
         cast_dtypes=("float16",),
     )  # fmt: skip
-    return Target(info, items, units, 48 << 10, 512, extensions, family="gpu")
+    return Target(info, items, units, LOCAL_NBYTES, 512, extensions, family="gpu")
 
 
 def lowered(model: str, target: Target) -> dict[str, Lowered]:
@@ -239,7 +255,7 @@ def rows(found: Iterable[Compiled], cards: Sequence[str] = CARDS) -> list[list[s
             str(each.group),
             *(f"{u.registers}/{u.stack_nbytes}/{u.spilled_nbytes}" for u in each.usage.values()),
         ]
-        for each in sorted(found, key=lambda each: all(u.fits for u in each.usage.values()))
+        for each in sorted(found, key=lambda each: not each.problem)
     ]  # fmt: skip
     return [head, *body]
 
@@ -254,6 +270,7 @@ def show(table: Sequence[Sequence[str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--amd", action="store_true", help="also for AMD's gfx90a")
     parser.add_argument("--items", type=int, default=1024, help="most work-items of a work-group")
     parser.add_argument("--only", default="", help="a part of the file's or the kernel's name")
     parser.add_argument("--bad", action="store_true", help="only kernels with a stack or spills")
@@ -263,13 +280,14 @@ def main() -> None:
         sys.exit(f"missing: {missing}; install clang-15, libclc-15 and nvidia-cuda-nvcc-cu12")
     target = card(given.items)
     programs = [program for model in given.models for program in lowered(model, target).values()]
-    found = compiled(launch for program in programs for launch in program.launches)
+    cards = (*CARDS, AMD_CARD) if given.amd else CARDS
+    found = compiled((launch for program in programs for launch in program.launches), cards)
     shown = [
         each for each in found
         if (given.only in each.file or given.only in each.kernel.name)
-        and not (given.bad and all(u.fits for u in each.usage.values()))
+        and (each.problem or not given.bad)
     ]  # fmt: skip
-    show(rows(shown))
+    show(rows(shown, cards))
     print(f"{len(shown)} of {len(found)} kernels")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
