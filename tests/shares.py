@@ -1,16 +1,16 @@
-"""Shares of the slow tests: a run may include a tenth of them.
+"""Shares of the slow tests: a run may include a twentieth of them.
 
 A function marked `wide` has many similar cases: other sizes, devices, models. A function marked
 `slow` takes seconds: it starts workers, trains, or runs an interpreter of kernels. `--share 2` runs
-every tenth case of each wide function, and every tenth of all cases of slow functions, in a fixed
-pseudorandom order. With `--share tree`, the files of the checked-out commit choose the share: the
-same files always have the same tests, and a change of the files changes the cases. Without the
+every twentieth case of each wide function, and every twentieth of all cases of slow functions, in a
+fixed pseudorandom order. With `--share tree`, the files of the checked-out commit choose the share:
+the same files always have the same tests, and a change of the files changes the cases. Without the
 option, every case runs.
 
 A fault that breaks most cases of a table, or most trainings, is found at once, because each share
-has cases of each table and a tenth of the trainings. A fault in a single case is found in one of
-ten runs, so 44 changed trees find it with a probability of 99 %. Before a release, and after a
-change that a table or a slow test is about, run every case.
+has cases of each table and a twentieth of the trainings. A fault in a single case is found in one
+of twenty runs, so 90 changed trees find it with a probability of 99 %. Before a release, and after
+a change that a table or a slow test is about, run every case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zlib import crc32
 
 import pytest
 
-SHARES = 10
+SHARES = 20
 ALL = "all"
 OF_TREE = "tree"
 

@@ -15,7 +15,7 @@ TABLE = """
 import pytest
 
 @pytest.mark.wide
-@pytest.mark.parametrize("n", range(12))
+@pytest.mark.parametrize("n", range(22))
 def test_wide(n):
     pass
 
@@ -69,7 +69,7 @@ def collect_cases(project: Path, *options: str) -> list[str]:
 @pytest.mark.slow
 def test_every_share_has_other_wide_cases_and_all_narrow_ones(project: Path) -> None:
     everything = collect_cases(project)
-    assert len(everything) == 18
+    assert len(everything) == 28
     shares = [collect_cases(project, "--share", str(n)) for n in range(1, SHARES + 1)]
     for kind, counts in (("wide", {1, 2}), ("slow", {0, 1})):
         own = [[case for case in share if kind in case] for share in shares]
@@ -80,7 +80,8 @@ def test_every_share_has_other_wide_cases_and_all_narrow_ones(project: Path) -> 
 
 
 def test_a_tree_has_one_share() -> None:
-    assert [share_of_tree(f"{n:040x}") for n in range(11)] == [*range(1, 11), 1]
+    shares = [share_of_tree(f"{n:040x}") for n in range(SHARES + 1)]
+    assert shares == [*range(1, SHARES + 1), 1]
 
 
 @pytest.mark.slow
