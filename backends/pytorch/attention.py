@@ -60,21 +60,9 @@ def attention_backward(
         # Without dropout, no kernel reads the state of random numbers.
         random = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
         gradients = aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            o,
-            sums,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            *random,
+            grad, q, k, v, o, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, *random,
             scale=scale,
-        )
+        )  # fmt: skip
     elif _has_efficient(q, k, v, is_causal):
         random = (q.new_empty((), dtype=torch.int64) for _ in range(2))
         which = [True, True, True, False]

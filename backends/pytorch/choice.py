@@ -1,8 +1,7 @@
 """Chooses the way in which a device runs a program: eagerly, or as Inductor compiles it.
 
-On a card that can capture graphs, either way may also be replayed from a captured graph. A choice
-by measurement runs all ways in turns on the program's first inputs, and stores the
-faster way. So a later start neither measures nor compiles.
+A card may also replay both from a captured graph. A choice by measurement runs all ways in turns on
+the program's first inputs, and stores the fastest. So a later start neither measures nor compiles.
 """
 
 from __future__ import annotations

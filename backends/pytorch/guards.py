@@ -48,9 +48,10 @@ def guarded(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Bound]]:
                 limited = _call(own, aten.where.self, ignored, bound.index, limited)
             bound.node.replace_input_with(bound.index, limited)
     output = own.graph.output_node()
+    results: Any = output.args[0]
     with own.graph.inserting_before(output):
         joined = _call(own, aten.stack.default, extremes)
-    output.args = ((*output.args[0], joined),)  # type: ignore[misc]
+    output.args = ((*results, joined),)
     own.recompile()
     return own, bounds
 

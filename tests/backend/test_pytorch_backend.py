@@ -20,6 +20,7 @@ from found_devices import opened, run, trace
 from hetpipe.backends.pytorch import PyTorchBackend, streams
 from hetpipe.backends.pytorch.device import TorchBuffer
 from hetpipe.backends.pytorch.program import Program
+from random_graphs import random_function
 
 from hetpipe.crew.launcher import usual_settings
 from hetpipe.errors import BackendError
@@ -145,18 +146,7 @@ def test_random_elementwise_graphs_agree_for_every_donation() -> None:
     binary = [torch.add, torch.sub, torch.mul, torch.maximum]
     unary = [torch.relu, torch.tanh, torch.neg, torch.t, lambda t: t.reshape(-1).view(3, 3)]
     for _ in range(25):
-        choices = generator.integers(0, 1 << 30, (12, 3))
-
-        def fn(*inputs: torch.Tensor, choices: Any = choices) -> Any:
-            values = list(inputs)
-            for kind, i, j in choices:
-                a, b = values[i % len(values)], values[j % len(values)]
-                if kind % 3:
-                    values.append(binary[kind % len(binary)](a, b))
-                else:
-                    values.append(unary[kind % len(unary)](a))
-            return tuple(values[-3:])
-
+        fn = random_function(generator, 12, binary, unary)
         inputs = [torch.randn(3, 3) for _ in range(3)]
         expected = fn(*inputs)
         graph = trace(fn, inputs, {})

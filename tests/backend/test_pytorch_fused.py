@@ -95,28 +95,29 @@ def test_a_fused_update_equals_the_plain_update(name: str, late: bool) -> None:
             assert slot.role in roles or torch.equal(before, after), slot
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name != "rmsprop"])
-@pytest.mark.parametrize("late", [False, True])
-def test_an_update_is_at_most_20_launches(name: str, late: bool) -> None:
+def counted(name: str, late: bool) -> Allocations:
+    """Run a fused update, and return what it launched and allocated."""
     update = traced(RULES[name], late)
     program = compiled(update, (PARAM, GRAD, STATE), "cuda")
     inputs = values(update)
-    counted = Allocations(inputs)
-    with torch.no_grad(), counted:
+    counts = Allocations(inputs)
+    with torch.no_grad(), counts:
         program.call(inputs)
-    assert counted.names.total() <= 20, counted.names
+    return counts
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "rmsprop"])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_update_is_at_most_20_launches(name: str, late: bool) -> None:
+    counts = counted(name, late)
+    assert counts.names.total() <= 20, counts.names
     if name not in ("adagrad", "lion"):
-        assert counted.nbytes == 0
+        assert counts.nbytes == 0
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rmsprop"])
 def test_temporary_results_exist_for_one_block_at_a_time(name: str) -> None:
-    update = traced(RULES[name], True)
-    program = compiled(update, (PARAM, GRAD, STATE), "cuda")
-    inputs = values(update)
-    counted = Allocations(inputs)
-    with torch.no_grad(), counted:
-        program.call(inputs)
-    calls = [n for n in counted.names if n.startswith("_foreach_sqrt")]
+    names = counted(name, late=True).names
+    calls = [call for call in names if call.startswith("_foreach_sqrt")]
     assert calls
-    assert sum(counted.names[n] for n in calls) == 2
+    assert sum(names[call] for call in calls) == 2

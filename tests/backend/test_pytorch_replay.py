@@ -18,6 +18,7 @@ from hetpipe.backends.pytorch import choice
 from hetpipe.backends.pytorch.choice import times_in_turns
 from hetpipe.backends.pytorch.program import Program
 from hetpipe.backends.pytorch.replay import Replay, Replayed
+from random_graphs import random_function
 
 CPU = torch.device("cpu")
 
@@ -128,17 +129,10 @@ def test_random_graphs_agree_for_every_donation() -> None:
     binary = [torch.add, torch.mul, torch.maximum]
     unary = [torch.relu, torch.tanh, torch.t, lambda t: t.reshape(-1).view(3, 3)]
     for _ in range(4):
-        choices = generator.integers(0, 1 << 30, (10, 3))
+        chosen = random_function(generator, 10, binary, unary)
 
-        def fn(*inputs: torch.Tensor, choices: Any = choices) -> Any:
-            values = list(inputs)
-            for kind, i, j in choices:
-                a, b = values[i % len(values)], values[j % len(values)]
-                if kind % 3:
-                    values.append(binary[kind % len(binary)](a, b))
-                else:
-                    values.append(unary[kind % len(unary)](a))
-            return tuple(value + 0 for value in values[-3:])
+        def fn(*inputs: torch.Tensor, chosen: Any = chosen) -> Any:
+            return tuple(value + 0 for value in chosen(*inputs))
 
         for donate in itertools.chain.from_iterable(
             itertools.combinations(range(3), size) for size in range(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ Array = np.ndarray[Any, Any]
 def card(memory_nbytes: int = 1 << 30, **options: Any) -> CardDevice:
     backend = AsCard()
     backend.memory_nbytes = memory_nbytes
-    backend.configure(options, None)  # type: ignore[arg-type] # no option is a path
+    backend.configure(options, Path())
     device = backend.open(backend.discover()[0])
     assert isinstance(device, CardDevice)
     return device
