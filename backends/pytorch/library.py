@@ -10,17 +10,19 @@ from torch import fx
 
 from .attention import attention, attention_backward
 from .masks import best_mask
-from .recurrent import lstm_layer, lstm_layer_backward
+from .recurrent import cudnn_lstm, cudnn_lstm_backward, onednn_lstm, onednn_lstm_backward
 
 own = torch.ops.hetpipe
 
 _ONEDNN: dict[Any, Callable[..., Any]] = {
-    own.lstm_layer.default: lstm_layer,
-    own.lstm_layer_backward.default: lstm_layer_backward,
+    own.lstm_layer.default: onednn_lstm,
+    own.lstm_layer_backward.default: onednn_lstm_backward,
 }
 _CUDA: dict[Any, Callable[..., Any]] = {
     own.attention.default: attention,
     own.attention_backward.default: attention_backward,
+    own.lstm_layer.default: cudnn_lstm,
+    own.lstm_layer_backward.default: cudnn_lstm_backward,
 }
 
 
@@ -37,6 +39,9 @@ def by_library(graph: fx.Graph, kernels: str) -> None:
             node.target = best_mask(kernels)
         elif node.target in functions and (functions is _CUDA or _is_float32(node)):
             node.target = functions[node.target]
+            if node.target in (cudnn_lstm, cudnn_lstm_backward):
+                # The backward reads cuDNN's reserve, so no program may be compiled without cuDNN.
+                node.meta["opaque"] = True
 
 
 def _is_float32(node: fx.Node) -> bool:
