@@ -24,6 +24,7 @@ _CUDA: dict[Any, Callable[..., Any]] = {
     own.lstm_layer.default: cudnn_lstm,
     own.lstm_layer_backward.default: cudnn_lstm_backward,
 }
+_WITH_WORKSPACE = (onednn_lstm, onednn_lstm_backward, cudnn_lstm, cudnn_lstm_backward)
 
 
 def by_library(graph: fx.Graph, kernels: str) -> None:
@@ -39,9 +40,8 @@ def by_library(graph: fx.Graph, kernels: str) -> None:
             node.target = best_mask(kernels)
         elif node.target in functions and (functions is _CUDA or _is_float32(node)):
             node.target = functions[node.target]
-            if node.target in (cudnn_lstm, cudnn_lstm_backward):
-                # The backward reads cuDNN's reserve, so no program may be compiled without cuDNN.
-                node.meta["opaque"] = True
+            # A compiler knows nothing of the workspace that a layer leaves to its backward.
+            node.meta["opaque"] = node.target in _WITH_WORKSPACE
 
 
 def _is_float32(node: fx.Node) -> bool:

@@ -252,6 +252,15 @@ def test_graphs_with_a_users_function_run_eagerly(inductor: Inductor) -> None:
     assert inductor.compiled == 0
 
 
+def test_layers_with_a_workspace_run_eagerly(inductor: Inductor) -> None:
+    """A compiled forward would leave no workspace of oneDNN to the backward."""
+    inputs = [torch.randn(s) for s in ((3, 2, 5), (2, 4), (2, 4), (16, 5), (16, 4), (16,))]
+    graph = trace(lambda *each: tuple(torch.ops.hetpipe.lstm_layer(*each)[:2]), inputs, {})
+    device = cpu_of(configured("inductor"))
+    device.compile(graph).run([device.upload(each.numpy())[0] for each in inputs])
+    assert inductor.compiled == 0
+
+
 # --- Inductor itself ----------------------------------------------------------------------------
 
 
