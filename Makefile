@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(LOWEST)/installed: pyproject.toml
 	$(LOWEST_PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(LOWEST_TORCH)
-	$(LOWEST)/bin/pip install -q $(LOWEST_TORCH) -e '.[conformance]' hypothesis pytest-timeout pytest-xdist
+	$(LOWEST)/bin/pip install -q $(LOWEST_TORCH) -e '.[conformance]' hypothesis pytest-timeout pytest-xdist transformers
 	touch $@
 
 clean:

@@ -436,7 +436,9 @@ def test_a_loss_reads_an_attribute_that_forward_sets(is_called: bool) -> None:
 
 
 def test_a_generator_of_torch_is_refused() -> None:
-    with pytest.raises(CaptureError, match="forward uses a Generator"):
+    own = "forward uses a Generator"  # torch 2.11 refuses it in its own words
+    message = "torch._C.Generator" if torch.__version__.startswith("2.11.") else own
+    with pytest.raises(CaptureError, match=message):
         Captured(Model(own_generator), F.cross_entropy, _batch())
 
 
