@@ -89,11 +89,11 @@ def _trace(program: Program, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphM
         def fakes() -> list[torch.Tensor]:
             return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
 
-        inputs = fakes()
-        homes = tuple(home_of(result, inputs) for result in program.call(inputs))
+        inputs, call = fakes(), program.functional()
+        homes = tuple(home_of(result, inputs) for result in call(inputs))
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
-            results = zip(program.call(given), homes, strict=True)
+            results = zip(call(given), homes, strict=True)
             return [result for result, home in results if home is None]
 
         return make_fx(run)(*fakes()), homes

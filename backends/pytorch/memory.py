@@ -35,6 +35,9 @@ SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 HIDDEN_VIEWS = frozenset(("_unsafe_view", "_reshape_alias", "reshape", "contiguous", "flatten"))
 """Operators that may return their operand's storage although their schema does not say so."""
 
+ROW_MAJOR = HIDDEN_VIEWS | {"alias", "squeeze", "unsqueeze", "view"}
+"""Operators whose result is row-major if it has the storage of a row-major operand."""
+
 
 def base_name(node: fx.Node) -> str:
     """Return `add` for a call of `aten.add.Tensor`, and "" for operators outside aten."""
@@ -61,6 +64,8 @@ class Storages:
         self.members: dict[fx.Node, list[fx.Node]] = {}
         self.overwritten: set[fx.Node] = set()
         """The inputs that stand for a result, because the result is in their storage."""
+        self.strided: set[fx.Node] = set()
+        """The nodes that may be views with gaps, or with dimensions in another order."""
         self._donated = donated
 
     def add(self, node: fx.Node, into: fx.Node | None = None) -> None:
@@ -69,6 +74,9 @@ class Storages:
         root = node if source is None else self.root[source]
         self.root[node] = root
         self.members.setdefault(root, []).append(node)
+        keeps_order = into is not None or base_name(node) in ROW_MAJOR
+        if source is not None and (source in self.strided or not keeps_order):
+            self.strided.add(node)
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         if node.target is operator.getitem:
@@ -116,9 +124,16 @@ def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
 
 
 def place(node: fx.Node, storages: Storages) -> None:
-    """Give a node storage: an operand's if the node may overwrite it, else new storage."""
+    """Give a node storage: an operand's if the node may overwrite it, else new storage.
+
+    If the node overwrites no input, or only a strided view of an input, `meta["functional"]` keeps
+    the operator that overwrites nothing.
+    """
     victim = _victim(node, storages) if node.op == "call_function" else None
+    functional = torch.ops.aten.fill.Scalar if base_name(node) in SHAPE_ONLY else node.target
     if victim is not None and _overwrite(node, victim):
+        if storages.root[victim].op == "call_function" or victim in storages.strided:
+            node.meta["functional"] = functional
         storages.add(node, victim)
     else:
         storages.add(node)

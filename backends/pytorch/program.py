@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,14 @@ class Program:
         self.calls = [node for node in copy.nodes if node.op == "call_function"]
         self._file = f"<hetpipe program {next(_serial)}>"
         self.call = _generate(copy, created, device, self._file)
+        self._functional = partial(_generate, copy, created, device, self._file, functional=True)
+
+    def functional(self) -> Way:
+        """Return the program in a form that overwrites only whole inputs, for a compiler.
+
+        A compiler has its own plan of memory, and cannot follow writes into strided views.
+        """
+        return self._functional()
 
     def explain(self, error: Exception) -> BackendError:
         """Return torch's error with device, operator and layer, or name the index out of range."""
@@ -113,7 +122,11 @@ def _prepared(graph: fx.Graph, donate: frozenset[int], kernels: str) -> tuple[fx
 
 
 def _generate(
-    graph: fx.Graph, created: list[tuple[fx.Node, bool]], device: torch.device, file: str
+    graph: fx.Graph,
+    created: list[tuple[fx.Node, bool]],
+    device: torch.device,
+    file: str,
+    functional: bool = False,
 ) -> Way:
     scope: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "row_major": torch.contiguous_format}
     body: list[str] = []
@@ -124,7 +137,7 @@ def _generate(
         needed.update(node.all_input_nodes)
         needed.add(node)
         dropped = "".join(f"; {name} = None" for name in dead)
-        body.append(f"    {node.name} = {_call(node, scope, device)}{dropped}")
+        body.append(f"    {node.name} = {_call(node, scope, device, functional)}{dropped}")
     inputs = "".join(f"{node.name}, " for node in graph.nodes if node.op == "placeholder")
     results = ", ".join(
         f"{node.name}.{'clone(memory_format=row_major)' if copied else 'contiguous()'}"
@@ -138,10 +151,14 @@ def _generate(
     return run
 
 
-def _call(node: fx.Node, scope: dict[str, Any], device: torch.device) -> str:
+def _call(node: fx.Node, scope: dict[str, Any], device: torch.device, functional: bool) -> str:
     if node.target is operator.getitem:
         return f"{_text(node.args[0], scope)}[{_text(node.args[1], scope)}]"
     target, kwargs = node.target, dict(node.kwargs)
+    if functional and "functional" in node.meta:
+        target = node.meta["functional"]
+        names = {argument.name for argument in target._schema.arguments}
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
     if isinstance(target, OpOverload):
         takes_device = any(argument.name == "device" for argument in target._schema.arguments)
         if takes_device and device.type != "cpu" and not node.all_input_nodes:

@@ -19,8 +19,10 @@ from hetpipe.backends.pytorch.choice import fastest, times_in_turns
 from hetpipe.backends.pytorch.device import TorchBuffer
 from hetpipe.backends.pytorch.inductor import compile_program
 from hetpipe.backends.pytorch.program import Program, Way
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.errors import BackendError
+from hetpipe.sdk.graph import graph_calls
 
 CPU = torch.device("cpu")
 
@@ -259,6 +261,39 @@ def test_layers_with_a_workspace_run_eagerly(inductor: Inductor) -> None:
     device = cpu_of(configured("inductor"))
     device.compile(graph).run([device.upload(each.numpy())[0] for each in inputs])
     assert inductor.compiled == 0
+
+
+def test_a_compiler_gets_no_writes_into_strided_views() -> None:
+    """Inductor cannot carry such a write over to the whole tensor."""
+
+    def heads(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        swapped = (x @ x.t()).view(2, 3, 6).transpose(0, 1)
+        return (z * swapped).reshape(6, 6) + 1
+
+    def steps(x: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return heads(x, z.exp()), z.permute(2, 0, 1).sigmoid().sum(0), x * 2
+
+    inputs = [torch.randn(6, 4), torch.randn(3, 2, 6)]
+    program = Program(trace(steps, inputs, {}), frozenset({0, 1}), CPU, "test")
+    functional = program.functional()
+    values = [value.clone() for value in inputs]
+    found = functional(values)
+    for left, right in zip(found, steps(*inputs), strict=True):
+        torch.testing.assert_close(left, right)
+    assert found[2].data_ptr() == values[0].data_ptr(), "it is not in the donated input"
+
+    def overwritten(way: Way) -> set[str]:
+        """Return the operations of the values that the program overwrites."""
+        module = make_fx(lambda *given: way(given))(*inputs)
+        return {
+            value.op
+            for node in graph_calls(module)
+            for value, argument in zip(node.args, node.target._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        } | {node.kwargs["out"].op for node in module.graph.nodes if "out" in node.kwargs}
+
+    assert overwritten(functional) == {"placeholder"}
+    assert overwritten(program.call) == {"placeholder", "call_function"}
 
 
 # --- Inductor itself ----------------------------------------------------------------------------
