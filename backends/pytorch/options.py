@@ -23,6 +23,12 @@ class Options:
     """Whether accelerators may round the operands of float32 products to ten bits (TF32). Products
     are then several times faster on some cards, and a thousand times less exact."""
 
+    peer_copies: bool = False
+    """Whether cards of one machine copy messages directly into each other's memory (CUDA IPC,
+    HIP IPC), and not through memory of the host. Each wire takes room for up to 3 of its messages
+    on the receiving card, 8 if they are small, and plans do not count it. The first message of each
+    wire is checked. No card has run this yet."""
+
     compile: Annotated[str, OneOf(COMPILE)] = "eager"
     """How devices run a graph: `eager` calls an operator at a time, `inductor` calls the kernels
     that torch's Inductor compiles for the graph, and `measured` runs the faster of both."""
@@ -32,14 +38,20 @@ class Options:
 
         The text is empty if they have their defaults, or no effect.
         """
-        tf32 = ", tf32" if self.tf32 and kind != "cpu" else ""
+        on_card = {"tf32": self.tf32, "peer copies": self.peer_copies}
+        changed = "".join(f", {name}" for name, on in on_card.items() if on and kind != "cpu")
         is_eager = self.compile == "eager" or (
             self.compile == "measured" and lacks_compiler(kind) is not None
         )
-        return tf32 if is_eager else f"{tf32}, compile {self.compile}"
+        return changed if is_eager else f"{changed}, compile {self.compile}"
 
     def check(self, device_id: str, kind: str) -> None:
-        """Raise `BackendError` if a device must compile graphs, but lacks a compiler."""
+        """Raise `BackendError` if a device cannot do what an option demands."""
+        if self.peer_copies and kind not in ("cpu", "cuda"):
+            raise BackendError(
+                f"{device_id}: peer_copies needs CUDA or ROCm, and torch has no such copies for "
+                f"{kind}: remove it from [backend.pytorch]"
+            )
         if self.compile == "inductor" and (lack := lacks_compiler(kind)):
             what, cure = lack
             raise BackendError(

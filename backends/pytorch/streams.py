@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from inspect import signature
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable
+from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable, Window
 from hetpipe.sdk.events import Signal, finish
 from hetpipe.sdk.indices import Bound
 from hetpipe.sdk.info import DeviceInfo
@@ -24,112 +20,14 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 from .guards import check_extremes, guarded
+from .lanes import Lane, StreamEvent
 from .options import Options
 from .pinning import PinnedMemory
-
-_POLL_S = (50e-6, 1e-3)  # first and longest pause in a wait with a timeout
-
-
-def _blocking(module: Any) -> dict[str, bool]:
-    """Return the arguments for events whose waits sleep: a CPU stage needs the spinning core."""
-    return {"blocking": True} if "blocking" in signature(module.Event.__new__).parameters else {}
-
 
 RESERVE, RESERVE_NBYTES = 0.05, 512 << 20
 """The part of a card's memory, and the bytes, that plans leave free. cuBLAS takes up to 32 MiB for
 each stream, the driver loads kernels at their first launch, and torch's allocator, which takes
 memory in blocks of 2 to 20 MiB, leaves gaps. The sum is an estimate: it was measured on no card."""
-
-
-class Lane:
-    """A stream, and a thread that calls back when work on the stream has ended; no schedule's lane.
-
-    torch has no callbacks on streams, so the thread waits. It starts for the first callback.
-    """
-
-    def __init__(self, module: Any, device: torch.device, name: str) -> None:
-        self.stream = module.Stream(device=device)
-        self.name = name
-        self._event = partial(module.Event, **_blocking(module))
-        self._device = device
-        self._asked: SimpleQueue[tuple[Any, Callable[[], None]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def mark(self) -> Any:
-        """Return torch's event for the end of all work on the stream so far."""
-        native = self._event()
-        native.record(self.stream)
-        return native
-
-    def order(self, after: Sequence[Event]) -> None:
-        """Let later work wait for `after`: on the device if possible, else on the host."""
-        for event in after:
-            if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
-                self.stream.wait_event(event.native)
-            else:
-                event.wait()
-
-    @property
-    def kind(self) -> str:
-        """torch's name for the type of the device, such as `cuda`."""
-        return self._device.type
-
-    def when_ended(self, native: Any, fn: Callable[[], None]) -> None:
-        """Call `fn` on the lane's thread once `native` has ended, even if it failed."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name=self.name, daemon=True)
-                self._thread.start()
-        self._asked.put((native, fn))
-
-    def _watch(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            native, fn = asked
-            # The error is not lost: the event raises it for everyone who waits.
-            with contextlib.suppress(RuntimeError):
-                native.synchronize()
-            fn()
-
-    def close(self) -> None:
-        """Let the thread end after its pending callbacks."""
-        self._asked.put(None)
-
-
-class StreamEvent(Event):
-    """The end of work on a lane; `check` raises if the work went wrong, and is called after it."""
-
-    def __init__(
-        self, device_id: str, lane: Lane, check: Callable[[], None] = lambda: None
-    ) -> None:
-        self.lane = lane
-        self.native = lane.mark()
-        self._device_id = device_id
-        self._check = check
-
-    def done(self) -> bool:
-        ended = bool(self._ask(self.native.query))
-        if ended:
-            self._check()
-        return ended
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if timeout_s is None:
-            self._ask(self.native.synchronize)
-            self._check()
-            return
-        end_s, pause_s = time.monotonic() + timeout_s, _POLL_S[0]
-        while not self.done():
-            if time.monotonic() > end_s:
-                raise BackendError(f"{self._device_id}: not done after {timeout_s} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S[1])
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        try:
-            return question()
-        except RuntimeError as error:
-            raise BackendError(f"{self._device_id}: {error}") from error
 
 
 class StreamDevice(TorchDevice):
@@ -151,9 +49,10 @@ class StreamDevice(TorchDevice):
         self.module = module
         self.precision = "tf32" if options.tf32 else "ieee"
         self._pins = PinnedMemory(info, module)
+        self._has_windows = options.peer_copies
         self.compute = Lane(module, torch_device, f"{info.id} compute")
-        self._in = Lane(module, torch_device, f"{info.id} in")
-        self._out = Lane(module, torch_device, f"{info.id} out")
+        self.incoming = Lane(module, torch_device, f"{info.id} in")
+        self.outgoing = Lane(module, torch_device, f"{info.id} out")
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         safe, bounds = guarded(graph)
@@ -161,7 +60,7 @@ class StreamDevice(TorchDevice):
 
     def upload(self, src: Array) -> tuple[Buffer, Event]:
         src = np.asarray(src)  # a scalar of numpy has no memory
-        lane, dtype = self._in, src.dtype.name
+        lane, dtype = self.incoming, src.dtype.name
         with self.blamed(f"uploading {src.nbytes} bytes"), self.module.stream(lane.stream):
             # The device's memory first: if it does not suffice, the host needs none.
             tensor = torch.empty(src.shape, dtype=getattr(torch, dtype), device=self.torch_device)
@@ -170,17 +69,17 @@ class StreamDevice(TorchDevice):
                 staged = self.pinned(src.shape, dtype)
                 copy_array(host_array(staged), src)
             tensor.copy_(staged, non_blocking=True)
-            self._shared(tensor, self.compute)
+            self.share(tensor, self.compute)
             return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
     def download(self, buf: Buffer, dst: Array) -> Event:
-        lane, tensor = self._out, self.own(buf).tensor
+        lane, tensor = self.outgoing, self.own(buf).tensor
         direct = self._pins.tensor(dst)
         with self.blamed(f"downloading {buf.nbytes} bytes"), self.module.stream(lane.stream):
             staged = self.pinned(buf.shape, buf.dtype) if direct is None else direct
             # Memory of the host has int16 for bfloat16, which numpy lacks.
             staged.copy_(tensor.view(staged.dtype), non_blocking=True)
-            self._shared(tensor, lane)
+            self.share(tensor, lane)
             if direct is not None:
                 return StreamEvent(self.info.id, lane)
             native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
@@ -197,11 +96,34 @@ class StreamDevice(TorchDevice):
         end = self._pins.add(memory)
 
         def unpin() -> None:
-            for lane in (self._in, self._out):
+            for lane in (self.incoming, self.outgoing):
                 lane.stream.synchronize()
             end()
 
         return unpin
+
+    def open_window(self, nbytes: int) -> tuple[Window, bytes] | None:
+        if not self._has_windows:
+            return None
+        with self.blamed(f"opening a window of {nbytes} bytes"):
+            memory, handle = self.shared_memory(nbytes)
+        return CardWindow(self, memory), handle
+
+    def map_window(self, handle: bytes, nbytes: int) -> Window:
+        with self.blamed(f"mapping a window of {nbytes} bytes"):
+            return CardWindow(self, self.mapped_memory(handle, nbytes))
+
+    def shared_memory(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Return new memory of the card, and a handle of it for another process."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        storage: Any = memory.untyped_storage()
+        return memory, pickle.dumps(storage._share_cuda_())
+
+    def mapped_memory(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """Return the memory of another process. Raises torch's error if it is out of reach."""
+        storage = torch.UntypedStorage._new_shared_cuda(*pickle.loads(handle))
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return memory[:nbytes]
 
     @contextlib.contextmanager
     def precise(self) -> Iterator[None]:
@@ -222,7 +144,7 @@ class StreamDevice(TorchDevice):
         """Return memory of the host that the current device can read."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
 
-    def _shared(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def share(self, tensor: torch.Tensor, lane: Lane) -> None:
         """Keep a freed tensor's memory until the lane, another than its own, no longer needs it."""
         tensor.record_stream(lane.stream)
 
@@ -250,7 +172,7 @@ class StreamDevice(TorchDevice):
             torch.accelerator.empty_host_cache()
 
     def close(self) -> None:
-        for lane in (self.compute, self._in, self._out):
+        for lane in (self.compute, self.incoming, self.outgoing):
             lane.stream.synchronize()
             lane.close()
 
@@ -301,3 +223,37 @@ class _StreamExecutable(Executable):
 
 def _check_indices(device_id: str, bounds: Sequence[Bound], extremes: torch.Tensor) -> None:
     check_extremes(device_id, bounds, extremes.tolist())
+
+
+class CardWindow(Window):
+    """A window over `memory`, flat bytes of a card (CUDA IPC, HIP IPC); `device` copies."""
+
+    def __init__(self, device: StreamDevice, memory: torch.Tensor) -> None:
+        self._device = device
+        self._memory: torch.Tensor | None = memory
+
+    def write(self, src: Buffer, offset: int) -> Event:
+        device, tensor = self._device, self._device.own(src).tensor
+        lane = device.outgoing
+        with device.blamed(f"sending {tensor.nbytes} bytes"), device.module.stream(lane.stream):
+            part = self._part(offset, tuple(tensor.shape), tensor.dtype)
+            part.copy_(tensor, non_blocking=True)
+            device.share(tensor, lane)
+            return StreamEvent(device.info.id, lane)
+
+    def read(self, offset: int, shape: tuple[int, ...], dtype: str) -> tuple[Buffer, Event]:
+        device, lane = self._device, self._device.incoming
+        with device.blamed("receiving a message"), device.module.stream(lane.stream):
+            part = self._part(offset, shape, getattr(torch, dtype))
+            tensor = torch.empty(shape, dtype=part.dtype, device=device.torch_device)
+            tensor.copy_(part, non_blocking=True)
+            device.share(tensor, device.compute)
+            return TorchBuffer(device, tensor, shape, dtype), StreamEvent(device.info.id, lane)
+
+    def _part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert self._memory is not None, "the window is closed"
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory[offset : offset + nbytes].view(dtype).view(shape)
+
+    def close(self) -> None:
+        self._memory = None

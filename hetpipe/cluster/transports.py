@@ -14,8 +14,9 @@ from hetpipe.errors import ClusterError
 class Transport:
     """A transport, which `module` implements.
 
-    The module's function `plugs(wire, ranks, tag, pieces)` makes both ends of a wire. If `meets` is
-    true, the module also has `host()` and `join(...)`; see `hetpipe.wire.gloo`.
+    The module's function `plugs(wire, ranks, tag, pieces, direct)` makes both ends of a wire. With
+    `direct`, the devices may be able to copy into each other's memory. If `meets` is true, the
+    module also has `host()` and `join(...)`; see `hetpipe.wire.gloo`.
     """
 
     name: str

@@ -4,7 +4,7 @@ of docs/life-of-a-micro-batch.md)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -31,9 +31,10 @@ from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
+from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import host_dtype
+from hetpipe.wire.wire import host_dtype, streams
 
 PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
@@ -113,12 +114,13 @@ class Assembly:
         cluster: Cluster,
         members: Sequence[Sequence[str]],
         workers: Mapping[str, int],
-        streaming: Container[str] = (),
+        infos: Mapping[str, DeviceInfo],
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
         """Return each member's ends of all wires, and their descriptors.
 
-        `streaming` members send while they compute, so their messages travel in pieces. A wire
-        between two stages of one member is a single entry, without a port.
+        Members whose devices stream send while they compute, so their messages travel in pieces.
+        Messages between two accelerators of one backend may go directly from memory to memory. A
+        wire between two stages of one member is a single entry, without a port.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
             member: ([], Descriptors()) for replicas in members for member in replicas
@@ -131,8 +133,12 @@ class Assembly:
                 continue
             link = cluster.emulated_link(source, target)
             ranks = workers[source], workers[target]
-            parts = PARTS if source in streaming else 1
-            plugs = transport.plugs(wire, ranks, tag, parts)
+            parts = PARTS if streams(infos[source]) else 1
+            ends_infos = infos[source], infos[target]
+            direct = ends_infos[0].backend == ends_infos[1].backend and not any(
+                info.on_cores for info in ends_infos
+            )
+            plugs = transport.plugs(wire, ranks, tag, parts, direct)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
                 ends, descriptors = plugged[member]
                 ends.append(EdgeEnd(wire, port, link or Link(), descriptors.add(fds)))

@@ -24,7 +24,6 @@ from hetpipe.schedule.lanes import worker_rows
 from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import streams
 
 Stages = StageGraphs | Sequence[StageGraphs]
 """A stage, or its replicas."""
@@ -138,8 +137,7 @@ class Crew(Workers):
         `UnsupportedOperatorError`, before anything changes, if a device cannot run its stage."""
         workers = [self._worker(member) for member in placement.row_of]
         with self._conversation():
-            streaming = {member for member, info in self.infos.items() if streams(info)}
-            plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
+            plugged = assembly.plug(self.cluster, placement.members, self._index, self.infos)
             for member, (ends, fds) in plugged.items():
                 replicas = placement.replicas_of(member)
                 stage_loads = tuple(loads[replica] for replica in replicas if replica in loads)

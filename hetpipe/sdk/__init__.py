@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Event as Event
     from hetpipe.sdk.backend import Executable as Executable
     from hetpipe.sdk.backend import UserKernel as UserKernel
+    from hetpipe.sdk.backend import Window as Window
     from hetpipe.sdk.blocking import BlockingDevice as BlockingDevice
     from hetpipe.sdk.decompositions import fallback_decompositions as fallback_decompositions
     from hetpipe.sdk.events import FdEvent as FdEvent

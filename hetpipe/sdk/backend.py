@@ -101,6 +101,22 @@ class Executable(ABC):
         """
 
 
+class Window(ABC):
+    """Memory of a device that another process of this host can write: messages arrive in it."""
+
+    @abstractmethod
+    def write(self, src: Buffer, offset: int) -> Event:
+        """Start to copy a tensor to byte `offset` of the window."""
+
+    @abstractmethod
+    def read(self, offset: int, shape: tuple[int, ...], dtype: str) -> tuple[Buffer, Event]:
+        """Start to copy a tensor out of the window, into a new buffer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory; all copies have ended."""
+
+
 class Device(ABC):
     """An opened device. Methods may be called from any thread, and at the same time."""
 
@@ -185,6 +201,20 @@ class Device(ABC):
         are faster. All copies have ended before the returned function is called.
         """
         return lambda: None
+
+    def open_window(self, nbytes: int) -> tuple[Window, bytes] | None:
+        """Return a window in this device's memory, and a handle for `map_window`.
+
+        With None, the default, messages from other devices of the backend pass through the host.
+        """
+        return None
+
+    def map_window(self, handle: bytes, nbytes: int) -> Window:
+        """Return the window of a device of the same backend, opened by another process.
+
+        Raises `BackendError` if the device cannot reach it; messages then pass through the host.
+        """
+        raise BackendError(f"{self.info.id} cannot write to other devices")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         """Return (run, operations), or None if the device cannot measure its rate of multiply-adds.

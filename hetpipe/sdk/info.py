@@ -13,7 +13,7 @@ API_VERSION = 3
 
 Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
 `Capabilities.flushes_denormals` and `Capabilities.untried`. Version 3 added `DeviceInfo.address`,
-`Device.pin` and `Device.memory_available_nbytes`.
+`Device.pin`, `Device.memory_available_nbytes`, and windows (`Device.open_window`).
 """
 OLDEST_API_VERSION = 1
 """The oldest version whose backends still run: every later addition has a default."""

@@ -33,7 +33,7 @@ LEAST_PART_NBYTES = 16 * 1024
 
 
 def plugs(
-    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
+    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int, direct: bool
 ) -> tuple[tuple[GlooPort, list[int]], tuple[GlooPort, list[int]]]:
     """Return the sending and the receiving end of a wire between two ranks."""
     return (GlooPort(ranks[1], tag, pieces), []), (GlooPort(ranks[0], tag, pieces), [])

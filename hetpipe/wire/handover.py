@@ -17,7 +17,7 @@ SLOTS = 4
 
 
 def plugs(
-    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
+    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int, direct: bool
 ) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
     """Return the sending and the receiving end of a wire, which are the same port."""
     port = HandoverPort()

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from found_devices import opened, run, trace
-from hetpipe.backends.pytorch import PyTorchBackend, streams
+from hetpipe.backends.pytorch import PyTorchBackend, lanes, streams
 from hetpipe.backends.pytorch.device import TorchBuffer
 from hetpipe.backends.pytorch.program import Program
 from random_graphs import random_function
@@ -302,7 +302,7 @@ def test_a_run_follows_its_upload_on_the_device(accelerator: streams.StreamDevic
     executable = accelerator.compile(trace(lambda a: a * 2, [torch.zeros(2, 3)], {}))
     accelerator._in.stream.held = accelerator.compute.stream.held = True
     buffer, uploaded = accelerator.upload(A)
-    assert isinstance(uploaded, streams.StreamEvent)
+    assert isinstance(uploaded, lanes.StreamEvent)
     outputs, ran, _ = executable.run([buffer], after=[uploaded])
     assert accelerator.compute.stream.waited == [uploaded.native]
     assert not uploaded.done()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from as_card import AsCard, CardDevice
 from found_devices import trace
-from hetpipe.backends.pytorch.streams import Lane, StreamEvent
+from hetpipe.backends.pytorch.lanes import Lane, StreamEvent
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
@@ -64,7 +64,7 @@ def test_a_missing_wait_shows_in_the_result(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_use_that_the_allocator_does_not_know_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CardDevice, "_shared", lambda self, tensor, lane: None)
+    monkeypatch.setattr(CardDevice, "share", lambda self, tensor, lane: None)
     with pytest.raises(BackendError, match="that was freed"):
         chain(card())
 

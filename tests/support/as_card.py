@@ -5,14 +5,18 @@ A script that imports this module may run `hetpipe conform as-card` by `hetpipe.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from deferred import Card, Module
 from hetpipe.backends.pytorch import PyTorchBackend
 from hetpipe.backends.pytorch.device import TorchDevice
-from hetpipe.backends.pytorch.streams import Lane, StreamDevice
+from hetpipe.backends.pytorch.lanes import Lane
+from hetpipe.backends.pytorch.streams import StreamDevice
 
 from hetpipe.sdk import Capabilities, DeviceInfo, register_backend
 
@@ -29,7 +33,17 @@ class CardDevice(StreamDevice):
         self.staged += 1
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=False)
 
-    def _shared(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def shared_memory(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Return memory in a file that processes share; the handle is its path."""
+        number, path = tempfile.mkstemp(prefix="window-")
+        os.close(number)
+        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        return memory, path.encode()
+
+    def mapped_memory(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        return torch.from_file(handle.decode(), shared=True, size=nbytes, dtype=torch.uint8)
+
+    def share(self, tensor: torch.Tensor, lane: Lane) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         owners = self.module.card.owners.get(StorageWeakRef(tensor.untyped_storage()))
@@ -57,3 +71,13 @@ class AsCard(PyTorchBackend):
     def open(self, info: DeviceInfo) -> TorchDevice:
         module: Any = Module(Card(self.memory_nbytes))
         return CardDevice(info, torch.device("cpu"), module, options=self._options)
+
+
+class AsPeer(AsCard):
+    """The same card, which copies messages directly into the memory of another such card."""
+
+    name = "as-peer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure({"peer_copies": True}, Path())

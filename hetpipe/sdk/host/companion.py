@@ -143,6 +143,8 @@ class CompanionDevice(Device):
     download = _ask_device("download")
     download_part = _ask_device("download_part")
     pin = _ask_device("pin")
+    open_window = _ask_device("open_window")
+    map_window = _ask_device("map_window")
     fma_ceiling = _ask_device("fma_ceiling")
     launch_floor = _ask_device("launch_floor")
     memory_used_nbytes = _ask_device("memory_used_nbytes")
