@@ -1,6 +1,6 @@
 """Attention by torch's fused kernels for CUDA and ROCm: one launch each way.
 
-Without a kernel for the shapes, dtype or card, `hetpipe.attention`'s formula computes it.
+Without a kernel for the shapes, dtype or card, the operator's formula computes it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.backends import cuda
 
 from hetpipe.sdk.operators.attention import plain_attention, plain_attention_backward
+from hetpipe.sdk.operators.masked_attention import (
+    plain_masked_attention,
+    plain_masked_attention_backward,
+)
 
 from .memory import strided
 
@@ -19,6 +23,8 @@ aten = torch.ops.aten
 
 _ROWS = 32
 """The logarithms of torch's efficient kernel are padded to a multiple of this number."""
+_COLUMNS = 16
+"""Rows of the efficient kernel's bias begin at multiples of this number of elements."""
 
 
 @strided
@@ -54,26 +60,58 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:
     """Compute `hetpipe.attention_backward` by the kernel that `attention` called."""
     grad, q, k, v, o = _four_dimensions(grad_out, query, key, value, out)
-    sums = logsumexp.contiguous() if query.ndim == 4 else logsumexp.contiguous().unsqueeze(1)
+    sums = logsumexp if query.ndim == 4 else logsumexp.unsqueeze(1)
     gradients: Any
     if _has_flash(q, k, v, is_causal):
         # Without dropout, no kernel reads the state of random numbers.
         random = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
         gradients = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, o, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, *random,
-            scale=scale,
+            grad, q, k, v, o, sums.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal,
+            *random, scale=scale,
         )  # fmt: skip
     elif _has_efficient(q, k, v, is_causal):
-        random = (q.new_empty((), dtype=torch.int64) for _ in range(2))
-        which = [True, True, True, False]
-        *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, o, _padded(sums), *random, 0.0, which, is_causal, scale=scale
-        )
+        gradients = _efficient_backward([grad, q, k, v, o], None, sums, is_causal, scale)
     else:
         return plain_attention_backward(
             grad_out, query, key, value, out, logsumexp, is_causal, scale
         )
     return tuple(x if query.ndim == 4 else x.squeeze(1) for x in gradients)
+
+
+@strided
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `hetpipe.masked_attention`."""
+    q, k, v = _four_dimensions(query, key, value)
+    aligned = _aligned(bias, q, k)
+    if not _has_efficient(q, k, v, False, aligned):
+        return plain_masked_attention(query, key, value, bias, scale)
+    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, aligned, True, 0.0, False, scale=scale
+    )
+    return out, logsumexp[..., : q.shape[2]]
+
+
+@strided
+def masked_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Compute `hetpipe.masked_attention_backward` by the kernel that the forward called."""
+    grad, q, k, v, o = _four_dimensions(grad_out, query, key, value, out)
+    aligned = _aligned(bias, q, k)
+    if not _has_efficient(q, k, v, False, aligned):
+        return plain_masked_attention_backward(
+            grad_out, query, key, value, bias, out, logsumexp, scale
+        )
+    return _efficient_backward([grad, q, k, v, o], aligned, logsumexp, False, scale)
 
 
 def _has_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
@@ -83,15 +121,41 @@ def _has_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bo
     return cuda.can_use_flash_attention(_parameters(query, key, value, is_causal))
 
 
-def _has_efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+def _has_efficient(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, bias: Tensor | None = None
+) -> bool:
     """Return whether torch's memory-efficient kernel computes this attention."""
     if query.is_meta:
         return query.dtype.itemsize <= 4
-    return cuda.can_use_efficient_attention(_parameters(query, key, value, is_causal))
+    return cuda.can_use_efficient_attention(_parameters(query, key, value, is_causal, bias))
 
 
-def _parameters(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> cuda.SDPAParams:
-    return cuda.SDPAParams(query, key, value, None, 0.0, is_causal, False)
+def _parameters(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, bias: Tensor | None = None
+) -> cuda.SDPAParams:
+    return cuda.SDPAParams(query, key, value, bias, 0.0, is_causal, False)
+
+
+def _efficient_backward(
+    operands: list[Tensor], bias: Tensor | None, sums: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value; `operands` also has grad_out and out."""
+    grad, query, key, value, out = operands
+    # Without dropout, no kernel reads the state of random numbers.
+    random = (query.new_empty((), dtype=torch.int64) for _ in range(2))
+    which = [True, True, True, False]
+    *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, bias, out, _padded(sums), *random, 0.0, which, is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return tuple(gradients)
+
+
+def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a bias for every row of scores, in memory that the efficient kernel can read."""
+    missing = -bias.shape[-1] % _COLUMNS
+    wide = torch.nn.functional.pad(bias, (0, missing)) if missing else bias.contiguous()
+    return wide[..., : bias.shape[-1]].expand(*query.shape[:3], key.shape[2])
 
 
 def _four_dimensions(*tensors: Tensor) -> list[Tensor]:
@@ -103,4 +167,5 @@ def _four_dimensions(*tensors: Tensor) -> list[Tensor]:
 def _padded(sums: Tensor) -> Tensor:
     """Pad the logarithms as CUDA's kernel wrote them; ROCm's kernel does not pad."""
     missing = 0 if torch.version.hip else -sums.shape[-1] % _ROWS
+    sums = sums.contiguous()
     return torch.nn.functional.pad(sums, (0, missing), value=float("inf")) if missing else sums

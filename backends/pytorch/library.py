@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .attention import attention, attention_backward
+from .attention import (
+    attention,
+    attention_backward,
+    masked_attention,
+    masked_attention_backward,
+)
 from .masks import best_mask
 from .recurrent import cudnn_lstm, cudnn_lstm_backward, onednn_lstm, onednn_lstm_backward
 
@@ -21,6 +26,8 @@ _ONEDNN: dict[Any, Callable[..., Any]] = {
 _CUDA: dict[Any, Callable[..., Any]] = {
     own.attention.default: attention,
     own.attention_backward.default: attention_backward,
+    own.masked_attention.default: masked_attention,
+    own.masked_attention_backward.default: masked_attention_backward,
     own.lstm_layer.default: cudnn_lstm,
     own.lstm_layer_backward.default: cudnn_lstm_backward,
 }

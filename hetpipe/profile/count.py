@@ -134,7 +134,7 @@ def _attention(arguments: Sequence[Any]) -> float:
 
 def _attention_backward(arguments: Sequence[Any]) -> float:
     """Count five products: four for the gradients, and one that computes the weights again."""
-    return 2.5 * _attention([tensor for tensor in _tensors(arguments) if tensor.dim() == 4][-3:])
+    return 2.5 * _attention(arguments[1:])  # the first is the gradient of the result
 
 
 def _lstm_layer(arguments: Sequence[Any]) -> float:
@@ -153,6 +153,8 @@ def _lstm_layer_backward(arguments: Sequence[Any]) -> float:
 OWN = {
     "attention": _attention,
     "attention_backward": _attention_backward,
+    "masked_attention": _attention,
+    "masked_attention_backward": _attention_backward,
     "lstm_layer": _lstm_layer,
     "lstm_layer_backward": _lstm_layer_backward,
 }

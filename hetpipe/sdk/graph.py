@@ -31,6 +31,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import hetpipe.sdk.operators.attention
 import hetpipe.sdk.operators.corrected
+import hetpipe.sdk.operators.masked_attention
 import hetpipe.sdk.operators.random
 import hetpipe.sdk.operators.recurrent
 import hetpipe.sdk.operators.replicas  # these imports register operators for load_graph
@@ -71,7 +72,7 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     """Return decompositions down to core ATen, except for the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`. The table
-    also decomposes `hetpipe.attention` and `hetpipe.lstm_layer`.
+    also decomposes hetpipe's operators for attention and LSTM layers.
     """
     from torch._decomp import core_aten_decompositions
 
@@ -79,6 +80,7 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= hetpipe.sdk.operators.corrected.DECOMPOSITIONS
     table |= hetpipe.sdk.operators.attention.DECOMPOSITIONS
+    table |= hetpipe.sdk.operators.masked_attention.DECOMPOSITIONS
     table |= hetpipe.sdk.operators.recurrent.DECOMPOSITIONS
     return without(kept, table)
 

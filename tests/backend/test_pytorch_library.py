@@ -20,6 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.operators.attention import plain_attention, plain_attention_backward
+from hetpipe.sdk.operators.masked_attention import (
+    plain_masked_attention,
+    plain_masked_attention_backward,
+)
 from hetpipe.sdk.operators.random import draw_mask
 
 CASES = [  # size, batch dimension, samples, probability
@@ -144,6 +148,13 @@ def test_attention_is_one_launch_each_way(form: tuple[Any, ...]) -> None:
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in inputs]
 
 
+def check_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check the rules of the efficient kernel: every score, and aligned rows."""
+    assert bias.shape == (*query.shape[:3], key.shape[2])
+    assert bias.stride(-1) == 1
+    assert all(stride % 16 == 0 for stride in bias.stride()[:-1])
+
+
 def kernels() -> SimpleNamespace:
     """Return torch's kernels for CUDA as formulas, with the layouts of their documentation."""
 
@@ -151,20 +162,28 @@ def kernels() -> SimpleNamespace:
         return -(-length // 32) * 32
 
     def efficient(q: Tensor, k: Tensor, v: Tensor, *how: Any, scale: float) -> tuple[Any, ...]:
-        assert how[:3] == (None, True, 0.0)
-        out, sums = formula(q, k, v, how[3], scale)
+        assert how[1:3] == (True, 0.0)
+        if how[0] is None:
+            out, sums = formula(q, k, v, how[3], scale)
+        else:
+            check_bias(how[0], q, k)
+            out, sums = plain_masked_attention(q, k, v, how[0], scale)
         padded = torch.full((*sums.shape[:2], rows(sums.shape[2])), math.inf)
         padded[..., : sums.shape[2]] = sums
         return out, padded, torch.empty(()), torch.empty(())
 
     def efficient_backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, sums: Tensor,
-        seed: Tensor, offset: Tensor, dropout: float, which: list[bool], *how: Any, scale: float,
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor,
+        sums: Tensor, seed: Tensor, offset: Tensor, dropout: float, which: list[bool], *how: Any,
+        scale: float,
     ) -> tuple[Any, ...]:  # fmt: skip
         assert sums.shape == (*q.shape[:2], rows(q.shape[2]))
         assert sums[..., q.shape[2] :].isinf().all()
         sums = sums[..., : q.shape[2]]
-        return *derivative(grad, q, k, v, out, sums, *how, scale), None
+        if bias is None:
+            return *derivative(grad, q, k, v, out, sums, *how, scale), None
+        check_bias(bias, q, k)
+        return *plain_masked_attention_backward(grad, q, k, v, bias, out, sums, scale), None
 
     def flash(q: Tensor, k: Tensor, v: Tensor, *how: Any, scale: float) -> tuple[Any, ...]:
         assert (how[0], how[2]) == (0.0, False)
@@ -200,6 +219,51 @@ def test_attention_passes_its_operands(
     found += attention.attention_backward(*backward)
     for left, right in zip(found, results + derivative(*backward), strict=True):
         torch.testing.assert_close(left, right)
+
+
+BIASES = [(2, 1, 1, 20), (1, 1, 33, 20), (2, 3, 33, 20), (1, 1, 1, 20), (2, 3, 33, 32)]
+
+
+def masked_operands(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return query, key, value and a bias of this shape, which hides some keys."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 33, 16), (2, 3, shape[-1], 16), (2, 3, shape[-1], 8), shape)
+    *heads, bias = (torch.randn(s, generator=generator) for s in shapes)
+    bias[..., 1:].masked_fill_(bias[..., 1:] > 0.5, -math.inf)
+    return [*heads, bias]
+
+
+@pytest.mark.parametrize("shape", BIASES)
+def test_masked_attention_passes_its_operands(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "aten", kernels())
+    monkeypatch.setattr(attention, "_has_efficient", lambda *_: True)
+    operands = masked_operands(shape)
+    found = attention.masked_attention(*operands, 0.5)
+    results = plain_masked_attention(*operands, 0.5)
+    backward = [results[0], *operands, *results]
+    found += attention.masked_attention_backward(*backward, 0.5)
+    wanted = results + plain_masked_attention_backward(*backward, 0.5)
+    for left, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_masked_attention_is_one_launch_each_way() -> None:
+    own, operands = torch.ops.hetpipe, masked_operands(BIASES[-1])
+    results = plain_masked_attention(*operands, 0.5)
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(own.masked_attention(*inputs, 0.5))
+
+    def backward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(own.masked_attention_backward(*inputs, 0.5))
+
+    for function, inputs in ((forward, operands), (backward, [results[0], *operands, *results])):
+        counts, _ = counted(function, inputs)
+        launched = {name: n for name, n in counts.names.items() if "attention" in name}
+        assert list(launched.values()) == [1]
+        assert set(counts.names) - set(launched) <= {"clone", "constant_pad_nd"}
 
 
 if __name__ == "__main__":

@@ -148,36 +148,50 @@ def attention(
 ) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by its documented definition.
 
-    Without a mask and dropout, the attention is usually one operator of hetpipe. A query whose keys
-    are all masked gives zeros, as in torch, and gets no gradient: its mask is removed, so that its
-    softmax is finite, and its result is replaced by zeros.
+    Without dropout, the attention is usually one operator of hetpipe. A query whose keys are all
+    masked gives zeros, as in torch, and gets no gradient: its mask is removed, so that its softmax
+    is finite, and its result is replaced by zeros.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     front = {x.shape[:-2] for x in (query, key, value)}
-    if attn_mask is None and dropout_p == 0 and len(front) == 1 and query.ndim in (3, 4):
-        fused: Tensor = own.attention(query, key, value, is_causal, factor)[0]
+    is_fused = dropout_p == 0 and len(front) == 1
+    fused: Tensor
+    if is_fused and attn_mask is None and query.ndim in (3, 4):
+        fused = own.attention(query, key, value, is_causal, factor)[0]
         return fused
+    masked = None if attn_mask is None else _bias(attn_mask, query.dtype)
+    if is_fused and masked is not None and masked[0].dtype == query.dtype and query.ndim == 4:
+        bias, without_key = masked
+        bias = bias.expand(*bias.shape[:-1], key.shape[-2])
+        bias = bias.view((1,) * (4 - bias.ndim) + bias.shape)
+        fused = own.masked_attention(query, key, value, bias, factor)[0]
+        return fused.masked_fill(without_key, 0.0)
     scores = (query * factor) @ key.transpose(-2, -1)
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
         read = torch.ones(size, dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(read.logical_not(), -math.inf)
-    without_key: Tensor | None = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = attn_mask.logical_not()
-        without_key = hidden.all(-1, keepdim=True)
-        scores = scores.masked_fill(hidden & without_key.logical_not(), -math.inf)
-    elif attn_mask is not None:
-        without_key = (attn_mask == -math.inf).all(-1, keepdim=True)
-        scores = scores + attn_mask.masked_fill(without_key, 0.0)
+    if masked is not None:
+        scores = scores + masked[0]
     weights = scores.softmax(-1)
     if dropout_p > 0:
         weights = torch.native_dropout(weights, dropout_p, True)[0]
     out = weights @ value
-    return out if without_key is None else out.masked_fill(without_key, 0.0)
+    return out if masked is None else out.masked_fill(masked[1], 0.0)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the bias of the scores for a mask, and the rows without keys, whose bias is finite."""
+    if mask.dtype == torch.bool:
+        hidden = mask.logical_not()
+        without_key = hidden.all(-1, keepdim=True)
+        bias = torch.zeros_like(mask, dtype=dtype)
+        return bias.masked_fill(hidden & without_key.logical_not(), -math.inf), without_key
+    without_key = (mask == -math.inf).all(-1, keepdim=True)
+    return mask.masked_fill(without_key, 0.0), without_key
 
 
 def lstm(

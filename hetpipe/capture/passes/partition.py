@@ -276,6 +276,7 @@ COSTLY = frozenset(
         aten.dot.default,
         aten.convolution.default,
         own.attention.default,
+        own.masked_attention.default,
         own.lstm.default,
         own.lstm_layer.default,
         own.replica_sum.default,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import hetpipe.sdk.operators.attention  # noqa: F401 - registers the operator
+import hetpipe.sdk.operators.attention
+import hetpipe.sdk.operators.masked_attention  # noqa: F401 - both register operators
 from hetpipe.conformance.cases.case import grads, r, table
 
 case = table("attention")
@@ -33,6 +35,16 @@ def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return result.transpose(1, 2).flatten(2)
 
 
+def masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Run attention with a bias; biases above 0.5 hide a key, except the first of a row."""
+    not_first = torch.arange(bias.shape[-1], device=bias.device) > 0
+    bias = bias.masked_fill((bias > 0.5) & not_first, -math.inf)
+    out, logsumexp = own.masked_attention(query, key, value, bias, 0.3)
+    return torch.cat([out, logsumexp.detach().unsqueeze(-1)], -1)
+
+
 # Each row: front dimensions, queries, keys, width of query and key, width of value.
 SHAPES = [
     ((1, 2), 3, 3, 4, 4),
@@ -56,3 +68,19 @@ for front, queries, keys, depth, width in [*SHAPES, *LARGE]:
         tangent = r(*front, queries, width)
         case(name, attention(causal), *heads, tangent, terms=longest, large=large)
 case("attention_heads", grads(swapped, 3), *(r(2, 6, 8) for _ in range(4)), terms=8)
+# Each row: front dimensions, front of the bias, queries, keys, width of query and key, of value.
+MASKED = [
+    ((2, 3), (2, 1, 1), 5, 7, 4, 4),
+    ((2, 3), (1, 1, 5), 5, 5, 3, 3),
+    ((2, 2), (1, 2, 13), 13, 21, 8, 8),
+    ((1, 2), (1, 1, 3), 3, 9, 5, 2),
+    ((2, 2), (2, 2, 64), 64, 96, 32, 32),
+]
+for front, over, queries, keys, depth, width in MASKED:
+    heads = (r(*front, queries, depth), r(*front, keys, depth), r(*front, keys, width))
+    for count in (3, 4):  # with a gradient of the bias or without
+        case(
+            f"masked_{'x'.join(map(str, over))}_{queries}x{keys}x{depth}x{width}_{count}",
+            grads(masked, count), *heads, r(*over, keys), r(*front, queries, width + 1),
+            terms=max(queries, keys), large=queries >= 64,
+        )  # fmt: skip

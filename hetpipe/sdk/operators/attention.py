@@ -26,7 +26,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return (out, logsumexp); see the module for shapes. logsumexp is float32 or wider."""
-    if not _has_flash(query, value):
+    if not has_flash(query, value):
         return plain_attention(query, key, value, is_causal, scale)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         *_flash_form(query, key, value), 0.0, is_causal, scale=scale
@@ -46,7 +46,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_query, grad_key, grad_value) of `attention`, from its `out` and `logsumexp`."""
-    if not _has_flash(query, value):
+    if not has_flash(query, value):
         return plain_attention_backward(
             grad_out, query, key, value, out, logsumexp, is_causal, scale
         )
@@ -65,14 +65,7 @@ def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention` by products and exponentials."""
-    scores = _scores(query, key, is_causal, scale)
-    top = scores.amax(-1, keepdim=True)
-    powers = (scores - top).exp()
-    total = powers.sum(-1, keepdim=True)
-    out = (powers / total).to(value.dtype) @ value
-    if out.ndim == 4:  # `_empty` promises this layout, and later views rely on it
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, (top + total.log()).squeeze(-1)
+    return weighted_values(_causal_scores(query, key, is_causal, scale), value)
 
 
 def plain_attention_backward(
@@ -86,17 +79,45 @@ def plain_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_backward` by products and exponentials."""
-    weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    grad_value = weights.to(value.dtype).transpose(-2, -1) @ grad_out
-    grad_weights = grad_out @ value.transpose(-2, -1)
+    weights = (_causal_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    grad_scores = score_gradients(grad_out, weights, value, out)
+    return operand_gradients(grad_out, query, key, weights.to(value.dtype), grad_scores * scale)
+
+
+def weighted_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, logsumexp) of an attention from its scores."""
+    top = scores.amax(-1, keepdim=True)
+    powers = (scores - top).exp()
+    total = powers.sum(-1, keepdim=True)
+    out = (powers / total).to(value.dtype) @ value
+    if out.ndim == 4:  # `empty_heads` promises this layout, and later views rely on it
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, (top + total.log()).squeeze(-1)
+
+
+def score_gradients(grad_out: Tensor, weights: Tensor, value: Tensor, out: Tensor) -> Tensor:
+    """Return the gradient of the scores, from the softmax of the scores."""
     shift = (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = (weights * (grad_weights - shift) * scale).to(query.dtype)
-    return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, grad_value
+    return weights * (grad_out @ value.transpose(-2, -1) - shift)
 
 
-def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
+def operand_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, weights: Tensor, grad_products: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (grad_query, grad_key, grad_value); `grad_products` is of query @ key^T."""
+    grad_value = weights.transpose(-2, -1) @ grad_out
+    grad_products = grad_products.to(query.dtype)
+    return grad_products @ key, grad_products.transpose(-2, -1) @ query, grad_value
+
+
+def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return scale * query @ key^T in float32 or wider."""
     scores = (query * scale) @ key.transpose(-2, -1)
-    scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+    return scores.to(torch.promote_types(query.dtype, torch.float32))
+
+
+def _causal_scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
+    scores = scores_of(query, key, scale)
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
         read = torch.ones(size, dtype=torch.bool, device=query.device).tril()
@@ -104,7 +125,7 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor
     return scores
 
 
-def _has_flash(query: Tensor, value: Tensor) -> bool:
+def has_flash(query: Tensor, value: Tensor) -> bool:
     """Return whether torch's fused kernel takes these tensors: the kernel needs equal widths."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
@@ -119,7 +140,7 @@ def _like(query: Tensor, value: Tensor) -> tuple[int, ...]:
     return (*query.shape[:-1], value.shape[-1])
 
 
-def _empty(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_heads(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty tensor with all heads of a row side by side, like torch's fused kernel."""
     if len(shape) == 3:
         return x.new_empty(shape)
@@ -130,13 +151,17 @@ def _empty(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
-    out = _empty(query, _like(query, value))
+    out = empty_heads(query, _like(query, value))
     return out, query.new_empty(query.shape[:-1], dtype=wide)
 
 
 @attention_backward.register_fake
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return _empty(query, query.shape), _empty(key, key.shape), _empty(value, value.shape)
+    return (
+        empty_heads(query, query.shape),
+        empty_heads(key, key.shape),
+        empty_heads(value, value.shape),
+    )
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -15,6 +15,7 @@ from test_capture_devices import DEVICES, SHARES, SIZES, _run_on, opened
 from torch import nn
 
 from hetpipe.capture import Captured
+from hetpipe.sdk.graph import graph_calls, operator_name
 from hetpipe.sdk.host.registry import get_backend
 
 SAMPLES, LENGTH, WIDTH = sum(SIZES), 5, 8
@@ -113,3 +114,15 @@ def test_rows_without_keys(name: str) -> None:
         for key, value in expected.items():
             error = float((found[key].double() - value).abs().max())
             assert error <= 1e-5 * largest, (device_id, key, error, largest)
+
+
+def test_masks_become_operands_of_one_operator() -> None:
+    for name, model in MODELS.items():
+        captured = Captured(model(), F.mse_loss, batch())
+        (graphs,) = captured.stage_graphs([], [{}], [SAMPLES], None)
+        passes = graphs.passes[SAMPLES]
+        assert passes.backward is not None
+        for program in (passes.forward, passes.backward):
+            names = [operator_name(node) for node in graph_calls(program.graph)]
+            assert len([call for call in names if "masked_attention" in call]) == 1, name
+            assert not [call for call in names if "softmax" in call], name
