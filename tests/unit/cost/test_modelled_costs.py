@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from found_devices import trace
 from torch import nn
 
 from hetpipe.capture import Captured
@@ -22,7 +24,7 @@ from hetpipe.cost.pipedream_profile import read_profile
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
 from hetpipe.optim import sgd
-from hetpipe.profile.count import layer_work
+from hetpipe.profile.count import count_calls, layer_work
 from hetpipe.profile.described import described_table
 
 if sys.version_info >= (3, 11):
@@ -276,3 +278,16 @@ def test_our_own_operators_count_their_products(name: str) -> None:
     results = [node.meta["val"] for node in nodes]
     first = results[0][0] if isinstance(results[0], (tuple, list)) else results[0]
     assert most > 10 * first.numel()
+
+
+@pytest.mark.parametrize("front", [(2, 3), (6,)])
+def test_an_attentions_gradients_count_five_products(front: tuple[int, ...]) -> None:
+    own: Any = torch.ops.hetpipe
+    length, keys, width = 5, 7, 4
+    query, key, value = (torch.randn(*front, n, width) for n in (length, keys, keys))
+    out, sums = own.attention(query, key, value, False, 0.5)
+    inputs = [out, query, key, value, out, sums]
+    graph = trace(lambda *each: own.attention_backward(*each, False, 0.5), inputs, {})
+    counted = {str(node.target): kernel for node, kernel in count_calls(graph.graph)}
+    product = 2 * 6 * length * keys * width
+    assert counted["hetpipe.attention_backward.default"].operations == 5 * product
