@@ -300,7 +300,7 @@ A = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 def test_a_run_follows_its_upload_on_the_device(accelerator: streams.StreamDevice) -> None:
     executable = accelerator.compile(trace(lambda a: a * 2, [torch.zeros(2, 3)], {}))
-    accelerator._in.stream.held = accelerator.compute.stream.held = True
+    accelerator.incoming.stream.held = accelerator.compute.stream.held = True
     buffer, uploaded = accelerator.upload(A)
     assert isinstance(uploaded, lanes.StreamEvent)
     outputs, ran, _ = executable.run([buffer], after=[uploaded])
@@ -309,7 +309,7 @@ def test_a_run_follows_its_upload_on_the_device(accelerator: streams.StreamDevic
     assert not ran.done()
     with pytest.raises(BackendError, match=r"not done after 0.01 s"):
         ran.wait(0.01)
-    accelerator._in.stream.release()
+    accelerator.incoming.stream.release()
     accelerator.compute.stream.release()
     ran.wait(20)
     result = np.zeros_like(A)
@@ -319,14 +319,14 @@ def test_a_run_follows_its_upload_on_the_device(accelerator: streams.StreamDevic
 
 def test_a_download_ends_when_the_host_has_it(accelerator: streams.StreamDevice) -> None:
     buffer, _ = accelerator.upload(A)
-    accelerator._out.stream.held = True
+    accelerator.outgoing.stream.held = True
     result = np.zeros_like(A)
     event = accelerator.download(buffer, result)
     assert not event.done()
     assert not result.any()
     with pytest.raises(BackendError, match="not done"):
         event.wait(0.01)
-    accelerator._out.stream.release()
+    accelerator.outgoing.stream.release()
     event.wait(20)
     np.testing.assert_array_equal(result, A)
 
@@ -334,12 +334,12 @@ def test_a_download_ends_when_the_host_has_it(accelerator: streams.StreamDevice)
 def test_a_device_error_is_raised_by_later_waits(accelerator: streams.StreamDevice) -> None:
     executable = accelerator.compile(trace(lambda a: a * 2, [torch.zeros(2, 3)], {}))
     buffer, _ = accelerator.upload(A)
-    accelerator.compute.stream.held = accelerator._out.stream.held = True
+    accelerator.compute.stream.held = accelerator.outgoing.stream.held = True
     outputs, ran, _ = executable.run([buffer])
     result = np.zeros_like(A)
     event = accelerator.download(outputs[0], result)
     accelerator.compute.stream.release("illegal access")
-    accelerator._out.stream.release("illegal access")
+    accelerator.outgoing.stream.release("illegal access")
     for broken in (ran, event):
         with pytest.raises(BackendError, match="illegal access"):
             broken.wait(20)
