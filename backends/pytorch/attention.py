@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from hetpipe.sdk.operators.attention import plain_attention, plain_attention_backward
+from hetpipe.sdk.operators.attention import (
+    four_dimensions,
+    plain_attention,
+    plain_attention_backward,
+)
 from hetpipe.sdk.operators.masked_attention import (
     plain_masked_attention,
     plain_masked_attention_backward,
@@ -32,16 +36,13 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `hetpipe.attention`."""
-    q, k, v = _four_dimensions(query, key, value)
+    q, k, v = four_dimensions(query, key, value)
     if _has_flash(q, k, v, is_causal):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scale
         )
     elif _has_efficient(q, k, v, is_causal):
-        out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, is_causal, scale=scale
-        )
-        logsumexp = logsumexp[..., : q.shape[2]]
+        out, logsumexp = _efficient(q, k, v, None, is_causal, scale)
     else:
         return plain_attention(query, key, value, is_causal, scale)
     return (out, logsumexp) if query.ndim == 4 else (out.squeeze(1), logsumexp.squeeze(1))
@@ -59,7 +60,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Compute `hetpipe.attention_backward` by the kernel that `attention` called."""
-    grad, q, k, v, o = _four_dimensions(grad_out, query, key, value, out)
+    grad, q, k, v, o = four_dimensions(grad_out, query, key, value, out)
     sums = logsumexp if query.ndim == 4 else logsumexp.unsqueeze(1)
     gradients: Any
     if _has_flash(q, k, v, is_causal):
@@ -83,14 +84,11 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `hetpipe.masked_attention`."""
-    q, k, v = _four_dimensions(query, key, value)
+    q, k, v = four_dimensions(query, key, value)
     aligned = _aligned(bias, q, k)
     if not _has_efficient(q, k, v, False, aligned):
         return plain_masked_attention(query, key, value, bias, scale)
-    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, aligned, True, 0.0, False, scale=scale
-    )
-    return out, logsumexp[..., : q.shape[2]]
+    return _efficient(q, k, v, aligned, False, scale)
 
 
 @strided
@@ -105,7 +103,7 @@ def masked_attention_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Compute `hetpipe.masked_attention_backward` by the kernel that the forward called."""
-    grad, q, k, v, o = _four_dimensions(grad_out, query, key, value, out)
+    grad, q, k, v, o = four_dimensions(grad_out, query, key, value, out)
     aligned = _aligned(bias, q, k)
     if not _has_efficient(q, k, v, False, aligned):
         return plain_masked_attention_backward(
@@ -136,6 +134,16 @@ def _parameters(
     return cuda.SDPAParams(query, key, value, bias, 0.0, is_causal, False)
 
 
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (out, logsumexp) by the memory-efficient kernel."""
+    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, is_causal, scale=scale
+    )
+    return out, logsumexp[..., : query.shape[2]]
+
+
 def _efficient_backward(
     operands: list[Tensor], bias: Tensor | None, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
@@ -156,12 +164,6 @@ def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     missing = -bias.shape[-1] % _COLUMNS
     wide = torch.nn.functional.pad(bias, (0, missing)) if missing else bias.contiguous()
     return wide[..., : bias.shape[-1]].expand(*query.shape[:3], key.shape[2])
-
-
-def _four_dimensions(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors [batch, heads, length, width] whose last dimension has no gaps."""
-    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
 
 
 def _padded(sums: Tensor) -> Tensor:

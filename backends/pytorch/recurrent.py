@@ -26,7 +26,7 @@ def onednn_lstm(
     x, w_ih, w_hh, h0, c0 = _row_major(x, w_ih, w_hh, h0, c0)
     with torch.enable_grad():  # without gradients, oneDNN returns no workspace
         y, _, last_c, workspace = aten.mkldnn_rnn_layer(
-            x, w_ih, w_hh, *_biases(w_ih, bias), h0.unsqueeze(0), c0.unsqueeze(0),
+            x, w_ih, w_hh, *_biases(w_ih, bias), *_states(h0, c0),
             False, [], _LSTM, h0.shape[1], 1, True, False, False, True,
         )  # fmt: skip
     return y, last_c[0], x.new_empty(0), workspace.view(torch.float32)
@@ -50,7 +50,7 @@ def onednn_lstm_backward(
     grad_y, x, w_ih, w_hh, h0, c0 = _row_major(grad_y, x, w_ih, w_hh, h0, c0)
     grad_last_c = None if grad_last_c is None else grad_last_c.contiguous().unsqueeze(0)
     grad_x, grad_w_ih, grad_w_hh, grad_bias, _, grad_h0, grad_c0 = aten.mkldnn_rnn_layer_backward(
-        x, w_ih, w_hh, *_biases(w_ih, bias), h0.unsqueeze(0), c0.unsqueeze(0),
+        x, w_ih, w_hh, *_biases(w_ih, bias), *_states(h0, c0),
         y, y[-1:], last_c.unsqueeze(0), grad_y, None, grad_last_c,
         False, _LSTM, h0.shape[1], 1, True, True, False, [], False, workspace.view(torch.uint8),
     )  # fmt: skip

@@ -69,7 +69,7 @@ class StreamDevice(TorchDevice):
                 staged = self.pinned(src.shape, dtype)
                 copy_array(host_array(staged), src)
             tensor.copy_(staged, non_blocking=True)
-            self.share(tensor, self.compute)
+            self.keep_for(tensor, self.compute)
             return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
     def download(self, buf: Buffer, dst: Array) -> Event:
@@ -79,7 +79,7 @@ class StreamDevice(TorchDevice):
             staged = self.pinned(buf.shape, buf.dtype) if direct is None else direct
             # Memory of the host has int16 for bfloat16, which numpy lacks.
             staged.copy_(tensor.view(staged.dtype), non_blocking=True)
-            self.share(tensor, lane)
+            self.keep_for(tensor, lane)
             if direct is not None:
                 return StreamEvent(self.info.id, lane)
             native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
@@ -144,7 +144,7 @@ class StreamDevice(TorchDevice):
         """Return memory of the host that the current device can read."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
 
-    def share(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def keep_for(self, tensor: torch.Tensor, lane: Lane) -> None:
         """Keep a freed tensor's memory until the lane, another than its own, no longer needs it."""
         tensor.record_stream(lane.stream)
 
@@ -230,7 +230,7 @@ class CardWindow(Window):
 
     def __init__(self, device: StreamDevice, memory: torch.Tensor) -> None:
         self._device = device
-        self._memory: torch.Tensor | None = memory
+        self._memory = memory
 
     def write(self, src: Buffer, offset: int) -> Event:
         device, tensor = self._device, self._device.own(src).tensor
@@ -238,7 +238,7 @@ class CardWindow(Window):
         with device.blamed(f"sending {tensor.nbytes} bytes"), device.module.stream(lane.stream):
             part = self._part(offset, tuple(tensor.shape), tensor.dtype)
             part.copy_(tensor, non_blocking=True)
-            device.share(tensor, lane)
+            device.keep_for(tensor, lane)
             return StreamEvent(device.info.id, lane)
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: str) -> tuple[Buffer, Event]:
@@ -247,13 +247,9 @@ class CardWindow(Window):
             part = self._part(offset, shape, getattr(torch, dtype))
             tensor = torch.empty(shape, dtype=part.dtype, device=device.torch_device)
             tensor.copy_(part, non_blocking=True)
-            device.share(tensor, device.compute)
+            device.keep_for(tensor, device.compute)
             return TorchBuffer(device, tensor, shape, dtype), StreamEvent(device.info.id, lane)
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        assert self._memory is not None, "the window is closed"
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self._memory[offset : offset + nbytes].view(dtype).view(shape)
-
-    def close(self) -> None:
-        self._memory = None

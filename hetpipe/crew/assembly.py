@@ -134,10 +134,8 @@ class Assembly:
             link = cluster.emulated_link(source, target)
             ranks = workers[source], workers[target]
             parts = PARTS if streams(infos[source]) else 1
-            ends_infos = infos[source], infos[target]
-            direct = ends_infos[0].backend == ends_infos[1].backend and not any(
-                info.on_cores for info in ends_infos
-            )
+            one, other = infos[source], infos[target]
+            direct = one.backend == other.backend and not (one.on_cores or other.on_cores)
             plugs = transport.plugs(wire, ranks, tag, parts, direct)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
                 ends, descriptors = plugged[member]

@@ -102,19 +102,18 @@ class Executable(ABC):
 
 
 class Window(ABC):
-    """Memory of a device that another process of this host can write: messages arrive in it."""
+    """Memory of a device that another process of this host can write: messages arrive in it.
+
+    The memory stays as long as the object, in both processes.
+    """
 
     @abstractmethod
     def write(self, src: Buffer, offset: int) -> Event:
-        """Start to copy a tensor to byte `offset` of the window."""
+        """Start to copy a tensor to byte `offset` of the window. The tensor is computed."""
 
     @abstractmethod
     def read(self, offset: int, shape: tuple[int, ...], dtype: str) -> tuple[Buffer, Event]:
-        """Start to copy a tensor out of the window, into a new buffer."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory; all copies have ended."""
+        """Start to copy a tensor from byte `offset` of the window into a new buffer."""
 
 
 class Device(ABC):
@@ -203,14 +202,15 @@ class Device(ABC):
         return lambda: None
 
     def open_window(self, nbytes: int) -> tuple[Window, bytes] | None:
-        """Return a window in this device's memory, and a handle for `map_window`.
+        """Return a window of `nbytes` in this device's memory, and a handle for `map_window`.
 
-        With None, the default, messages from other devices of the backend pass through the host.
+        Raises `BackendError` if the device cannot; messages then pass through the host. They also
+        do with None, the default.
         """
         return None
 
     def map_window(self, handle: bytes, nbytes: int) -> Window:
-        """Return the window of a device of the same backend, opened by another process.
+        """Return the window of a device of the same backend, which another process has opened.
 
         Raises `BackendError` if the device cannot reach it; messages then pass through the host.
         """

@@ -66,11 +66,11 @@ class _HandoverOutlet(Outlet):
             return []
         return [np.empty(s.shape, host_dtype(s.dtype)) for s in self.wire.layouts[kind]]
 
-    def _fill(self, tensors: Sequence[Tensor], arrays: list[Any]) -> None:
+    def _fill(self, kind: Kind, tensors: Sequence[Tensor], arrays: list[Any]) -> None:
         if self._shared():
             arrays += tensors
         else:
-            super()._fill(tensors, arrays)
+            super()._fill(kind, tensors, arrays)
 
     def _shared(self) -> bool:
         """Return whether both ends use one device, so that its buffers need no copy."""

@@ -185,7 +185,6 @@ class _RingOutlet(Outlet):
         if not self._knows_window:  # the receiver wrote the handle before its first signal
             self._knows_window, self._window = True, self._map_window()
         self._ring.place[()] = HOST
-        self._kind = kind
         return self._ring.slot(kind)[0]
 
     def _map_window(self) -> Window | None:
@@ -195,19 +194,19 @@ class _RingOutlet(Outlet):
         try:
             return self.device.map_window(ring.handle, ring.port.window_nbytes)
         except BackendError as error:
-            _warn(self.wire, error)
+            _warn(self.wire, self.device, error)
             return None
 
-    def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
+    def _fill(self, kind: Kind, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
         buffers = [tensor for tensor in tensors if isinstance(tensor, Buffer)]
-        whole = len(buffers) == len(tensors) and not self._kind.content.stays_on_host
+        whole = len(buffers) == len(tensors) and not kind.content.stays_on_host
         if self._window is None or not whole:
-            super()._fill(tensors, arrays)
+            super()._fill(kind, tensors, arrays)
             return
-        begins = self._ring.offsets(self.wire.layouts[self._kind])
+        begins = self._ring.offsets(self.wire.layouts[kind])
         events = [self._window.write(*pair) for pair in zip(buffers, begins, strict=True)]
         if not self._is_checked:
-            super()._fill(tensors, arrays)
+            super()._fill(kind, tensors, arrays)
         for event in events:
             event.wait()
         self._ring.place[()] = WINDOW if self._is_checked else BOTH
@@ -219,8 +218,6 @@ class _RingOutlet(Outlet):
 
     def close(self) -> None:
         self._ring.close()
-        if self._window is not None:
-            self._window.close()
 
 
 class _RingInlet(Inlet):
@@ -238,7 +235,7 @@ class _RingInlet(Inlet):
         try:
             return self.device.open_window(self._ring.port.window_nbytes)
         except BackendError as error:
-            _warn(self.wire, error)
+            _warn(self.wire, self.device, error)
             return None
 
     def _take(self, kind: Kind) -> tuple[list[Any], float]:
@@ -276,14 +273,13 @@ class _RingInlet(Inlet):
 
     def close(self) -> None:
         self._ring.close()
-        if self._window is not None:
-            self._window.close()
 
 
-def _warn(wire: Wire, error: BackendError) -> None:
+def _warn(wire: Wire, device: Device, error: BackendError) -> None:
     stages = f"from stage {wire.source.stage} to stage {wire.target.stage}"
     warnings.warn(
-        f"messages {stages} pass through the host, and not directly to the device: {error}",
+        f"{device.info.id}: messages {stages} pass through the host, with two copies instead of "
+        f"one: {error}",
         WindowWarning,
         stacklevel=4,
     )

@@ -70,7 +70,7 @@ class Outlet(ABC):
         began and ended. Raises `EdgeClosedError` if nobody can receive the message."""
         arrays = self._acquire(kind)
         start_s = time.monotonic()
-        self._fill(tensors, arrays)
+        self._fill(kind, tensors, arrays)
         self._commit(kind, arrays, self.link.occupy(start_s, self._nbytes[kind]))
         return start_s, time.monotonic()
 
@@ -116,7 +116,7 @@ class Outlet(ABC):
     def _acquire(self, kind: Kind) -> list[Array]:
         """Return host arrays for the next message; blocks until there is room."""
 
-    def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
+    def _fill(self, kind: Kind, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
         to_host(self.device, tensors, arrays)
 
     def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no call

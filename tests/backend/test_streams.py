@@ -64,7 +64,7 @@ def test_a_missing_wait_shows_in_the_result(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_use_that_the_allocator_does_not_know_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CardDevice, "share", lambda self, tensor, lane: None)
+    monkeypatch.setattr(CardDevice, "keep_for", lambda self, tensor, lane: None)
     with pytest.raises(BackendError, match="that was freed"):
         chain(card())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,10 @@ import pytest
 import torch
 from as_card import AsCard, AsPeer, CardDevice
 from hetpipe.backends.pytorch.options import Options
-from models import CASES
-from plans import unpriced
-from reference import train
+from two_workers import losses_of
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.capture.program import INPUT, Slot
-from hetpipe.cluster import Cluster, Member
 from hetpipe.cluster.topology import Link
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Device
@@ -33,12 +30,21 @@ LAYOUT = (Slot("x", INPUT, (4, 3), "float32"), Slot("n", INPUT, (5,), "int64"))
 WIRE = Wire(Replica(0, 0), Replica(1, 0), {FORWARD: LAYOUT, SUM: LAYOUT[:1]})
 
 
+@pytest.fixture(autouse=True)
+def _(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the files that stand for memory of cards in a folder of the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
 def cards(backend: type[AsCard] = AsPeer) -> list[CardDevice]:
     """Return two devices of a backend, as two workers have them."""
-    made = backend()
-    opened = [made.open(made.discover()[0]) for _ in range(2)]
-    assert all(isinstance(each, CardDevice) for each in opened)
-    return opened  # type: ignore[return-value]
+    made, opened = backend(), []
+    for _ in range(2):
+        device = made.open(made.discover()[0])
+        assert isinstance(device, CardDevice)
+        opened.append(device)
+    return opened
 
 
 def ends(devices: list[CardDevice], direct: bool = True) -> tuple[Outlet, Inlet]:
@@ -91,8 +97,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def exchange(devices: list[CardDevice], outlet: Outlet, inlet: Inlet, count: int) -> None:
-    """Send messages from a thread, more than the ring has slots, and check each."""
-
+    """Send messages from a thread, and check each."""
     sender = threading.Thread(target=send_many, args=(outlet, devices[0], count))
     sender.start()
     for number in range(count):
@@ -201,27 +206,10 @@ def test_only_cuda_and_rocm_have_peer_copies() -> None:
 
 
 @pytest.mark.slow
-def test_a_training_over_windows_equals_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_training_over_windows_equals_torch(tmp_path: Path) -> None:
     hp.register_backend(AsPeer)
     device = AsPeer().discover()[0].id
-    case = CASES["residual_cnn"]
-    torch.manual_seed(1)
-    model = case.model()
-    generator = torch.Generator().manual_seed(2)
-    batches = [case.batch(generator) for _ in range(3)]
-    expected = train(model, case.loss_fn, batches, 4, lambda p: torch.optim.Adam(p, lr=1e-3)).losses
-    captured = Captured(model, case.loss_fn, batches[0])
-    plan, costs = unpriced(captured, ["one", "two"], "1f1b", case.mini_batch, 4)
-    members = (Member("one", device), Member("two", device))
-    with hp.Pipeline(
-        model, case.loss_fn, batches[0],
-        cluster=Cluster(members=members, transport="shared-memory"),
-        optimizer=hp.optim.adam(lr=1e-3), captured=captured, plan=plan, costs=costs,
-    ) as pipe:  # fmt: skip
-        losses = [pipe.step(x, y) for x, y in batches]
-        windows = [path.read_bytes() for path in tmp_path.rglob("window-*")]
+    losses, expected = losses_of((device, device), "shared-memory")
     assert losses == pytest.approx(expected, rel=1e-4)
+    windows = [path.read_bytes() for path in tmp_path.rglob("window-*")]
     assert len([window for window in windows if any(window)]) >= 2, "one for each direction"

@@ -43,7 +43,7 @@ class CardDevice(StreamDevice):
     def mapped_memory(self, handle: bytes, nbytes: int) -> torch.Tensor:
         return torch.from_file(handle.decode(), shared=True, size=nbytes, dtype=torch.uint8)
 
-    def share(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def keep_for(self, tensor: torch.Tensor, lane: Lane) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         owners = self.module.card.owners.get(StorageWeakRef(tensor.untyped_storage()))

@@ -29,7 +29,7 @@ def attention(
     if not has_flash(query, value):
         return plain_attention(query, key, value, is_causal, scale)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_flash_form(query, key, value), 0.0, is_causal, scale=scale
+        *four_dimensions(query, key, value), 0.0, is_causal, scale=scale
     )
     return out.view(_like(query, value)), logsumexp.view(query.shape[:-1])
 
@@ -50,7 +50,7 @@ def attention_backward(
         return plain_attention_backward(
             grad_out, query, key, value, out, logsumexp, is_causal, scale
         )
-    operands = _flash_form(grad_out, query, key, value, out)
+    operands = four_dimensions(grad_out, query, key, value, out)
     sums = logsumexp.unsqueeze(1) if logsumexp.ndim == 2 else logsumexp
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *operands, sums, 0.0, is_causal, scale=scale
@@ -130,8 +130,8 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _flash_form(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with four dimensions; the last dimension is contiguous."""
+def four_dimensions(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors [batch, heads, length, width] whose last dimension has no gaps."""
     dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hetpipe.sdk.operators.attention import (
     empty_heads,
+    four_dimensions,
     has_flash,
     operand_gradients,
     score_gradients,
@@ -35,7 +36,7 @@ def masked_attention(
     if not has_flash(query, value):
         return plain_masked_attention(query, key, value, bias, scale)
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_dense(query, key, value), attn_mask=bias, scale=scale
+        *four_dimensions(query, key, value), attn_mask=bias, scale=scale
     )
     return out, logsumexp
 
@@ -57,7 +58,7 @@ def masked_attention_backward(
             grad_out, query, key, value, bias, out, logsumexp, scale
         )
     grad_query, grad_key, grad_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_dense(grad_out, query, key, value, out), logsumexp, 0.0, False,
+        *four_dimensions(grad_out, query, key, value, out), logsumexp, 0.0, False,
         attn_mask=bias, scale=scale,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
@@ -81,14 +82,14 @@ def plain_masked_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `masked_attention_backward` by products and exponentials."""
-    weights = (scores_of(query, key, scale) + bias - logsumexp.unsqueeze(-1)).exp()
+    weights = _weights(query, key, bias, logsumexp, scale)
     grad_scores = score_gradients(grad_out, weights, value, out)
     return operand_gradients(grad_out, query, key, weights.to(value.dtype), grad_scores * scale)
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors; the last dimension is contiguous."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+def _weights(query: Tensor, key: Tensor, bias: Tensor, logsumexp: Tensor, scale: float) -> Tensor:
+    """Compute the softmax of the scores again, from the logarithms of its sums."""
+    return (scores_of(query, key, scale) + bias - logsumexp.unsqueeze(-1)).exp()
 
 
 @masked_attention.register_fake
@@ -115,7 +116,7 @@ def _gradients(ctx: Any, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]
     grad_bias = None
     if ctx.needs_input_grad[3]:  # no kernel of torch computes it for processors
         query, key, value, bias, out, logsumexp = ctx.saved_tensors
-        weights = (scores_of(query, key, ctx.scale) + bias - logsumexp.unsqueeze(-1)).exp()
+        weights = _weights(query, key, bias, logsumexp, ctx.scale)
         grad_bias = score_gradients(grad_out, weights, value, out).sum_to_size(bias.shape)
         grad_bias = grad_bias.to(bias.dtype)
     return (*gradients, grad_bias, None)
