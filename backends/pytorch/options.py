@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated
 
+import torch
+
 from hetpipe.errors import BackendError
 from hetpipe.records import OneOf
 
@@ -28,6 +30,12 @@ class Options:
     HIP IPC), and not through memory of the host. Each wire takes room for up to 3 of its messages
     on the receiving card, 8 if they are small, and plans do not count it. The first message of each
     wire is checked. No card has run this yet."""
+
+    nccl: bool = False
+    """Whether replicas on cards of one machine sum their gradients by NCCL (RCCL on AMD's cards),
+    and not on the host. NCCL adds in an order that depends on the cards, so losses may differ in
+    their last digits from sums on the host. Each stage's first sum is made both ways and compared.
+    Plans price sums on the host. No card has run this yet."""
 
     compile: Annotated[str, OneOf(COMPILE)] = "eager"
     """How devices run a graph: `eager` calls an operator at a time, `inductor` calls the kernels
@@ -51,6 +59,16 @@ class Options:
             raise BackendError(
                 f"{device_id}: peer_copies needs CUDA or ROCm, and torch has no such copies for "
                 f"{kind}: remove it from [backend.pytorch]"
+            )
+        if self.nccl and kind not in ("cpu", "cuda"):
+            raise BackendError(
+                f"{device_id}: nccl needs CUDA or ROCm, and sums over several {kind} devices are "
+                "made on the host: remove it from [backend.pytorch]"
+            )
+        if self.nccl and kind == "cuda" and not hasattr(torch._C, "_nccl_all_reduce"):
+            raise BackendError(
+                f"{device_id}: this torch was built without NCCL: install another torch, or remove "
+                "nccl from [backend.pytorch]"
             )
         if self.compile == "inductor" and (lack := lacks_compiler(kind)):
             what, cure = lack

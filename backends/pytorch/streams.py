@@ -6,19 +6,21 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable, Window
+from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable, Group, Window
 from hetpipe.sdk.events import Signal, finish
 from hetpipe.sdk.indices import Bound
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
+from .groups import CardGroup, nccl_all_reduce
 from .guards import check_extremes, guarded
 from .lanes import Lane, StreamEvent
 from .options import Options
@@ -50,6 +52,7 @@ class StreamDevice(TorchDevice):
         self.precision = "tf32" if options.tf32 else "ieee"
         self._pins = PinnedMemory(info, module)
         self._has_windows = options.peer_copies
+        self._sums_by_nccl = options.nccl
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self.incoming = Lane(module, torch_device, f"{info.id} in")
         self.outgoing = Lane(module, torch_device, f"{info.id} out")
@@ -112,6 +115,18 @@ class StreamDevice(TorchDevice):
     def map_window(self, handle: bytes, nbytes: int) -> Window:
         with self.blamed(f"mapping a window of {nbytes} bytes"):
             return CardWindow(self, self.mapped_memory(handle, nbytes))
+
+    def join_group(self, folder: Path, rank: int, size: int) -> Group | None:
+        if not self._sums_by_nccl:
+            return None
+        with self.blamed(f"joining {size} cards to sum by NCCL"):
+            return CardGroup(self, self.all_reduce(folder, rank, size))
+
+    def all_reduce(
+        self, folder: Path, rank: int, size: int
+    ) -> Callable[[list[torch.Tensor]], None]:
+        """Return a function that sums tensors in place over cards, on the current stream."""
+        return nccl_all_reduce(self.torch_device, folder, rank, size)
 
     def shared_memory(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
         """Return new memory of the card, and a handle of it for another process."""

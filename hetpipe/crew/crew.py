@@ -14,6 +14,7 @@ from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
+from hetpipe.crew.groups import meeting_places
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.crew.stage_members import StageMembers, stage_moves, travelling_names
 from hetpipe.crew.workers import Workers
@@ -136,14 +137,17 @@ class Crew(Workers):
         """Load the stages of these replicas; all other stages stay. Raises
         `UnsupportedOperatorError`, before anything changes, if a device cannot run its stage."""
         workers = [self._worker(member) for member in placement.row_of]
-        with self._conversation():
+        meeting = meeting_places(self.cluster, placement.members, self.infos)
+        with self._conversation(), meeting as places:
             plugged = assembly.plug(self.cluster, placement.members, self._index, self.infos)
             for member, (ends, fds) in plugged.items():
                 replicas = placement.replicas_of(member)
                 stage_loads = tuple(loads[replica] for replica in replicas if replica in loads)
                 stay = tuple(replica.stage for replica in replicas if replica not in loads)
                 with fds:
-                    message = say.Load(stage_loads, keep, state_init, ends, assembly.shares, stay)
+                    message = say.Load(
+                        stage_loads, keep, state_init, ends, assembly.shares, stay, places
+                    )
                     self._fleet.send(self._index[member], message, fds.numbers)
             answers = dict(zip(placement.row_of, self._control.gather(workers), strict=True))
             refused = [

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Device as Device
     from hetpipe.sdk.backend import Event as Event
     from hetpipe.sdk.backend import Executable as Executable
+    from hetpipe.sdk.backend import Group as Group
     from hetpipe.sdk.backend import UserKernel as UserKernel
     from hetpipe.sdk.backend import Window as Window
     from hetpipe.sdk.blocking import BlockingDevice as BlockingDevice

@@ -116,6 +116,19 @@ class Window(ABC):
         """Start to copy a tensor from byte `offset` of the window into a new buffer."""
 
 
+class Group(ABC):
+    """Devices of one backend, each in a separate process of this host, that sum tensors."""
+
+    @abstractmethod
+    def sum(self, terms: Sequence[Buffer], scale: float) -> tuple[list[Buffer], Event]:
+        """Start to multiply this device's terms by `scale`, and to sum each over the devices.
+
+        All devices of the group call it with terms of the same shapes and dtypes, in the same order
+        of calls, and get the same bits. The terms are computed; they may be overwritten and
+        returned, and the caller never reads them again.
+        """
+
+
 class Device(ABC):
     """An opened device. Methods may be called from any thread, and at the same time."""
 
@@ -215,6 +228,15 @@ class Device(ABC):
         Raises `BackendError` if the device cannot reach it; messages then pass through the host.
         """
         raise BackendError(f"{self.info.id} cannot write to other devices")
+
+    def join_group(self, folder: Path, rank: int, size: int) -> Group | None:
+        """Return a group of `size` devices, this one with number `rank`, once all have joined.
+
+        The devices are of one backend and one host, and have separate memories. `folder` is empty
+        at first; only devices of the group use it. Raises `BackendError` if they cannot sum. If all
+        devices of the group return None, the default, the host sums.
+        """
+        return None
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         """Return (run, operations), or None if the device cannot measure its rate of multiply-adds.

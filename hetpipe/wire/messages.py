@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +122,8 @@ class Load:
     edges: tuple[EdgeEnd, ...]
     shares: Shares
     stay: tuple[int, ...] = ()
+    groups: Mapping[int, str] = field(default_factory=dict)
+    """By stage, the folder where its replicas meet to sum gradients without the host."""
 
 
 @dataclass(frozen=True)

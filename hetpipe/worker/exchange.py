@@ -14,7 +14,7 @@ import numpy as np
 
 from hetpipe.capture.program import Slot
 from hetpipe.schedule.action import Action, Message, Op
-from hetpipe.sdk.backend import Buffer, Chunk, Event
+from hetpipe.sdk.backend import Buffer, Chunk, Event, Group
 from hetpipe.wire.edges import Receiver, Sender, Span
 from hetpipe.wire.row_messages import Route, cut, join, kind_of, routes
 from hetpipe.wire.shares import Replica, Shares
@@ -22,6 +22,7 @@ from hetpipe.wire.transport import Tensor, to_device
 from hetpipe.wire.wire import GRADIENTS, Array, Content, Kind, Layout, Leaving, pieces_of
 from hetpipe.worker.bind import Key
 from hetpipe.worker.divided import Within
+from hetpipe.worker.group_sums import GroupSums
 from hetpipe.worker.stage import Stage
 
 Edge = tuple[Replica, Replica]
@@ -102,7 +103,10 @@ Expected = tuple[Action, int | None, Kind, int]
 
 
 class Exchange:
-    """A worker's edges, for its stages. `numbers[n]` is the worker's replica of stage n."""
+    """A worker's edges, for its stages. `numbers[n]` is the worker's replica of stage n.
+
+    `groups[n]`, if there is one, sums the gradients of stage n.
+    """
 
     def __init__(
         self,
@@ -111,8 +115,10 @@ class Exchange:
         shares: Shares,
         senders: Mapping[Edge, Sender],
         receivers: Mapping[Edge, Receiver],
+        groups: Mapping[int, Group],
     ) -> None:
         self._stages = stages
+        self._groups = GroupSums(groups)
         self._shares = shares
         self._senders, self._receivers = senders, receivers
         self._routes = Routes(numbers, shares, senders, receivers)
@@ -127,6 +133,9 @@ class Exchange:
     def expect(self, messages: Sequence[Expected]) -> None:
         """Tell the receivers which messages will come, each sending stage's messages in order."""
         routes = self._routes
+        messages = [
+            m for m in messages if m[0].op is not Op.ALL_REDUCE or self._groups.is_on_host(m[0])
+        ]
         for action, _, kind, _ in messages:
             if isinstance(action, Within):
                 self._within[action.stage].append((action, kind))
@@ -181,11 +190,16 @@ class Exchange:
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         if not layout:
             return
-        terms = [stage.get(slot.key) for slot in layout]
-        if scale != 1.0:
-            terms = [array * array.dtype.type(scale) for array in terms]
-        sums = self._sum_replicas(n, action, GRADIENTS, terms)
-        for slot, total in zip(layout, sums, strict=True):
+        addends: list[tuple[Array, ...]] = []
+        if self._groups.is_on_host(action):
+            terms = [stage.get(slot.key) for slot in layout]
+            if scale != 1.0:
+                terms = [array * array.dtype.type(scale) for array in terms]
+            addends = self._addends(n, action, GRADIENTS, terms)
+        if self._groups.group(n) is not None:
+            self._groups.sum(action, stage, layout, scale, addends)
+            return
+        for slot, total in zip(layout, map(_add, addends), strict=True):
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
@@ -228,7 +242,7 @@ class Exchange:
         """Make the next exchange within a pass of stage `n`: sum the terms over the replicas."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
-        sums = self._sum_replicas(n, action, kind, terms)
+        sums = [*map(_add, self._addends(n, action, kind, terms))]
         self.waited_s += time.monotonic() - start_s
         return sums
 
@@ -244,15 +258,17 @@ class Exchange:
         # The spans of passes include the exchanges within them.
         return [span for span in spans if not isinstance(span[0], Within)]
 
-    def _sum_replicas(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
-        """Send the terms to all other replicas, and add all terms in the replicas' order."""
+    def _addends(
+        self, n: int, action: Action, kind: Kind, terms: list[Array]
+    ) -> list[tuple[Array, ...]]:
+        """Send the terms to all other replicas. Return all terms of each sum, by replica."""
         own, fellows = self._routes.own[n], self._routes.fellows(n)
         for fellow in fellows:
             self._senders[own, fellow].send(action, kind, terms)
         by_replica = {peer: self._receivers[peer, own].take(action) for peer in fellows}
         by_replica[own] = terms
         in_order = [by_replica[replica] for replica in sorted(by_replica)]
-        return [np.asarray(reduce(np.add, addends)) for addends in zip(*in_order, strict=True)]
+        return [*zip(*in_order, strict=True)]
 
     def _send(self, action: Action, message: Message, kind: Kind, routes: Sequence[Route]) -> None:
         own = self._routes.own[action.stage]
@@ -311,3 +327,7 @@ class Exchange:
                 stage.put(slot.key, array)
         else:
             stage.frames.arrive(message.number, layout, tensors)
+
+
+def _add(addends: Sequence[Array]) -> Array:
+    return np.asarray(reduce(np.add, addends))

@@ -82,6 +82,11 @@ class Sums:
         """Begin a sum, without waiting for it."""
         self._begun.append(self._thread.submit(self._guarded, add))
 
+    @property
+    def begun(self) -> bool:
+        """Whether a sum has begun since the last wait."""
+        return bool(self._begun)
+
     def wait(self) -> None:
         """Wait until all sums that have begun are done. Raises the error of a sum that failed."""
         for begun in self._begun:

@@ -210,7 +210,7 @@ class Runner:
             self._exchange.all_reduce(action, share)
             self._spans.append((action, start_s, time.monotonic()))
 
-        if beside:
+        if beside or self.sums.begun:  # all replicas make the sums of their stages in one order
             self.sums.begin(add)
         else:
             add()

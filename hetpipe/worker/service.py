@@ -8,14 +8,16 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.capture.program import GRAD
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.backend import Buffer, Device, Group
 from hetpipe.sdk.host.references import load_reference
 from hetpipe.sdk.host.registry import configure_backend, open_device
+from hetpipe.sdk.host.validation import join_group
 from hetpipe.wire import messages as say
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
@@ -172,7 +174,9 @@ class Service:
             if wire.source in self._replicas.items():
                 outlet = port.outlet(wire, self._device, end.link, descriptors)
                 senders[edge] = Sender(outlet, self.fail)
-        exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
+        exchange = Exchange(
+            self._stages, self._replicas, message.shares, senders, receivers, self._groups(message)
+        )
         self._exchange = exchange
         updates = Updates(
             self._stages, self._replicas, message.shares, exchange, MiniBatches(),
@@ -185,6 +189,16 @@ class Service:
             self._runner.hand_over,
             self._runner.sums,
         ]
+
+    def _groups(self, message: say.Load) -> dict[int, Group]:
+        """Join the groups that sum the gradients of this worker's stages."""
+        groups = {}
+        for n in sorted(self._replicas.keys() & message.groups.keys()):
+            size, folder = len(message.shares.weights[n]), Path(message.groups[n])
+            group = join_group(self._device, folder, self._replicas[n], size)
+            if group is not None:
+                groups[n] = group
+        return groups
 
     def _drop_stages(self, message: say.Load) -> dict[Key, Buffer]:
         """Free the stages that do not stay. Return the buffers that new stages take over."""

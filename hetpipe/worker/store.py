@@ -98,6 +98,12 @@ class Store:
         table[index] = self.upload(value)
         return table[index] if is_new else None
 
+    def put_buffers(self, buffers: Mapping[Key, Buffer]) -> None:
+        """Replace values by buffers of the device."""
+        for key, buffer in buffers.items():
+            table, index = self._table(key)
+            table[index] = buffer
+
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
         """Set the scalars that programs read, if they change. Return the buffers of new scalars."""
         new = []

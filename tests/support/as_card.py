@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ class CardDevice(StreamDevice):
 
     def mapped_memory(self, handle: bytes, nbytes: int) -> torch.Tensor:
         return torch.from_file(handle.decode(), shared=True, size=nbytes, dtype=torch.uint8)
+
+    def all_reduce(
+        self, folder: Path, rank: int, size: int
+    ) -> Callable[[list[torch.Tensor]], None]:
+        """Return a function that queues sums in the stream; gloo makes them, not NCCL."""
+        from torch.distributed import FileStore, ProcessGroupGloo
+
+        group = ProcessGroupGloo(FileStore(str(folder / "store"), size), rank, size)
+
+        def all_reduce(tensors: list[torch.Tensor]) -> None:
+            stream = self.module.card.stream
+            assert stream is not None
+            for tensor in tensors:
+                stream.put(lambda tensor=tensor: group.allreduce([tensor]).wait())
+
+        return all_reduce
 
     def keep_for(self, tensor: torch.Tensor, lane: Lane) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -81,3 +98,20 @@ class AsPeer(AsCard):
     def __init__(self) -> None:
         super().__init__()
         self.configure({"peer_copies": True}, Path())
+
+
+class AsSummed(AsCard):
+    """Cards that sum tensors without the host; each process opens another card."""
+
+    name = "as-summed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure({"nccl": True}, Path())
+
+    def discover(self) -> list[DeviceInfo]:
+        (card,) = super().discover()
+        return [
+            replace(card, id=f"{self.name}:cpu:{number}", memory_domain=f"card:{number}")
+            for number in range(3)
+        ]

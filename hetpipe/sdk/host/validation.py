@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
+from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event, Group
 from hetpipe.sdk.info import (
     API_VERSION,
     DTYPE_NBYTES,
@@ -84,16 +85,38 @@ def check_ran(device: Device, ran: Any, results: int) -> Ran:
     if not (isinstance(ran, tuple) and len(ran) == 3):
         raise _answered(device, "run", ran, "(outputs, event, chunks)")
     outputs, event, chunks = ran
+    _check_outputs(device, "run", outputs, event, results)
+    return outputs, event, chunks or ()
+
+
+def check_summed(device: Device, summed: Any, terms: int) -> tuple[Sequence[Buffer], Event]:
+    """Return the result of `Group.sum` for this number of terms. Raises as `check_ran` does."""
+    if not (isinstance(summed, tuple) and len(summed) == 2):
+        raise _answered(device, "the group's sum", summed, "(outputs, event)")
+    _check_outputs(device, "the group's sum", *summed, terms)
+    return summed
+
+
+def _check_outputs(device: Device, method: str, outputs: Any, event: Any, results: int) -> None:
     if not isinstance(outputs, (list, tuple)):
-        raise _answered(device, "run", outputs, "a list of Buffer as outputs")
+        raise _answered(device, method, outputs, "a list of Buffer as outputs")
     if len(outputs) != results:
-        raise _answered(device, "run", f"{len(outputs)} outputs", f"{results}: one for each result")
+        raise _answered(
+            device, method, f"{len(outputs)} outputs", f"{results}: one for each result"
+        )
     if not all(issubclass(kind, Buffer) for kind in set(map(type, outputs))):
         number, output = next((n, o) for n, o in enumerate(outputs) if not isinstance(o, Buffer))
-        raise _answered(device, "run", f"{short(output)} as output {number}", "a Buffer")
+        raise _answered(device, method, f"{short(output)} as output {number}", "a Buffer")
     if not isinstance(event, Event):
-        raise _answered(device, "run", f"{short(event)} as its event", "an Event")
-    return outputs, event, chunks or ()
+        raise _answered(device, method, f"{short(event)} as its event", "an Event")
+
+
+def join_group(device: Device, folder: Path, rank: int, size: int) -> Group | None:
+    """Let a device join a group, if it can. Raises `BackendError`, as `check_ran` does."""
+    group: Any = device.join_group(folder, rank, size)
+    if group is not None and not isinstance(group, Group):
+        raise _answered(device, "join_group", group, "a Group or None")
+    return group
 
 
 def upload(device: Device, array: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
