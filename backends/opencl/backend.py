@@ -13,7 +13,7 @@ from hetpipe import environment
 from hetpipe.errors import BackendError
 from hetpipe.files import path_in, user_path
 from hetpipe.records import Source
-from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
+from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import (
     HOST_MEMORY,
     Capabilities,
@@ -22,6 +22,7 @@ from hetpipe.sdk.info import (
     host_memory_nbytes,
     with_separate_memory,
 )
+from hetpipe.sdk.kernels import UserKernel
 
 from .platform.driver import driver, errors, platforms
 from .platform.families import CHANNELS, MOST_KERNELS, Options, choice, default_family

@@ -35,7 +35,7 @@ class Options:
     """Whether replicas on cards of one machine sum their gradients by NCCL (RCCL on AMD's cards),
     and not on the host. NCCL adds in an order that depends on the cards, so losses may differ in
     their last digits from sums on the host. Each stage's first sum is made both ways and compared.
-    Plans price sums on the host. No card has run this yet."""
+    No card has run this yet."""
 
     compile: Annotated[str, OneOf(COMPILE)] = "eager"
     """How devices run a graph: `eager` calls an operator at a time, `inductor` calls the kernels
@@ -46,7 +46,7 @@ class Options:
 
         The text is empty if they have their defaults, or no effect.
         """
-        on_card = {"tf32": self.tf32, "peer copies": self.peer_copies}
+        on_card = {"tf32": self.tf32, "peer copies": self.peer_copies, "nccl": self.nccl}
         changed = "".join(f", {name}" for name, on in on_card.items() if on and kind != "cpu")
         is_eager = self.compile == "eager" or (
             self.compile == "measured" and lacks_compiler(kind) is not None

@@ -20,7 +20,7 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
-from .groups import CardGroup, nccl_all_reduce
+from .groups import AllReduce, nccl_all_reduce, sum_in_place
 from .guards import check_extremes, guarded
 from .lanes import Lane, StreamEvent
 from .options import Options
@@ -122,10 +122,8 @@ class StreamDevice(TorchDevice):
         with self.blamed(f"joining {size} cards to sum by NCCL"):
             return CardGroup(self, self.all_reduce(folder, rank, size))
 
-    def all_reduce(
-        self, folder: Path, rank: int, size: int
-    ) -> Callable[[list[torch.Tensor]], None]:
-        """Return a function that sums tensors in place over cards, on the current stream."""
+    def all_reduce(self, folder: Path, rank: int, size: int) -> AllReduce:
+        """Return a function that sums tensors over cards."""
         return nccl_all_reduce(self.torch_device, folder, rank, size)
 
     def shared_memory(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
@@ -268,3 +266,22 @@ class CardWindow(Window):
     def _part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self._memory[offset : offset + nbytes].view(dtype).view(shape)
+
+
+class CardGroup(Group):
+    """Cards that sum tensors in place, on a stream for sums."""
+
+    def __init__(self, device: StreamDevice, all_reduce: AllReduce) -> None:
+        self._device = device
+        self._all_reduce = all_reduce
+        self._lane = Lane(device.module, device.torch_device, f"{device.info.id} sums")
+
+    def sum(self, terms: Sequence[Buffer], scale: float) -> tuple[list[Buffer], Event]:
+        device, lane = self._device, self._lane
+        tensors = [device.own(term).tensor for term in terms]
+        with device.blamed("summing tensors over cards"), device.module.stream(lane.stream):
+            with torch.inference_mode():
+                sum_in_place(tensors, scale, self._all_reduce)
+            for tensor in tensors:
+                device.keep_for(tensor, lane)
+            return list(terms), StreamEvent(device.info.id, lane)

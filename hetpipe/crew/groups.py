@@ -21,7 +21,7 @@ def meeting_places(
 
     `members[n]` are the replicas of stage n.
     """
-    stages = [n for n, own in enumerate(members) if _may_group(cluster, own, infos)]
+    stages = [n for n, own in enumerate(members) if may_group(cluster, own, infos)]
     if not stages:
         yield {}
         return
@@ -32,7 +32,7 @@ def meeting_places(
         yield {n: str(folder) for n, folder in folders.items()}
 
 
-def _may_group(cluster: Cluster, members: Sequence[str], infos: Mapping[str, DeviceInfo]) -> bool:
+def may_group(cluster: Cluster, members: Sequence[str], infos: Mapping[str, DeviceInfo]) -> bool:
     """Return whether the members' devices may sum tensors directly.
 
     They are accelerators of one backend with separate memories, in separate processes. A sum over

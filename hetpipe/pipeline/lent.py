@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
-    from hetpipe.sdk.backend import UserKernel
     from hetpipe.sdk.host.companion import Lent
+    from hetpipe.sdk.kernels import UserKernel
 
 FUNCTION = "hetpipe.sdk.host.companion:lent_operators"
 

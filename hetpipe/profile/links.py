@@ -10,8 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.capture.program import CUT, GRAD, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.cost.table import LinkCost
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.groups import may_group
 from hetpipe.crew.request import StepRequest
 from hetpipe.profile.clock import Samples
 from hetpipe.schedule.action import Action, Op
@@ -40,7 +42,8 @@ def measure_links(crew: Crew) -> tuple[Links, float]:
 
     Tensors of several sizes cross one at a time, through the transport that training uses. A
     tensor's time is from the end of the sender's pass to the start of the receiver's pass. A line
-    through the medians gives latency and bandwidth.
+    through the medians gives latency and bandwidth. Sums are measured between devices that may sum
+    without the host, and are else assumed to be as fast as messages.
     """
     links: Links = {}
     overheads_s: list[float] = []
@@ -52,6 +55,12 @@ def measure_links(crew: Crew) -> tuple[Links, float]:
             overheads_s.append(overhead_s)
         pair = crew.cluster.links.get(frozenset((source, target)))
         links[source, target] = _fit(times_s, "measured" if pair is None else "emulated")
+    for both in combinations(crew.infos, 2):
+        if may_group(crew.cluster, both, crew.infos):
+            sums = _fit([_sum_s(crew, both, nbytes) for nbytes in NBYTES], "measured")
+            for ends in (both, both[::-1]):
+                speed = sums.bandwidth_Bps / links[ends].bandwidth_Bps
+                links[ends] = replace(links[ends], sum_speed=speed)
     if not overheads_s:
         only = next(iter(crew.infos))
         overheads_s.append(_transfer(crew, only, None, NBYTES[0])[1])
@@ -93,14 +102,42 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
     return transfer.median_s, overhead.median_s
 
 
+def _sum_s(crew: Crew, members: tuple[str, str], nbytes: int) -> float:
+    """Return the median time of a sum of gradients over two members, once both have begun it.
+
+    A ring of two takes twice a message's latency, and the time in which a message of `nbytes`
+    leaves, see `hetpipe.simulate.times.ring_s`.
+    """
+    crew.load([[_summed_stage(nbytes // 4)] * 2], [members], {})
+    request = _request([[Action(0, Op.ALL_REDUCE, 0)]], 1, samples=2)
+    times_s = []
+    for _ in range(ROUNDS):
+        spans = crew.step(request).timeline.spans
+        times_s.append(
+            min(span.end_s - span.start_s for span in spans if span.action.op is Op.ALL_REDUCE)
+        )
+    times = Samples.of(times_s[WARM_UP:])
+    times.check(f"a sum of {nbytes} bytes over {' and '.join(members)}")
+    return times.median_s
+
+
+def _summed_stage(count: int) -> StageGraphs:
+    """Return a stage with a gradient of `count` floats, which its update leaves as it is."""
+    stage, graph, slot = probe_stage(0, 1, 1), fx.Graph(), Slot(GRAD, "w", (count,), "float32")
+    gradient = graph.placeholder("gradient")
+    gradient.meta["val"] = torch.empty(slot.shape, device="meta")
+    graph.output((gradient,))
+    return replace(stage, update=Program(canonical(graph), (slot,), (slot,)))
+
+
 def _request(
-    schedule: Sequence[Sequence[Action]], count: int, microbatches: int = 1
+    schedule: Sequence[Sequence[Action]], count: int, microbatches: int = 1, samples: int = 1
 ) -> StepRequest:
-    """Return a request for micro-batches of `count` floats each."""
+    """Return a request for micro-batches of some samples, each of `count` floats."""
     return StepRequest(
         schedule=tuple(tuple(actions) for actions in schedule),
-        samples=(1,) * microbatches,
-        feeds=({"x": np.zeros((1, count), np.float32)},) * microbatches,
+        samples=(samples,) * microbatches,
+        feeds=({"x": np.zeros((samples, count), np.float32)},) * microbatches,
         loss_tangents=(1.0,) * microbatches,
         lr=0.0,
         number=1,

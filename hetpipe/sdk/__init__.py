@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Event as Event
     from hetpipe.sdk.backend import Executable as Executable
     from hetpipe.sdk.backend import Group as Group
-    from hetpipe.sdk.backend import UserKernel as UserKernel
     from hetpipe.sdk.backend import Window as Window
     from hetpipe.sdk.blocking import BlockingDevice as BlockingDevice
     from hetpipe.sdk.decompositions import fallback_decompositions as fallback_decompositions
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import Execution as Execution
     from hetpipe.sdk.inputs import check_inputs as check_inputs
     from hetpipe.sdk.inputs import input_forms as input_forms
+    from hetpipe.sdk.kernels import UserKernel as UserKernel
     from hetpipe.sdk.support import require_support as require_support
 else:
     __getattr__, __dir__ = lazy(__name__)

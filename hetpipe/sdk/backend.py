@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from hetpipe.sdk.formats.bundle import Exported, ProgramEntry, SourceEntry
-    from hetpipe.sdk.kernels import KernelRunner
+    from hetpipe.sdk.kernels import KernelRunner, UserKernel
 
 
 class Event(ABC):
@@ -282,18 +281,6 @@ class Device(ABC):
 
 Finding = tuple[str, str, str]
 """(ok | repaired | missing | broken, text, command that cures the problem)."""
-
-
-@dataclass(frozen=True)
-class UserKernel:
-    """A user's kernel, which a backend runs instead of its stock kernel.
-
-    `runs(node)` is true if the kernel runs a node of `operator`; the stock kernel runs the others.
-    """
-
-    operator: str
-    name: str
-    runs: Callable[[torch.fx.Node], bool]
 
 
 class Backend(ABC):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from hetpipe.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 Array = npt.NDArray[Any]
 
@@ -138,3 +141,15 @@ class KernelFaultError(Exception):
 
 class DeviceLacksError(Exception):
     """A kernel uses a feature that the device does not have, such as half precision."""
+
+
+@dataclass(frozen=True)
+class UserKernel:
+    """A user's kernel, which a backend runs instead of its stock kernel.
+
+    `runs(node)` is true if the kernel runs a node of `operator`; the stock kernel runs the others.
+    """
+
+    operator: str
+    name: str
+    runs: Callable[[torch.fx.Node], bool]

@@ -44,7 +44,8 @@ class GroupSums:
         `addends` has the replicas' terms of each gradient if the host makes the sum as well. Raises
         `BackendError` if rounding does not explain the difference between both sums.
         """
-        stage.sum_gradients(self._groups[action.stage], [slot.key for slot in layout], scale)
+        keys = [slot.key for slot in layout]
+        stage.store.sum_gradients(self._groups[action.stage], keys, scale)
         for slot, terms in zip(layout, addends, strict=False):
             found = difference(stage.get(slot.key), *_sum(terms))
             if found.is_wrong:

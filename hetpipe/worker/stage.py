@@ -17,9 +17,9 @@ from hetpipe.capture.passes.division import has_sums
 from hetpipe.capture.program import COUNT, CUT, GRAD, LOSS, PARAM, RNG, TANGENT, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op
-from hetpipe.sdk.backend import Buffer, Device, Event, Executable, Group
+from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.sdk.host.validation import check_ran, check_summed, upload
+from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array, Leaving, host_dtype
@@ -192,15 +192,6 @@ class Stage:
         self._run(binding, self.weights.present, frame)
         (place,), (slot,) = binding.targets, binding.program.outputs
         return float(self.store.download(slot, frame[place.entry]))
-
-    def sum_gradients(self, group: Group, keys: Sequence[Key], scale: float) -> None:
-        """Multiply gradients by `scale`, and let a group of devices sum them."""
-        self.store.make_gradients()
-        buffers = self.store.find_buffers(keys)
-        summed = group.sum([*buffers.values()], scale)
-        outputs, event = check_summed(self.device, summed, len(buffers))
-        event.wait()
-        self.store.put_buffers(dict(zip(buffers, outputs, strict=True)))
 
     def on_host(self, tensors: Sequence[Buffer | Array]) -> list[Array]:
         """Return the tensors as arrays; arrays are not copied."""

@@ -20,8 +20,8 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )
-from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.host.validation import upload
+from hetpipe.sdk.backend import Buffer, Device, Group
+from hetpipe.sdk.host.validation import check_summed, upload
 from hetpipe.wire.wire import Array, Layout, host_dtype
 from hetpipe.worker.bind import Key, PassBindings, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights
@@ -98,12 +98,6 @@ class Store:
         table[index] = self.upload(value)
         return table[index] if is_new else None
 
-    def put_buffers(self, buffers: Mapping[Key, Buffer]) -> None:
-        """Replace values by buffers of the device."""
-        for key, buffer in buffers.items():
-            table, index = self._table(key)
-            table[index] = buffer
-
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
         """Set the scalars that programs read, if they change. Return the buffers of new scalars."""
         new = []
@@ -118,6 +112,17 @@ class Store:
         for key, slot in self._slots.items():
             if slot.role == GRAD:
                 self.put(key, _zeros(slot))
+
+    def sum_gradients(self, group: Group, keys: Collection[Key], scale: float) -> None:
+        """Multiply gradients by `scale`, and let a group of devices sum them."""
+        self.make_gradients()
+        buffers = self.find_buffers(keys)
+        summed = group.sum([*buffers.values()], scale)
+        outputs, event = check_summed(self.device, summed, len(buffers))
+        event.wait()
+        for key, buffer in zip(buffers, outputs, strict=True):
+            table, index = self._table(key)
+            table[index] = buffer
 
     def bad_gradient(self) -> str:
         """Return the name of a gradient that is not finite; "" if there is none."""

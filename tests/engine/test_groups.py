@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,33 +23,26 @@ from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.groups import meeting_places
 from hetpipe.errors import BackendError, WorkerError
+from hetpipe.profile.links import measure_links
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk import DONE, Device, DeviceInfo, Group, register_backend
 from hetpipe.sdk.host.validation import check_summed, join_group
 from hetpipe.worker.group_sums import GroupSums, _sum
 
 
-def unlike(tensors: Sequence[torch.Tensor], sums: int, factor: float, at: int) -> int:
-    """Multiply the sums with number `at` by a factor; return the number of the next sums."""
-    for tensor in tensors:
-        tensor.mul_(factor if sums == at else 1.0)
-    return sums + 1
-
-
 class WrongCard(CardDevice):
-    """A card that spoils its sums number `wrong`."""
+    """A card that spoils its sum number `wrong`."""
 
     wrong = 0
     sums = 0
 
-    def all_reduce(
-        self, folder: Path, rank: int, size: int
-    ) -> Callable[[list[torch.Tensor]], None]:
+    def all_reduce(self, folder: Path, rank: int, size: int) -> Callable[[torch.Tensor], None]:
         right = super().all_reduce(folder, rank, size)
 
-        def all_reduce(tensors: list[torch.Tensor]) -> None:
-            right(tensors)
-            self.sums = unlike(tensors, self.sums, 1.001, self.wrong)
+        def all_reduce(tensor: torch.Tensor) -> None:
+            right(tensor)
+            tensor.mul_(1.001 if self.sums == self.wrong else 1.0)
+            self.sums += 1
 
         return all_reduce
 
@@ -131,6 +124,21 @@ def test_later_sums_do_not_pass_through_the_host() -> None:
     assert losses[2:] != pytest.approx(right[2:], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_sums_between_cards_are_measured() -> None:
+    """The simulated cards sum by gloo, so the speeds say nothing about cards."""
+    hp.register_backend(AsSummed)
+    devices = [info.id for info in AsSummed().discover()[:2]] + ["numpy:cpu:0"]
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    with Crew.start(Cluster(members, transport="shared-memory")) as crew:
+        links, _ = measure_links(crew)
+    speeds = {ends: cost.sum_speed for ends, cost in links.items()}
+    cards = {("m0", "m1"), ("m1", "m0")}
+    assert all(speeds.pop(ends) not in (0.0, 1.0) for ends in cards)
+    assert set(speeds.values()) == {1.0}
+    assert links["m0", "m1"].sum_Bps == pytest.approx(links["m1", "m0"].sum_Bps)
+
+
 def card(number: int, **facts: Any) -> DeviceInfo:
     return replace(AsSummed().discover()[number], **facts)
 
@@ -183,7 +191,7 @@ def test_the_first_sum_of_each_part_until_it_is_compared() -> None:
     first, second = (Action(1, Op.ALL_REDUCE, number) for number in range(2))
     assert sums.is_on_host(Action(0, Op.ALL_REDUCE, 0))
     assert [sums.is_on_host(action) for action in (first, second, first)] == [True, False, True]
-    stage: Any = SimpleNamespace(sum_gradients=lambda group, keys, scale: None)
+    stage: Any = SimpleNamespace(store=SimpleNamespace(sum_gradients=lambda *_: None))
     sums.sum(first, stage, (), 1.0, ())
     assert not sums.is_on_host(first)
 

@@ -44,19 +44,16 @@ class CardDevice(StreamDevice):
     def mapped_memory(self, handle: bytes, nbytes: int) -> torch.Tensor:
         return torch.from_file(handle.decode(), shared=True, size=nbytes, dtype=torch.uint8)
 
-    def all_reduce(
-        self, folder: Path, rank: int, size: int
-    ) -> Callable[[list[torch.Tensor]], None]:
+    def all_reduce(self, folder: Path, rank: int, size: int) -> Callable[[torch.Tensor], None]:
         """Return a function that queues sums in the stream; gloo makes them, not NCCL."""
         from torch.distributed import FileStore, ProcessGroupGloo
 
         group = ProcessGroupGloo(FileStore(str(folder / "store"), size), rank, size)
 
-        def all_reduce(tensors: list[torch.Tensor]) -> None:
+        def all_reduce(tensor: torch.Tensor) -> None:
             stream = self.module.card.stream
             assert stream is not None
-            for tensor in tensors:
-                stream.put(lambda tensor=tensor: group.allreduce([tensor]).wait())
+            stream.put(lambda: group.allreduce([tensor]).wait())
 
         return all_reduce
 
