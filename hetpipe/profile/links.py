@@ -122,7 +122,7 @@ def _sum_s(crew: Crew, members: tuple[str, str], nbytes: int) -> float:
 
 
 def _summed_stage(count: int) -> StageGraphs:
-    """Return a stage with a gradient of `count` floats, which its update leaves as it is."""
+    """Return a stage with a gradient of `count` floats. Its update changes nothing."""
     stage, graph, slot = probe_stage(0, 1, 1), fx.Graph(), Slot(GRAD, "w", (count,), "float32")
     gradient = graph.placeholder("gradient")
     gradient.meta["val"] = torch.empty(slot.shape, device="meta")
