@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from as_card import AsCard, CardDevice
 from found_devices import trace
+from hetpipe.backends.pytorch.device import TorchBuffer, host_array
 from hetpipe.backends.pytorch.lanes import Lane, StreamEvent
 
 from hetpipe.errors import BackendError
@@ -67,6 +72,48 @@ def test_a_use_that_the_allocator_does_not_know_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(CardDevice, "keep_for", lambda self, tensor, lane: None)
     with pytest.raises(BackendError, match="that was freed"):
         chain(card())
+
+
+def ending(touch: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> int:
+    """Return how a process ends that touches a tensor: 0, or minus the number of a signal."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        touch(tensor)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda tensor: host_array(tensor)[1, 2].item(),
+        lambda tensor: host_array(tensor.view(-1)[3:]).fill(0),
+        lambda tensor: tensor.fill_(1),
+        lambda tensor: torch.empty(3, 4).copy_(tensor),
+        lambda tensor: tensor.copy_(torch.empty(3, 4), non_blocking=True),
+    ],
+    ids=["numpy reads", "numpy writes", "fill", "copy out", "copy in"],
+)
+def test_the_host_cannot_touch_the_memory_of_a_card(
+    touch: Callable[[torch.Tensor], object],
+) -> None:
+    buffer = put(card(), A)
+    assert isinstance(buffer, TorchBuffer)
+    assert ending(touch, buffer.tensor) == -signal.SIGSEGV
+    assert ending(touch, torch.zeros(3, 4)) == 0
+
+
+def test_memory_of_a_card_returns_to_the_system() -> None:
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    device = card()
+    before = mappings()
+    kept = [put(device, A) for _ in range(200)][::2]  # every second, so that no two are merged
+    assert mappings() > before + 90
+    del kept
+    assert mappings() < before + 20
 
 
 def test_waits_sleep_where_torch_can() -> None:

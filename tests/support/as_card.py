@@ -18,6 +18,7 @@ from hetpipe.backends.pytorch import PyTorchBackend
 from hetpipe.backends.pytorch.device import TorchDevice
 from hetpipe.backends.pytorch.lanes import Lane
 from hetpipe.backends.pytorch.streams import StreamDevice
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hetpipe.sdk import Capabilities, DeviceInfo, register_backend
 
@@ -32,7 +33,8 @@ class CardDevice(StreamDevice):
     def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         assert self.module.card.stream is not None, "pinned in another card's context"
         self.staged += 1
-        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=False)
+        with _disable_current_modes():  # the stream would take the memory from the card
+            return torch.empty(shape, dtype=getattr(torch, dtype))
 
     def shared_memory(self, nbytes: int) -> tuple[torch.Tensor, bytes]:
         """Return memory in a file that processes share; the handle is its path."""

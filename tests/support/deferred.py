@@ -4,11 +4,17 @@ An operator in a stream is queued. It runs when somebody waits for the stream, o
 somebody asks whether an event has happened. Until then its results are NaN. So a missing wait shows
 in the results. An error names the read of a tensor that was freed while its stream still needed it,
 and the read of an unfinished value by the host.
+
+Memory of the card is out of the host's reach: only queued work may touch it, while it runs. Python
+dies of SIGSEGV at any other touch, and prints where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOST = 64
 """The longest queue of a stream."""
@@ -26,6 +32,12 @@ ROUNDED = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"),
 }
 """Operators whose float32 operands a card may round, by torch's name of the setting."""
+
+CLOSED, OPEN = 0, mmap.PROT_READ | mmap.PROT_WRITE
+"""What the host may do with a page of memory."""
+
+if not faulthandler.is_enabled():  # pytest has enabled it
+    faulthandler.enable()
 
 
 class Card:
@@ -50,11 +62,26 @@ class Card:
             raise torch.OutOfMemoryError(
                 f"Tried to allocate {form.nbytes} bytes. {held} of {self.memory_nbytes} are in use."
             )
-        tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
-        tensor.fill_(float("nan") if tensor.is_floating_point() else 113)
-        ref = StorageWeakRef(tensor.untyped_storage())
+        storage = _pages(_meta(form).untyped_storage().nbytes())
+        tensor = torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride())
+        ref = StorageWeakRef(storage)
         self.owners[ref], self.sizes[ref] = {stream}, form.nbytes
+        with self.opened([tensor]):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 113)
         return tensor
+
+    @contextlib.contextmanager
+    def opened(self, operands: Any) -> Iterator[None]:
+        """Let work of the card touch its operands, which are tensors in any nest of containers."""
+        storages = [t.untyped_storage() for t in tree_leaves(operands) if torch.is_tensor(t)]
+        pages = {s.data_ptr(): s.nbytes() for s in storages if StorageWeakRef(s) in self.sizes}
+        try:
+            for address, nbytes in pages.items():
+                _protect(address, nbytes, OPEN)
+            yield
+        finally:
+            for address, nbytes in pages.items():
+                _protect(address, nbytes, CLOSED)
 
     @property
     def stream(self) -> Stream | None:
@@ -194,8 +221,6 @@ class _Deferring(TorchDispatchMode):
             if name in ("_local_scalar_dense", "equal"):
                 raise RuntimeError(f"the host reads a value of the card ({name})")
             if name.startswith(("empty", "new_empty")):
-                if kwargs.get("device") is None and name == "empty":
-                    return func(*args, **kwargs)  # memory of the host
                 return self._results(func, args, kwargs)
             if any(r.alias_info is not None for r in func._schema.returns) and not (
                 func._schema.is_mutable
@@ -213,16 +238,17 @@ class _Deferring(TorchDispatchMode):
 
             def work() -> None:
                 with torch.inference_mode(), torch.set_grad_enabled(with_grad):
-                    own_args, own_kwargs = tree_map_only(
-                        _Held, lambda held: held.tensor(), (held_args, held_kwargs)
+                    own_args, own_kwargs, own_outputs = tree_map_only(
+                        _Held, lambda held: held.tensor(), (held_args, held_kwargs, outputs)
                     )
-                    if rounds:
-                        own_args = tree_map_only(torch.Tensor, rounded, own_args)
-                    computed = func(*own_args, **own_kwargs)
-                    if not func._schema.is_mutable:
-                        for held, value in zip(outputs, _tensors(computed), strict=True):
-                            if held.shape == value.shape:  # batch norm declares unused results
-                                held.tensor().copy_(value)
+                    with card.opened([own_args, own_kwargs, own_outputs]):
+                        if rounds:
+                            own_args = tree_map_only(torch.Tensor, rounded, own_args)
+                        computed = func(*own_args, **own_kwargs)
+                        if not func._schema.is_mutable:
+                            for output, value in zip(own_outputs, _tensors(computed), strict=True):
+                                if output.shape == value.shape:  # batch norm: unused results
+                                    output.copy_(value)
 
             stream.put(work)
             return result
@@ -276,6 +302,20 @@ class _Held:
         offset, shape, strides = self._form
         empty = torch.empty(0, dtype=self._dtype)
         return empty.set_(storage, offset, shape, strides)
+
+
+def _pages(nbytes: int) -> torch.UntypedStorage:
+    """Return memory in separate pages, which the system takes back with the storage."""
+    pages = mmap.mmap(-1, max(nbytes, 1))
+    return torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1)).untyped_storage()
+
+
+def _protect(address: int, nbytes: int, access: int) -> None:
+    if _LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
