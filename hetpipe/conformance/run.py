@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 GROUPS = (
-    "contract", "buffers", "events", "memory", "threads", "queues", "chunks", "dtypes", "values",
-    "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
+    "contract", "buffers", "events", "memory", "threads", "queues", "chunks", "windows", "dtypes",
+    "values", "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
     "database",
 )  # fmt: skip
 """Groups of checks in order: a fault that an earlier group finds often breaks later groups."""
 CHECKED = (
     "buffers", "contract", "copies", "events", "held", "lengths", "operators", "threads",
-    "training",
+    "training", "windows",
 )  # fmt: skip
 """The modules of checks, except for torch's database."""
 LIMIT_S = 300.0

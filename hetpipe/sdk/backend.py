@@ -103,7 +103,7 @@ class Executable(ABC):
 class Window(ABC):
     """Memory of a device that another process of this host can write: messages arrive in it.
 
-    The memory stays as long as the object, in both processes.
+    Offsets are multiples of 64 bytes. The memory stays as long as the object, in both processes.
     """
 
     @abstractmethod

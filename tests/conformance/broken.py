@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from broken_windows import EarlyWrites, MappedCopy, ReusedWindows, RoundedOffsets, WholeBlocks
 from sound import DONE, Array, SoundBackend, SoundBuffer, SoundDevice, SoundExecutable
 from torch import fx
 
@@ -700,16 +701,35 @@ FAULTS = {
         Fault(FreeBytesAlone, "memory/available", "unavailable to the process itself"),
         Fault(ManyInputsOverwritten, "memory/inputs last", "input 5 of 6"),
         Fault(ReferenceCycle, "memory/no leaks", "a reference cycle of _Cyclic"),
+        Fault(MappedCopy, "windows/bits", "float32[] at byte 0: element [] is 0,"),
+        Fault(RoundedOffsets, "windows/bits", "float32[] at byte 0: element [] is -0.6517"),
+        Fault(WholeBlocks, "windows/other offsets", "float32[1] at byte 64: element [0] is 0,"),
+        Fault(EarlyWrites, "windows/events", "float32[2097152] at byte 0: element"),
+        Fault(ReusedWindows, "windows/ends", "between the drop of a window and a write to it"),
     )
 }
 
 
 def backend_of(fault: Fault) -> type[SoundBackend]:
     """Return a backend with the broken device, registered as `broken`."""
-    fields = {"name": "broken", "device": fault.device, "capabilities": fault.capabilities}
+    fields = {
+        "name": "broken",
+        "device": fault.device,
+        "capabilities": fault.capabilities,
+        "__module__": __name__,
+    }
     registry._registered.pop("broken", None)
     registry._instances.pop("broken", None)
-    return registry.register_backend(type("Broken", (SoundBackend,), fields))  # type: ignore[return-value]
+    name = f"Broken{fault.device.__name__}"
+    return registry.register_backend(type(name, (SoundBackend,), fields))  # type: ignore[return-value]
+
+
+def __getattr__(name: str) -> type[SoundBackend]:
+    """Return the class of `backend_of`, which another process loads by its name."""
+    fault = FAULTS.get(name.removeprefix("Broken"))
+    if fault is None:
+        raise AttributeError(name)
+    return backend_of(fault)
 
 
 def results_of(fault: Fault, names: Sequence[str] = (), level: Level = Level.CORE) -> list[Result]:

@@ -5,6 +5,8 @@ run, download -> WorkQueue of the pass's queue -> `compute`: one node after anot
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from hetpipe.sdk import (
     DeviceInfo,
     Event,
     Executable,
+    Window,
     WorkQueue,
     check_inputs,
     dtype_name,
@@ -78,6 +81,21 @@ class SoundDevice(Device):
         array = self.own(buf).array
         return self.copies.submit(lambda: np.copyto(dst, array.reshape(-1)[lo:hi]))
 
+    def open_window(self, nbytes: int) -> tuple[Window, bytes] | None:
+        """Open a window in an anonymous file, whose path is the handle."""
+        file = os.memfd_create("window")
+        os.truncate(file, nbytes)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        window = self.map_window(path.encode(), nbytes)
+        weakref.finalize(window, os.close, file)
+        return window, path.encode()
+
+    def map_window(self, handle: bytes, nbytes: int) -> Window:
+        return self.window(np.memmap(handle.decode(), np.uint8, "r+", shape=(nbytes,)))
+
+    def window(self, memory: Array) -> SoundWindow:
+        return SoundWindow(self, memory)
+
     def buffer(self, array: Array) -> SoundBuffer:
         return SoundBuffer(self, array)
 
@@ -124,6 +142,21 @@ class SoundDevice(Device):
     def close(self) -> None:
         for queue in (*self.queues, self.copies):
             queue.close()
+
+
+class SoundWindow(Window):
+    def __init__(self, device: SoundDevice, memory: Array) -> None:
+        self.device, self.memory = device, memory
+
+    def write(self, src: Buffer, offset: int) -> Event:
+        data = self.device.own(src).array.reshape(-1).view(np.uint8)
+        part = self.memory[offset : offset + data.nbytes]
+        return self.device.copies.submit(lambda: np.copyto(part, data))
+
+    def read(self, offset: int, shape: tuple[int, ...], dtype: str) -> tuple[Buffer, Event]:
+        array = np.empty(shape, dtype)
+        part = self.memory[offset : offset + array.nbytes].view(dtype).reshape(shape)
+        return self.device.buffer(array), self.device.copies.submit(lambda: np.copyto(array, part))
 
 
 class SoundExecutable(Executable):
@@ -192,4 +225,12 @@ class SoundBackend(Backend):
         return primitive_decompositions(keep=ours)
 
 
-__all__ = ["DONE", "Array", "SoundBackend", "SoundBuffer", "SoundDevice", "SoundExecutable"]
+__all__ = [
+    "DONE",
+    "Array",
+    "SoundBackend",
+    "SoundBuffer",
+    "SoundDevice",
+    "SoundExecutable",
+    "SoundWindow",
+]

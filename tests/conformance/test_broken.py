@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from as_card import AsCard
+from as_card import AsCard, AsPeer
 from broken import FAULTS, Fault, FlushesDenormals, FreesLater, results_of
 from sound import SoundBackend
 
@@ -56,6 +58,24 @@ def test_a_simulated_card_breaks_no_rule() -> None:
     assert [result for result in results if result.failed] == []
     passed = {result.name for result in results if result.outcome == "passed"}
     assert {"lengths/wide convolution", "values/index out of range"} <= passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "outcome"),
+    [
+        (AsCard, ("skipped", "the device opens no window: messages pass through the host")),
+        (AsPeer, ("passed", "")),
+    ],
+)
+def test_windows_of_a_simulated_card(
+    backend: type[AsCard], outcome: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # files stand for memory of the card
+    registry.register_backend(backend)
+    (info,) = registry.devices_of(backend.name)
+    results = list(run_suite(info, Level.CORE, groups=["windows"]))
+    assert {(result.outcome, result.message) for result in results} == {outcome}
 
 
 @pytest.mark.slow
