@@ -31,6 +31,8 @@ STEPS = (
     *(Step(f"parity-{model}", "card.training:parity", 60, (model,)) for model in PARITY_MODELS),
     Step("pace-two-devices", "card.training:pace", 60, ("host",)),
     Step("pace-one-device", "card.training:pace", 60, ("same",)),
+    Step("windows", "card.peers:windows", 60),
+    Step("peer-copies", "card.peers:peers", 90),
     *(
         Step(f"rate-{model}-{dtype}", "card.rates:rate", 150, (model, samples, dtype, n == 0))
         for n, (model, samples) in enumerate(RATES)

@@ -9,6 +9,7 @@ from card.setting import HOST, Setting, Wrong
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.zoo.workload import Workload
 
 MINI_BATCH, MICROBATCHES = 16, 4
@@ -27,7 +28,7 @@ def parity(setting: Setting, model: str) -> None:
 
     torch.set_num_threads(1)  # as in hetpipe's commands: idle threads would spin on workers' cores
     workload = load_workload(model)
-    captured = _captured(workload)
+    captured = captured_of(workload)
     found = {
         "alone": _compared(setting, workload, captured, [setting.device]),
         "pipeline": _compared(setting, workload, captured, [HOST, setting.device]),
@@ -37,7 +38,8 @@ def parity(setting: Setting, model: str) -> None:
         raise Wrong("; ".join(unequal))
 
 
-def _captured(workload: Workload) -> Captured:
+def captured_of(workload: Workload) -> Captured:
+    """Return the workload's model, captured for `SAMPLES` in a micro-batch."""
     from hetpipe.capture.captured import Captured
 
     example = next(workload.batches(MINI_BATCH, 0))
@@ -48,42 +50,42 @@ def _compared(setting: Setting, workload: Workload, captured: Captured, devices:
     """Train on one stage per device, keep the losses, and return the `Comparison` with torch."""
     from hetpipe.bench.inturn import even_cuts
     from hetpipe.cluster.cluster import Cluster
-    from hetpipe.train.eager import compared_sizes
-    from hetpipe.train.training import (
-        compare,
-        compare_gradients,
-        open_pipeline,
-        torch_losses,
-        train,
-    )
+    from hetpipe.train.training import open_pipeline
 
-    steps = 3 if setting.quick else 10
     cuts = even_cuts(captured, SAMPLES, len(devices)) if len(devices) > 1 else ()
     with open_pipeline(
         workload, Cluster.local(devices=devices), mini_batch=MINI_BATCH,
         captured=captured, cuts=cuts, microbatches=MICROBATCHES, schedule="1f1b",
     ) as pipe:  # fmt: skip
-        gradient = compare_gradients(workload, pipe, 0)
-        sizes = compared_sizes(workload.model, pipe.plan.mini_batch, pipe.plan.microbatches)
-        expected = torch_losses(workload, sizes, steps, 0)
-        taken = list(train(workload, pipe, steps, seed=0, expected=expected))
-        result = compare(workload, pipe.plan, taken, 0, gradient)
-        assert result is not None
-        name = "pipeline" if cuts else "alone"
-        setting.keep(
-            **{
-                name: {
-                    "devices": [*pipe.plan.all_devices],
-                    "losses": [step.loss for step in taken],
-                    "torch_losses": list(expected),
-                    "difference": result.difference,
-                    "allowed": result.rounding,
-                    "gradient_error": gradient.error,
-                    "gradient_allowed": gradient.allowed,
-                    "step_s": median(step.time_s for step in taken),
-                }
+        return compared(setting, "pipeline" if cuts else "alone", workload, pipe)
+
+
+def compared(setting: Setting, name: str, workload: Workload, pipe: Pipeline) -> Any:
+    """Train a new pipeline, keep the losses, and return the `Comparison` with torch."""
+    from hetpipe.train.eager import compared_sizes
+    from hetpipe.train.training import compare, compare_gradients, torch_losses, train
+
+    steps = 3 if setting.quick else 10
+    gradient = compare_gradients(workload, pipe, 0)
+    sizes = compared_sizes(workload.model, pipe.plan.mini_batch, pipe.plan.microbatches)
+    expected = torch_losses(workload, sizes, steps, 0)
+    taken = list(train(workload, pipe, steps, seed=0, expected=expected))
+    result = compare(workload, pipe.plan, taken, 0, gradient)
+    assert result is not None
+    setting.keep(
+        **{
+            name: {
+                "devices": [*pipe.plan.all_devices],
+                "losses": [step.loss for step in taken],
+                "torch_losses": list(expected),
+                "difference": result.difference,
+                "allowed": result.rounding,
+                "gradient_error": gradient.error,
+                "gradient_allowed": gradient.allowed,
+                "step_s": median(step.time_s for step in taken),
             }
-        )
+        }
+    )
     return result
 
 
@@ -98,7 +100,7 @@ def pace(setting: Setting, beside: str) -> None:
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload("gpt2-small" if setting.quick else PACE_MODEL)
-    captured = _captured(workload)
+    captured = captured_of(workload)
     first = HOST if beside == "host" else setting.device
     cluster = Cluster.local(devices=[first, setting.device])
     cuts = even_cuts(captured, SAMPLES, 2)

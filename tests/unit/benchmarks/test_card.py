@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from as_card import AsPeer
 from card import run
+from card.peers import peers
+from card.setting import Setting
 from card.steps import STEPS, Step
+from hetpipe.backends.pytorch.device import TorchDevice
+
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk import DeviceInfo
+from hetpipe.sdk.host import registry
 
 ROOT = Path(__file__).parents[3]
 FAULTY = """
@@ -27,6 +36,21 @@ def fails(setting, kind):
         time.sleep(1000)
     raise Wrong("the sum is 3")
 """
+
+
+class Unreachable(AsPeer):
+    """A card that opens windows, but cannot reach the window of another process."""
+
+    name = "unreachable"
+
+    def open(self, info: DeviceInfo) -> TorchDevice:
+        device: Any = super().open(info)
+        device.mapped_memory = _refuse
+        return device
+
+
+def _refuse(handle: bytes, nbytes: int) -> torch.Tensor:
+    raise RuntimeError("peer access is not supported between these two devices")
 
 
 def record_of(kind: str, folder: Path, limit_s: float) -> dict[str, Any]:
@@ -70,6 +94,33 @@ def test_every_step_names_a_function() -> None:
         assert callable(getattr(import_module(module), name)), step.name
 
 
+def setting_of(backend: type[AsPeer], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setenv("TMPDIR", str(folder))  # files stand for memory of cards
+    for known in ("_registered", "_instances"):
+        monkeypatch.setattr(registry, known, dict(getattr(registry, known)))
+    registry.register_backend(backend)
+    return Setting("peer-copies", backend().discover()[0].id, True, folder)
+
+
+@pytest.mark.slow
+def test_a_simulated_card_trains_with_peer_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = setting_of(AsPeer, tmp_path, monkeypatch)
+    peers(setting)
+    assert setting.figures["host_over_peer"] > 0
+    windows = [path.read_bytes() for path in tmp_path.glob("window-*")]
+    assert len([window for window in windows if any(window)]) == 2, "one for each direction"
+
+
+@pytest.mark.slow
+def test_messages_that_pass_through_the_host_fail_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(HetpipeError, match="peer access is not supported"):
+        peers(setting_of(Unreachable, tmp_path, monkeypatch))
+
+
 @pytest.mark.slow
 def test_steps_on_the_processor(tmp_path: Path) -> None:
     """The checkout is the current folder, where Python finds no `hetpipe.backends`."""
@@ -81,6 +132,10 @@ def test_steps_on_the_processor(tmp_path: Path) -> None:
         "versions",
         "--only",
         "memory",
+        "--only",
+        "windows",
+        "--only",
+        "peer-copies",
         "--patience",
         "5",
     ]
@@ -88,6 +143,8 @@ def test_steps_on_the_processor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "card.json").read_text())
     assert written["passed"] is True
-    versions, memory = written["steps"]
+    versions, memory, *skipped = written["steps"]
     assert versions["figures"]["software"]["torch"]
     assert "uploading 3221225472 bytes failed" in memory["figures"]["errors"]["upload"]
+    assert [step["outcome"] for step in skipped] == ["skipped", "skipped"]
+    assert all("window" in step["text"] for step in skipped)
