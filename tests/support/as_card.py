@@ -53,9 +53,14 @@ class CardDevice(StreamDevice):
         group = ProcessGroupGloo(FileStore(str(folder / "store"), size), rank, size)
 
         def all_reduce(tensor: torch.Tensor) -> None:
-            stream = self.module.card.stream
-            assert stream is not None
-            stream.put(lambda: group.allreduce([tensor]).wait())
+            card = self.module.card
+            assert card.stream is not None
+
+            def work() -> None:
+                with card.opened([tensor]):
+                    group.allreduce([tensor]).wait()
+
+            card.stream.put(work)
 
         return all_reduce
 
