@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_every_step_names_a_function() -> None:
 
 def setting_of(backend: type[AsPeer], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setenv("TMPDIR", str(folder))  # files stand for memory of cards
+    monkeypatch.setattr(tempfile, "tempdir", None)
     for known in ("_registered", "_instances"):
         monkeypatch.setattr(registry, known, dict(getattr(registry, known)))
     registry.register_backend(backend)
