@@ -79,6 +79,7 @@ EXEMPT = {
     "hetpipe/capture/export/decompositions.py:lstm": "aten.lstm's own parameters",
     "hetpipe/sdk/operators/recurrent.py:layer_backward": "an operator's, as its schema has them",
     "backends/pytorch/recurrent.py:*_lstm_backward": "the same operator's",
+    "backends/pytorch/norms.py:cudnn_norm_backward": "aten.native_batch_norm_backward's own",
     "backends/pytorch/mask_kernel.py:keep_mask_kernel": "a kernel for Triton, which has no records",
     "hetpipe/sdk/decompositions/convolution.py:convolution*": "aten.convolution's own parameters",
     "hetpipe/sdk/decompositions/images.py:avg_pool_backward": "aten.avg_pool2d_backward's own",
