@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,18 @@ def largest_magnitude(tensor: torch.Tensor) -> float:
 def tolerance(largest: float, eps: float, terms: int = 1, units: float = UNITS) -> float:
     """Return the allowed error of sums of `terms` terms; `largest` is the largest absolute sum."""
     return units * math.sqrt(max(terms, 1)) * eps * largest
+
+
+def sum_tolerance(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Return, for each element, how far two sums of the terms in `dtype` may be apart.
+
+    The error of n - 1 additions and one product is below n * eps * sum of magnitudes, to first
+    order, in any order of additions. It is infinite where magnitudes overflow.
+    """
+    with np.errstate(all="ignore"):
+        size = np.asarray(reduce(np.add, map(np.abs, terms)), np.float64)
+    limits = np.finfo(dtype)
+    return np.asarray(2 * len(terms) * (float(limits.eps) * size + float(limits.tiny)))
 
 
 def case_tolerance(expected: Array, eps: float, terms: int = 1, units: float = UNITS) -> float:

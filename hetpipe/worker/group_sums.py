@@ -7,7 +7,7 @@ from functools import reduce
 
 import numpy as np
 
-from hetpipe.check.difference import difference
+from hetpipe.check.difference import difference, sum_tolerance
 from hetpipe.errors import BackendError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import Group
@@ -61,12 +61,8 @@ class GroupSums:
 def _sum(terms: Sequence[Array]) -> tuple[Array, Array]:
     """Return the sum of the terms, and the error that another order of additions may have.
 
-    The error of n - 1 additions and one product is below n * eps * sum of magnitudes, to first
-    order. Both sums have it; where magnitudes overflow, nothing is compared.
+    Both sums have an error; where magnitudes overflow, nothing is compared.
     """
     with np.errstate(all="ignore"):
         total = np.asarray(reduce(np.add, terms))
-        size = np.asarray(reduce(np.add, map(np.abs, terms)), np.float64)
-    limits = np.finfo(total.dtype)
-    allowed = 2 * len(terms) * (float(limits.eps) * size + float(limits.tiny))
-    return total, allowed
+    return total, sum_tolerance(terms, total.dtype)
