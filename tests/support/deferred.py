@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MOST = 64
@@ -114,7 +114,8 @@ class Stream:
                 self.ran += 1
                 if self.failure is None:
                     try:
-                        work()
+                        with _disable_current_modes():  # a stream's mode would queue it again
+                            work()
                     except IndexError:
                         self.failure = RuntimeError("device-side assert triggered")
                     except RuntimeError as error:
