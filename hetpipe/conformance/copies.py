@@ -8,7 +8,7 @@ import numpy as np
 
 from hetpipe.check.difference import Array
 from hetpipe.conformance.check import BrokenRule, check, expect
-from hetpipe.conformance.rig import WAIT_S, Rig, compare, host_dtype
+from hetpipe.conformance.rig import WAIT_S, Rig, compare, expect_form, host_dtype
 
 SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))
 LARGE = ((1 << 21) + 5, (1 << 22) + 3, (10 << 20) + 1)
@@ -48,8 +48,7 @@ def _(rig: Rig) -> None:
             sent = random_array(dtype, shape)
             buffer = rig.put(sent)
             form = f"{dtype}{list(shape)}"
-            expect(buffer.shape == shape, f"the buffer of {form} has the shape {buffer.shape}")
-            expect(buffer.dtype == dtype, f"the buffer of {form} has the dtype {buffer.dtype}")
+            expect_form(buffer, dtype, shape, form)
             expect(buffer.device is rig.device, f"the buffer of {form} names another device")
             same(rig.get(buffer), sent, form)
 

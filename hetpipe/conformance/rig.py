@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.check.difference import Array, difference
 from hetpipe.check.reference import tensors_of
-from hetpipe.conformance.check import BrokenRule, NotAsked
+from hetpipe.conformance.check import BrokenRule, NotAsked, expect
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import canonical, dtype_name, graph_calls, operator_name
 from hetpipe.sdk.host.registry import decompositions_of
@@ -116,6 +117,21 @@ class Rig:
         return executable, x.numpy(), chain(x.double()).numpy()
 
 
+def finish(event: Event, what: str) -> None:
+    """Poll until the event has happened, because wait() could hide a wrong answer of done()."""
+    end_s = time.monotonic() + WAIT_S
+    while not event.done():
+        expect(time.monotonic() < end_s, f"{what} has not ended after {WAIT_S:.0f} s")
+        time.sleep(0)
+    event.wait(WAIT_S)
+
+
+def expect_form(buffer: Buffer, dtype: str, shape: tuple[int, ...], what: str) -> None:
+    """Raise `BrokenRule` unless a buffer has this dtype and shape."""
+    expect(buffer.shape == shape, f"the buffer of {what} has the shape {buffer.shape}")
+    expect(buffer.dtype == dtype, f"the buffer of {what} has the dtype {buffer.dtype}")
+
+
 def host_dtype(name: str) -> np.dtype[Any]:
     """Return numpy's dtype for a buffer's dtype; a bfloat16 value is a 16-bit integer."""
     return np.dtype("uint16" if name == "bfloat16" else name)
@@ -177,7 +193,7 @@ def forms_of(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
 
 
-def compare(actual: Array, expected: Array, limit: float, where: str) -> None:
+def compare(actual: Array, expected: Array, limit: float | Array, where: str) -> None:
     """Raise `BrokenRule` with the worst element if an element differs by more than `limit`.
 
     Infinities, NaN, integers and bools must be equal.

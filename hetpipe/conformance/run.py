@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 GROUPS = (
-    "contract", "buffers", "events", "memory", "threads", "queues", "chunks", "windows", "dtypes",
-    "values", "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
-    "database",
+    "contract", "buffers", "events", "memory", "threads", "queues", "chunks", "windows", "groups",
+    "dtypes", "values", "strides", "lengths", "determinism", "operators", "precision", "programs",
+    "training", "database",
 )  # fmt: skip
 """Groups of checks in order: a fault that an earlier group finds often breaks later groups."""
 CHECKED = (
-    "buffers", "contract", "copies", "events", "held", "lengths", "operators", "threads",
+    "buffers", "contract", "copies", "events", "groups", "held", "lengths", "operators", "threads",
     "training", "windows",
 )  # fmt: skip
 """The modules of checks, except for torch's database."""

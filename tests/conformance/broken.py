@@ -17,6 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from broken_groups import (
+    EarlySums,
+    FirstTensorOnly,
+    OneFails,
+    ReusedSums,
+    ScaledSum,
+    ScaleForgotten,
+    UnroundedProduct,
+)
 from broken_windows import EarlyWrites, MappedCopy, ReusedWindows, RoundedOffsets, WholeBlocks
 from sound import DONE, Array, SoundBackend, SoundBuffer, SoundDevice, SoundExecutable
 from torch import fx
@@ -706,6 +715,13 @@ FAULTS = {
         Fault(WholeBlocks, "windows/other offsets", "float32[1] at byte 64: element [0] is 0,"),
         Fault(EarlyWrites, "windows/events", "float32[2097152] at byte 0: element"),
         Fault(ReusedWindows, "windows/ends", "between the drop of a window and a write to it"),
+        Fault(FirstTensorOnly, "groups/sums", "sum 3 of 45, float32[3, 5]: element"),
+        Fault(ScaleForgotten, "groups/scale", "sum 1 of 45, float32[]: element [] is"),
+        Fault(ScaledSum, "groups/scale", "sum 1 of 45, float32[]: element [] is"),
+        Fault(UnroundedProduct, "groups/same bits", "have other bits in the other process"),
+        Fault(OneFails, "groups/sums", "in the other process, sum: BackendError: no memory"),
+        Fault(EarlySums, "groups/events", "sum 1 of 1, float32[2097152]: element"),
+        Fault(ReusedSums, "groups/several sums", "sum 1 of 3, float32[3, 5]: element"),
     )
 }
 

@@ -6,8 +6,10 @@ run, download -> WorkQueue of the pass's queue -> `compute`: one node after anot
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +27,7 @@ from hetpipe.sdk import (
     DeviceInfo,
     Event,
     Executable,
+    Group,
     Window,
     WorkQueue,
     check_inputs,
@@ -54,6 +57,7 @@ class SoundDevice(Device):
         self.info = info
         self.queues = [WorkQueue(f"{info.id} {n}") for n in range(info.capabilities.queues)]
         self.copies = WorkQueue(f"{info.id} copies")
+        self.sums = WorkQueue(f"{info.id} sums")
 
     def supports(self, node: fx.Node) -> str | None:
         if operator_name(node) not in OPERATORS:
@@ -95,6 +99,15 @@ class SoundDevice(Device):
 
     def window(self, memory: Array) -> SoundWindow:
         return SoundWindow(self, memory)
+
+    def join_group(self, folder: Path, rank: int, size: int) -> Group | None:
+        (folder / str(rank)).touch()
+        for other in range(size):
+            _wait_for(folder / str(other))
+        return self.group(folder, rank, size)
+
+    def group(self, folder: Path, rank: int, size: int) -> SoundGroup:
+        return SoundGroup(self, folder, rank, size)
 
     def buffer(self, array: Array) -> SoundBuffer:
         return SoundBuffer(self, array)
@@ -140,7 +153,7 @@ class SoundDevice(Device):
         return ()
 
     def close(self) -> None:
-        for queue in (*self.queues, self.copies):
+        for queue in (*self.queues, self.copies, self.sums):
             queue.close()
 
 
@@ -157,6 +170,49 @@ class SoundWindow(Window):
         array = np.empty(shape, dtype)
         part = self.memory[offset : offset + array.nbytes].view(dtype).reshape(shape)
         return self.device.buffer(array), self.device.copies.submit(lambda: np.copyto(array, part))
+
+
+class SoundGroup(Group):
+    """Devices that exchange their terms in files, and add them in the order of ranks."""
+
+    def __init__(self, device: SoundDevice, folder: Path, rank: int, size: int) -> None:
+        self.device, self.folder, self.rank, self.size = device, folder, rank, size
+        self.calls = 0
+
+    def sum(self, terms: Sequence[Buffer], scale: float) -> tuple[list[Buffer], Event]:
+        arrays = [self.device.own(term).array for term in terms]
+        call, self.calls = self.calls, self.calls + 1
+        return list(terms), self.device.sums.submit(lambda: self.work(call, arrays, scale))
+
+    def work(self, call: int, arrays: Sequence[Array], scale: float) -> None:
+        """Replace the arrays by their sums."""
+        for array in arrays:
+            array *= array.dtype.type(scale)
+        self.give(call, arrays)
+        for array, addends in zip(arrays, self.taken(call), strict=True):
+            array[...] = sum(addends[1:], addends[0])
+
+    def give(self, call: int, arrays: Sequence[Array]) -> None:
+        """Write this device's terms of a call."""
+        part = self.folder / f"{call}-{self.rank}.part"
+        with part.open("wb") as file:
+            np.savez(file, *arrays)
+        part.rename(part.with_suffix(".npz"))
+
+    def taken(self, call: int) -> list[tuple[Array, ...]]:
+        """Return the terms of all devices, for each tensor of a call."""
+        paths = [self.folder / f"{call}-{rank}.npz" for rank in range(self.size)]
+        for path in paths:
+            _wait_for(path)
+        return list(zip(*([*np.load(path).values()] for path in paths), strict=True))
+
+
+def _wait_for(path: Path) -> None:
+    end_s = time.monotonic() + 60
+    while not path.exists():
+        if time.monotonic() > end_s:
+            raise BackendError(f"no other device has written {path}")
+        time.sleep(1e-3)
 
 
 class SoundExecutable(Executable):
@@ -232,5 +288,6 @@ __all__ = [
     "SoundBuffer",
     "SoundDevice",
     "SoundExecutable",
+    "SoundGroup",
     "SoundWindow",
 ]

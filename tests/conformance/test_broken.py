@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from as_card import AsCard, AsPeer
+from as_card import AsCard, AsPeer, AsSummed
 from broken import FAULTS, Fault, FlushesDenormals, FreesLater, results_of
+from broken_groups import Unsummable
 from sound import SoundBackend
 
 from hetpipe.conformance.check import Level
@@ -29,6 +31,7 @@ COUNTERS = ("memory/counter", "memory/available")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetpipe.conformance.held.PATIENCE_S", 0.2)
+    monkeypatch.setattr("hetpipe.conformance.rig.WAIT_S", 10.0)
     fault = FAULTS[name]
     (result,) = results_of(fault, [fault.check], Level.TRAINING)
     assert result.outcome == "failed", result
@@ -76,6 +79,39 @@ def test_windows_of_a_simulated_card(
     (info,) = registry.devices_of(backend.name)
     results = list(run_suite(info, Level.CORE, groups=["windows"]))
     assert {(result.outcome, result.message) for result in results} == {outcome}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "outcome"),
+    [
+        (AsCard, ("skipped", "the device joins no group: the host sums")),
+        (AsSummed, ("passed", "")),
+    ],
+)
+def test_groups_of_simulated_cards(backend: type[AsCard], outcome: tuple[str, str]) -> None:
+    registry.register_backend(backend)
+    info = registry.devices_of(backend.name)[0]
+    results = list(run_suite(info, Level.CORE, groups=["groups"]))
+    assert {(result.outcome, result.message) for result in results} == {outcome}
+
+
+def test_an_only_device_may_refuse_a_group() -> None:
+    (result,) = results_of(Fault(Unsummable, "groups/sums", ""), ["groups/sums"])
+    assert result.outcome == "skipped"
+    assert result.message == "the backend's only device joins no group: two ranks on one card"
+
+
+def test_devices_with_separate_memories_may_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    (only,) = SoundBackend().discover()
+    devices = [
+        replace(only, id=f"broken:unit:{n}", backend="broken", memory_domain=f"unit:{n}")
+        for n in range(2)
+    ]
+    monkeypatch.setattr(SoundBackend, "discover", lambda self: devices)
+    (result,) = results_of(Fault(Unsummable, "groups/sums", ""), ["groups/sums"])
+    assert result.outcome == "failed"
+    assert result.message == "BackendError: two ranks on one card"
 
 
 @pytest.mark.slow
