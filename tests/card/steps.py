@@ -33,6 +33,8 @@ STEPS = (
     Step("pace-one-device", "card.training:pace", 60, ("same",)),
     Step("windows", "card.peers:windows", 60),
     Step("peer-copies", "card.peers:peers", 90),
+    Step("groups", "card.sums:groups", 90),
+    Step("replicas", "card.sums:replicas", 120),
     *(
         Step(f"rate-{model}-{dtype}", "card.rates:rate", 150, (model, samples, dtype, n == 0))
         for n, (model, samples) in enumerate(RATES)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from as_card import AsPeer
+from as_card import AsCard, AsPeer, AsSummed
 from card import run
 from card.peers import peers
 from card.setting import Setting
 from card.steps import STEPS, Step
+from card.sums import replicas
 from hetpipe.backends.pytorch.device import TorchDevice
 
 from hetpipe.errors import HetpipeError
@@ -47,6 +48,17 @@ class Unreachable(AsPeer):
     def open(self, info: DeviceInfo) -> TorchDevice:
         device: Any = super().open(info)
         device.mapped_memory = _refuse
+        return device
+
+
+class Unsummed(AsSummed):
+    """Cards that leave sums to the host."""
+
+    name = "unsummed"
+
+    def open(self, info: DeviceInfo) -> TorchDevice:
+        device: Any = super().open(info)
+        device.join_group = lambda *_: None
         return device
 
 
@@ -95,7 +107,7 @@ def test_every_step_names_a_function() -> None:
         assert callable(getattr(import_module(module), name)), step.name
 
 
-def setting_of(backend: type[AsPeer], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def setting_of(backend: type[AsCard], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setenv("TMPDIR", str(folder))  # files stand for memory of cards
     monkeypatch.setattr(tempfile, "tempdir", None)
     for known in ("_registered", "_instances"):
@@ -110,7 +122,7 @@ def test_a_simulated_card_trains_with_peer_copies(
 ) -> None:
     setting = setting_of(AsPeer, tmp_path, monkeypatch)
     peers(setting)
-    assert setting.figures["host_over_peer"] > 0
+    assert setting.figures["host_over_direct"] > 0
     windows = [path.read_bytes() for path in tmp_path.glob("window-*")]
     assert len([window for window in windows if any(window)]) == 2, "one for each direction"
 
@@ -121,6 +133,20 @@ def test_messages_that_pass_through_the_host_fail_the_step(
 ) -> None:
     with pytest.raises(HetpipeError, match="peer access is not supported"):
         peers(setting_of(Unreachable, tmp_path, monkeypatch))
+
+
+@pytest.mark.slow
+def test_simulated_cards_train_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = setting_of(AsSummed, tmp_path, monkeypatch)
+    replicas(setting)
+    assert setting.figures["host_over_direct"] > 0
+    assert setting.figures["NCCL"]["devices"] == ["as-summed:cpu:0", "as-summed:cpu:1"]
+
+
+@pytest.mark.slow
+def test_sums_on_the_host_fail_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HetpipeError, match="joins no group, so the host sums"):
+        replicas(setting_of(Unsummed, tmp_path, monkeypatch))
 
 
 @pytest.mark.slow
@@ -138,6 +164,10 @@ def test_steps_on_the_processor(tmp_path: Path) -> None:
         "windows",
         "--only",
         "peer-copies",
+        "--only",
+        "groups",
+        "--only",
+        "replicas",
         "--patience",
         "5",
     ]
@@ -148,5 +178,6 @@ def test_steps_on_the_processor(tmp_path: Path) -> None:
     versions, memory, *skipped = written["steps"]
     assert versions["figures"]["software"]["torch"]
     assert "uploading 3221225472 bytes failed" in memory["figures"]["errors"]["upload"]
-    assert [step["outcome"] for step in skipped] == ["skipped", "skipped"]
-    assert all("window" in step["text"] for step in skipped)
+    assert {step["outcome"] for step in skipped} == {"skipped"}
+    assert ["window" in step["text"] for step in skipped] == [True, True, False, False]
+    assert ["only card" in step["text"] for step in skipped] == [False, False, True, True]
