@@ -25,7 +25,7 @@ from hetpipe.crew.groups import meeting_places
 from hetpipe.errors import BackendError, WorkerError
 from hetpipe.profile.links import measure_links
 from hetpipe.schedule.action import Action, Op
-from hetpipe.sdk import DONE, Device, DeviceInfo, Group, register_backend
+from hetpipe.sdk import DONE, Device, DeviceInfo, Group
 from hetpipe.sdk.host.validation import check_summed, join_group
 from hetpipe.worker.group_sums import GroupSums, _sum
 
@@ -51,7 +51,6 @@ class WrongLaterCard(WrongCard):
     wrong = 1
 
 
-@register_backend
 class FirstWrong(AsSummed):
     name = "first-wrong"
     device: type[CardDevice] = WrongCard
@@ -62,7 +61,6 @@ class FirstWrong(AsSummed):
         return opened
 
 
-@register_backend
 class LaterWrong(FirstWrong):
     name = "later-wrong"
     device = WrongLaterCard
