@@ -217,6 +217,25 @@ def test_copies_of_registered_memory_are_not_staged() -> None:
     assert device.staged == 2
 
 
+def test_empty_tensors_and_unused_statistics_can_be_downloaded() -> None:
+    """torch's norms in eval mode return statistics that have elements on a card only."""
+    device = card()
+    x, *channels = torch.randn(2, 4, 3), *[torch.rand(4) + 0.5 for _ in range(4)]
+    norm = torch.ops.aten._native_batch_norm_legit_no_training.default
+    inputs = [x, *channels]
+    executable = device.compile(trace(lambda *args: norm(*args, 0.1, 1e-5), inputs, {}))
+    outputs, ran, _ = executable.run([put(device, tensor.numpy()) for tensor in inputs])
+    ran.wait(20)
+    found, mean, _ = (get(device, output) for output in outputs)
+    np.testing.assert_allclose(found, norm(*inputs, 0.1, 1e-5)[0].numpy(), rtol=1e-5, atol=1e-6)
+    assert mean.shape == (0,)
+    square = torch.zeros(0, 0)
+    scatter = trace(lambda a: a.diagonal_scatter(a.flatten() * 2), [square], {})
+    outputs, ran, _ = device.compile(scatter).run([put(device, square.numpy())])
+    ran.wait(20)
+    assert get(device, outputs[0]).shape == (0, 0)
+
+
 def test_the_room_of_a_card_excludes_other_processes_and_a_reserve() -> None:
     """The planned capacity was the whole memory of the card."""
     device = card(memory_nbytes=16 << 30)

@@ -74,7 +74,8 @@ class Card:
     def opened(self, operands: Any) -> Iterator[None]:
         """Let work of the card touch its operands, which are tensors in any nest of containers."""
         storages = [t.untyped_storage() for t in tree_leaves(operands) if torch.is_tensor(t)]
-        pages = {s.data_ptr(): s.nbytes() for s in storages if StorageWeakRef(s) in self.sizes}
+        own = (s for s in storages if s.nbytes() and StorageWeakRef(s) in self.sizes)
+        pages = {storage.data_ptr(): storage.nbytes() for storage in own}
         try:
             for address, nbytes in pages.items():
                 _protect(address, nbytes, OPEN)
@@ -307,8 +308,9 @@ class _Held:
 
 def _pages(nbytes: int) -> torch.UntypedStorage:
     """Return memory in separate pages, which the system takes back with the storage."""
-    pages = mmap.mmap(-1, max(nbytes, 1))
-    return torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1)).untyped_storage()
+    if nbytes == 0:  # torch expects that an empty tensor has no memory
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
 def _protect(address: int, nbytes: int, access: int) -> None:
