@@ -334,4 +334,4 @@ def gradients_of(
     loss = mean_loss(result, request.samples, training.steps)
     count = 1.0 if summed or result.counts is None else sum(result.counts)
     scale = training.scaling.scale * count
-    return loss, {name: grad / scale for name, grad in grads.items()}
+    return loss, {name: np.asarray(grad / scale) for name, grad in grads.items()}

@@ -101,6 +101,7 @@ def test_loss_parameters_train_under_an_asynchronous_schedule(crew: Crew) -> Non
     options = {"clip_norm": NORM, "clip_each": True, "optimizer": optimizer()}
     with pipeline(crew, model, loss, data[0], "0", "pipedream", **options) as pipe:
         assert [r.loss for r in pipe.run(data)] == pytest.approx(expected.losses, rel=1e-5)
+        assert pipe.diagnose(*data[0]).verdict == "healthy"
         state = pipe.loss_state_dict()
     centers = expected.loss_state["centers"]
     torch.testing.assert_close(state["centers"], centers, rtol=1e-4, atol=1e-6)

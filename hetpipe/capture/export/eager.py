@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from hetpipe.capture.export.example import Array, Example
+from hetpipe.capture.export.named_tensors import LOSS_PREFIX
 from hetpipe.capture.export.torch_export import WithLoss
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.precision import Precision
@@ -19,6 +20,8 @@ from hetpipe.check.reference import default_dtype, to_float64
 
 PREFIX = "model."
 """Prefix of the model's names in the module that joins model and loss."""
+OF_LOSS = "loss_fn."
+"""Prefix of the loss's names in that module."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class EagerModule:
         module = WithLoss(self.model, self.loss_fn, self.example)
         tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for full, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            name = full.removeprefix(PREFIX)
+            name = _own_name(full)
             value = torch.tensor(values[name]) if name in values else tensor.detach().clone()
             tensors[full] = to_float64(value) if wide else value
             if name in self.trainable:
@@ -79,6 +82,13 @@ class EagerModule:
                 losses.append(float(loss.detach()))
         gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
         return EagerRun(losses, gradients, outputs)
+
+
+def _own_name(full: str) -> str:
+    """Return the name in checkpoints of a tensor of the module that joins model and loss."""
+    if full.startswith(OF_LOSS):
+        return LOSS_PREFIX + full.removeprefix(OF_LOSS)
+    return full.removeprefix(PREFIX)
 
 
 @contextmanager
