@@ -44,16 +44,16 @@ class StepByLayers:
         samples: int,
         values: Mapping[str, Array],
         feed: Mapping[str, Array],
-        lr: float,
+        rates: Mapping[str, float],
         see: See,
     ) -> None:
         self._step = partial(StepInTurn, samples=samples, values=values, feed=feed)
-        self._graphs, self._lr = graphs, lr
+        self._graphs, self._rates = graphs, rates
         self._filed = Filed()
         self._keys: list[dict[str, str]] = []  # keys in the file, by cut and name
         keep = _Keep(self._filed, self._keys)
         passes = [replace(stage, update=None) for stage in graphs]
-        self._step(ExactDevice(), passes, cross=keep.cross).run(lr, see)
+        self._step(ExactDevice(), passes, cross=keep.cross).run(rates, see)
         trim_memory()
 
     def run(self, device: Device, see: See) -> tuple[float, dict[str, float]]:
@@ -62,7 +62,7 @@ class StepByLayers:
         Errors are relative, by norms. `see` is called once for each parameter.
         """
         swap = _Swap(self._filed, self._keys)
-        loss = self._step(device, self._graphs, cross=swap.cross).run(self._lr, see)
+        loss = self._step(device, self._graphs, cross=swap.cross).run(self._rates, see)
         return loss, swap.errors
 
 

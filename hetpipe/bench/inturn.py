@@ -84,12 +84,12 @@ class StepInTurn:
     _shared: dict[str, Array] = field(default_factory=dict)
     """Sums of gradients of tied parameters, from the stages after the owner's stage."""
 
-    def run(self, lr: float, see: See) -> float:
+    def run(self, rates: Mapping[str, float], see: See) -> float:
         """Train the step and return its mean loss. `see` is called once for each parameter."""
         with collecting_new():
-            return self._run(lr, see)
+            return self._run(rates, see)
 
-    def _run(self, lr: float, see: See) -> float:
+    def _run(self, rates: Mapping[str, float], see: See) -> float:
         entering: list[Crossing] = [{}]
         for graphs in self.graphs[:-1]:
             entering.append(self.cross(self._forward_only(graphs, entering[-1])))
@@ -100,7 +100,7 @@ class StepInTurn:
             self._trim(graphs)
             if entering:
                 tangents = self.cross(tangents)
-            self._update(graphs, held, gradients, lr, see)
+            self._update(graphs, held, gradients, rates, see)
             del held, gradients
             self._trim(graphs)
         return self._loss
@@ -161,14 +161,14 @@ class StepInTurn:
         graphs: StageGraphs,
         held: Mapping[tuple[str, str], Buffer],
         gradients: dict[str, Array],
-        lr: float,
+        rates: Mapping[str, float],
         see: See,
     ) -> None:
         """Apply the optimizer, if any, and call `see` for the parameters that the stage owns."""
         stage = None
         if graphs.update is not None:
             stage = self._load(replace(graphs, passes={}), held).stage
-            stage.update(lr, self._scale)
+            stage.update(rates, self._scale)
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         while gradients:
             name, gradient = gradients.popitem()

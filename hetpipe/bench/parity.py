@@ -168,7 +168,7 @@ def _compared(
     comparison = Comparison(own.rule, own.parameters, Distance(right.gradients))
     begin_s = time.perf_counter()
     step = StepInTurn(device, own.graphs, samples, own.values, own.feed)
-    loss = step.run(own.rule.lr_at(1), comparison.see)
+    loss = step.run(own.rule.rates_at(1), comparison.see)
     step_s = time.perf_counter() - begin_s - step.compile_s - comparison.seconds
     errors = comparison.errors(loss, right)
     return replace(row, errors=errors, compile_s=step.compile_s, step_s=step_s), right
@@ -193,7 +193,7 @@ def _layers_compared(
         return Comparison(own.rule, own.parameters, Distance(right.gradients))
 
     of_program, of_device, of_torch = comparison(), comparison(), comparison()
-    of_step = (samples, own.values, own.feed, own.rule.lr_at(1))
+    of_step = (samples, own.values, own.feed, own.rule.rates_at(1))
     step = StepByLayers(own.graphs, *of_step, of_program.see)
     loss, crossings = step.run(device, of_device.see)
     errors = replace(of_device.errors(loss, right), crossing=max(crossings.values(), default=0.0))

@@ -32,8 +32,8 @@ SAVED = "saved"  # a tensor that the forward keeps for this micro-batch's backwa
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, by "STATE/PARAMETER"; see `Optimizer.state`
-SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead"; float32, or
-# float64 if a parameter of the stage is float64
+SCALAR = "scalar"  # 0-d from the controller: "step", "grad_scale", "ahead" and the learning rates,
+# see `Optimizer.scalars`; float32, or float64 if a parameter of the stage is float64
 NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients;
 # without a clip, the sum of the gradients
 RNG = "rng"  # int64 (3,): seed, mini-batch number, index of the micro-batch's first sample in it

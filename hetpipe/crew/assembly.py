@@ -166,12 +166,12 @@ class Assembly:
     def batch(self, request: Request, serial: int, own: Sequence[Replica]) -> Apply:
         """Return a worker's part of a request; `own` are the worker's replicas that take part."""
         if isinstance(request, UpdateRequest):
-            return Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
+            return Apply(serial, request.number, request.rates, request.grad_scale, request.clip)
         none = (0,) * len(request.samples)
         return Batch(
             serial=serial,
             number=request.number,
-            lr=request.lr,
+            rates=request.rates,
             grad_scale=None if request.guards else request.grad_scale,
             clip=request.clip,
             samples=request.samples,

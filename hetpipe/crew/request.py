@@ -16,15 +16,16 @@ class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
     Without `grad_scale`, gradients are divided by the sum of the losses' counts and by
-    `loss_scale`; the `loss_tangents` include `loss_scale` already. `lag` and `ahead`, by stage,
-    choose versions of the weights (see `hetpipe.schedule.weights`).
+    `loss_scale`; the `loss_tangents` include `loss_scale` already. `rates` has the learning rates,
+    as `Optimizer.rates_at` returns them. `lag` and `ahead`, by stage, choose versions of the
+    weights (see `hetpipe.schedule.weights`).
     """
 
     schedule: Schedule
     samples: tuple[int, ...]
     feeds: Sequence[Mapping[str, Array]]
     loss_tangents: tuple[float, ...]
-    lr: float
+    rates: Mapping[str, float]
     number: int
     seed: int = 0
     grad_scale: float | None = None
@@ -46,7 +47,7 @@ class UpdateRequest:
     """
 
     schedule: Schedule
-    lr: float
+    rates: Mapping[str, float]
     number: int
     grad_scale: float | None = None
     clip: Clip | None = None

@@ -203,9 +203,10 @@ class Rehearsal:
         return self.frames[m][slot.key]
 
     def _scalars(self, stage: int) -> dict[str, float]:
-        lr, step = self.start.request.lr, float(self.start.updates[stage] + 1)
+        factor = LATER_LR if self._is_later else 1.0
+        step = float(self.start.updates[stage] + 1)
         return {
-            "lr": lr * LATER_LR if self._is_later else lr,
+            **{name: rate * factor for name, rate in self.start.request.rates.items()},
             "step": step + LATER_STEPS if self._is_later else step,
             "grad_scale": self._grad_scale * self._clip.get(stage, 1.0),
             "ahead": 1.0,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from hetpipe.optim.rule import LearningRate, Predict, Tensors
+    from hetpipe.optim.rule import LearningRate, Predict, Result, Tensors, Update
 
 TINY = 1e-30
 """Least eps in predictions, to prevent 0 / 0; far below the root of any positive float32."""
@@ -42,6 +42,17 @@ def check_below_one(name: str, *values: float) -> None:
     """Raise `HetpipeError` for a factor of a moving average outside [0, 1)."""
     if not all(0 <= as_number(name, value) < 1 for value in values):
         raise HetpipeError(f"{name} must lie in [0, 1), not {', '.join(map(str, values))}")
+
+
+def ascending(update: Update, maximize: bool) -> Update:
+    """Return the update that climbs instead of descends, if `maximize` is True."""
+    if not maximize:
+        return update
+
+    def ascend(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        return update(param, -grad, state, step, lr)
+
+    return ascend
 
 
 def correction(beta: float, step: Tensor) -> Tensor:

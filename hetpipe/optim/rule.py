@@ -6,10 +6,10 @@ A rule is written once, in torch operations; capture traces it into an update gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetpipe.errors import HetpipeError
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     Predict = Callable[[Tensor, Tensors, Tensor, Tensor, Tensor], Tensor]
     LearningRate = float | Callable[[int], float]
     NameFilter = Callable[[str], bool]
+
+
+class Group(NamedTuple):
+    """Parameters with their own rule: the parameters whose names `picks` accepts."""
+
+    picks: NameFilter
+    rule: Optimizer
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,9 @@ class Optimizer:
     field is None if the state has no direction to predict from. `predict_steps` predicts every
     single update: see `multi_step`.
 
-    If `decay_exclude` returns True for a parameter's name, `undecayed` updates the parameter.
+    A parameter belongs to the first of `groups` that picks it; the others, group 0, follow this
+    optimizer itself. `tensors` has the parameters of all groups of an optimizer of torch, from
+    group 0 on, until `named` finds their names.
     """
 
     name: str
@@ -47,12 +56,38 @@ class Optimizer:
     hyperparameters: tuple[tuple[str, float], ...] = ()
     predict: Predict | None = None
     predict_steps: Predict | None = None
-    decay_exclude: NameFilter | None = None
-    undecayed: Optimizer | None = None
+    groups: tuple[Group, ...] = ()
+    tensors: tuple[Tensors, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
             object.__setattr__(self, "lr", as_number("lr", self.lr))
+
+    @property
+    def rules(self) -> tuple[Optimizer, ...]:
+        """The rules of all groups."""
+        return (self, *(group.rule for group in self.groups))
+
+    @property
+    def scalars(self) -> dict[LearningRate, str]:
+        """The names of the scalars that hold the learning rates: `lr`, `lr.1` and so on. Groups
+        with the same learning rate share a scalar."""
+        rates = dict.fromkeys(rule.lr for rule in self.rules)
+        return {rate: f"lr.{n}" if n else "lr" for n, rate in enumerate(rates)}
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings of all groups; the names of group 1's settings begin with `1.`."""
+        settings: dict[str, object] = dict(self.hyperparameters)
+        for number, (_, rule) in enumerate(self.groups, 1):
+            own = {"name": rule.name, **dict(rule.hyperparameters)}
+            settings |= {f"{number}.{name}": value for name, value in own.items()}
+        return settings
+
+    @property
+    def predicts(self) -> bool:
+        """Whether every group has a prediction."""
+        return all(rule.predict is not None for rule in self.rules)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of update number `step`; the first update has number 1. Raises
@@ -66,11 +101,67 @@ class Optimizer:
             )
         return rate
 
+    def rates_at(self, step: int) -> dict[str, float]:
+        """Return the learning rates of update number `step`, see `scalars`. Raises
+        `HetpipeError`."""
+        rules = {rule.lr: rule for rule in self.rules}
+        return {scalar: rules[rate].lr_at(step) for rate, scalar in self.scalars.items()}
+
+    def group_of(self, name: str) -> int:
+        """Return the number of the group of the parameter `name`."""
+        numbers = (n for n, group in enumerate(self.groups, 1) if group.picks(name))
+        return next(numbers, 0)
+
     def rule_for(self, name: str) -> Optimizer:
-        """Return the optimizer for the parameter `name`: this optimizer, or `undecayed`."""
-        if self.undecayed is not None and self.decay_exclude is not None:
-            return self.undecayed if self.decay_exclude(name) else self
-        return self
+        """Return the rule of the parameter `name`."""
+        return self.rules[self.group_of(name)]
+
+    def members(self, names: Iterable[str]) -> list[list[str]]:
+        """Return the parameters among `names` of each group after group 0."""
+        members: list[list[str]] = [[] for _ in self.rules]
+        for name in names:
+            members[self.group_of(name)].append(name)
+        return members[1:]
+
+    def renamed(self, old: Callable[[str], str]) -> Optimizer:
+        """Return the optimizer for parameters with new names; `old` returns the old name."""
+
+        def pick(picks: NameFilter) -> NameFilter:
+            return lambda name: picks(old(name))
+
+        return replace(self, groups=tuple(Group(pick(p), rule) for p, rule in self.groups))
+
+    def named(self, parameters: Mapping[str, Tensor]) -> Optimizer:
+        """Return the optimizer for a model with these trained and frozen parameters.
+
+        Raises `HetpipeError` if the optimizer's `tensors` are not the model's, or are not all
+        parameters that need gradients.
+        """
+        if not self.tensors:
+            return self
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        members = [
+            frozenset(names.get(id(tensor), "") for tensor in tensors) for tensors in self.tensors
+        ]
+        for number, (tensors, group) in enumerate(zip(self.tensors, members, strict=True)):
+            if "" in group:
+                strange = next(tensor for tensor in tensors if id(tensor) not in names)
+                raise HetpipeError(
+                    f"group {number} of the optimizer has a parameter of shape "
+                    f"{list(strange.shape)} that is neither the model's nor the loss's: make the "
+                    "optimizer with model.parameters() of the model that you train"
+                )
+        known = frozenset[str]().union(*members)
+        left = [n for n, p in parameters.items() if p.requires_grad and n not in known]
+        if left:
+            raise HetpipeError(
+                f"{len(left)} trained parameters are in no group of the optimizer: "
+                f"{', '.join(left[:3])}{', ...' if left[3:] else ''}; add them to a group, or "
+                "freeze them by requires_grad_(False) before you make the pipeline"
+            )
+        groups = zip(self.groups, members[1:], strict=True)
+        picked = (group._replace(picks=names.__contains__) for group, names in groups)
+        return replace(self, groups=tuple(picked), tensors=())
 
 
 def as_number(name: str, value: object) -> float:
@@ -106,8 +197,7 @@ def exclude_from_decay(
     """Return `optimizer`, with `undecayed()` for the parameters that `decay_exclude` picks."""
     if decay_exclude is None:
         return optimizer
-    changed = _with_setting(optimizer, "decay_exclude")
-    return replace(changed, decay_exclude=decay_exclude, undecayed=undecayed())
+    return replace(optimizer, groups=(Group(decay_exclude, undecayed()),))
 
 
 def multi_step(optimizer: Optimizer) -> Optimizer:
@@ -131,12 +221,11 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
             f"{optimizer.name} {dict(optimizer.hyperparameters)} has no multi-step prediction; use "
             "sgd with a momentum between 0 and 1, adam or adamw"
         )
-    undecayed = None if optimizer.undecayed is None else multi_step(optimizer.undecayed)
-    changed = _with_setting(optimizer, "multi_step")
-    return replace(changed, predict=optimizer.predict_steps, undecayed=undecayed)
-
-
-def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """Return the optimizer with one more hyperparameter, which distinguishes it in caches."""
-    settings = {**dict(optimizer.hyperparameters), name: 1.0}
-    return replace(optimizer, hyperparameters=tuple(settings.items()))
+    settings = {**dict(optimizer.hyperparameters), "multi_step": 1.0}
+    groups = (group._replace(rule=multi_step(group.rule)) for group in optimizer.groups)
+    return replace(
+        optimizer,
+        hyperparameters=tuple(settings.items()),
+        predict=optimizer.predict_steps,
+        groups=tuple(groups),
+    )

@@ -158,12 +158,13 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
     """Raise `HetpipeError` if the policy does not fit the plan's schedule or the optimizer."""
     policy = plan.policy
     policy.check(plan.rule, plan.in_flight, plan.microbatches, plan.replicas)
-    if policy.optimizers and not (optimizer.name in policy.optimizers and optimizer.state):
+    fits = all(rule.name in policy.optimizers and rule.state for rule in optimizer.rules)
+    if policy.optimizers and not fits:
         raise HetpipeError(
             f"{policy.name} predicts with the momentum of {' or '.join(policy.optimizers)} alone, "
             f"not of {optimizer.name}; use hp.optim.sgd(momentum=0.9), or weights='pipeoptim'"
         )
-    if policy.predicts and optimizer.predict is None:
+    if policy.predicts and not optimizer.predicts:
         raise HetpipeError(
             f"{policy.name} needs an optimizer that predicts weights, and {optimizer.name} with "
             "these settings does not: choose one that does (sgd needs momentum), or "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.export.example import Example
-from hetpipe.capture.export.named_tensors import check_capturable
+from hetpipe.capture.export.named_tensors import NamedTensors, check_capturable
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -72,7 +72,7 @@ class Pipeline:
         example: tuple[Any, Any],
         *,
         cluster: Cluster,
-        optimizer: Optimizer,
+        optimizer: Optimizer | torch.optim.Optimizer,
         progress: Progress | None = None,
         captured: Captured | None = None,
         crew: Crew | None = None,
@@ -82,7 +82,7 @@ class Pipeline:
         refuse_ranks()
         planned, passes, updates = records_of(options)
         check_capturable(model)
-        optimizer = check_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
+        rule = check_optimizer(optimizer, NamedTensors(model, loss_fn).parameters)
         cluster = cluster if crew is None else crew.cluster
         progress = progress or (lambda text, done, total: None)
         mini_batch = Example(*example).samples
@@ -102,7 +102,7 @@ class Pipeline:
             self._state, self._loss_state = states_of(model, loss_fn, self._captured)
             self._captured.leaves(*example)
             setup, costs = set_up(
-                self._captured, self._crew, optimizer, (planned, passes, updates), mini_batch,
+                self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
                 resume, progress, self._efforts.append,
             )  # fmt: skip
             self._training = Training(setup, mini_batch, resume, progress)

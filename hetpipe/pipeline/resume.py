@@ -200,7 +200,8 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
     """Return the properties of an optimizer that decide which state it has."""
-    return {"name": optimizer.name, "state": list(optimizer.state)}
+    slots = dict.fromkeys(slot for rule in optimizer.rules for slot in rule.state)
+    return {"name": optimizer.name, "state": list(slots)}
 
 
 def _text(described: Any) -> str:

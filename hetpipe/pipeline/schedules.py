@@ -137,7 +137,7 @@ class Streaming:
         if self.admitted == 0:
             return updates, StepResult((), None, Timeline((), (), "measured"))
         segment = self._stream.flush(self.admitted)
-        rest = UpdateRequest(segment.schedule, lr=0.0, number=0)
+        rest = UpdateRequest(segment.schedule, rates={}, number=0)
         self._crew.post(rest, self._part(segment.first, self.admitted))
         result = self._crew.collect()
         self.admitted = 0

@@ -66,8 +66,8 @@ class Setup:
             "clip_each": updates.clip_each,
             "accumulate": updates.accumulate,
             "loss_scale": asdict(rule) if isinstance(rule, LossScale) else rule,
-            **{f"optimizer.{name}": value for name, value in optimizer.hyperparameters},
-            "undecayed": [n for n in captured.parameters if optimizer.rule_for(n) is not optimizer],
+            **{f"optimizer.{name}": value for name, value in optimizer.settings.items()},
+            "optimizer.groups": optimizer.members(captured.parameters),
         }
         if captured.updated_buffers:
             settings["microbatches"] = self.plan.microbatches

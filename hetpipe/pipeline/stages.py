@@ -260,9 +260,10 @@ class Stages:
 
     def _keep(self, updates: Sequence[int], step: int) -> Keep:
         setup = self._setup
-        lr = setup.optimizer.lr_at(max(step, 1))
+        last = updates[0] if self.plan.rule.flushes else step
+        rates = setup.optimizer.rates_at(max(last, 1))
         late = self.plan.microbatches == 1 and setup.updates.accumulate == 1
-        return Keep(self.plan.policy, tuple(updates), lr, setup.passes.check_finite, late)
+        return Keep(self.plan.policy, tuple(updates), rates, setup.passes.check_finite, late)
 
     def _begin(self, traced: _Traced) -> None:
         """Note that the workers have these stages now."""

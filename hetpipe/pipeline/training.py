@@ -254,7 +254,7 @@ class Training:
             samples=samples,
             feeds=tuple(slices(leaves, samples)),
             loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
-            lr=setup.optimizer.lr_at(count + 1),
+            rates=setup.optimizer.rates_at(count + 1),
             number=self.steps + 1,
             seed=setup.passes.seed,
             grad_scale=None if counted else 1.0 / scale,
@@ -296,15 +296,16 @@ class Training:
                 "flush() before it, or skip it"
             )
         schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)
-        self._crew.step(UpdateRequest(schedule, 0.0, self.steps, grad_scale=1.0))
+        self._crew.step(UpdateRequest(schedule, {}, self.steps, grad_scale=1.0))
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
         """Update with the accumulated gradients times `grad_scale`; NaN drops the gradients."""
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
-        lr = self.setup.optimizer.lr_at(self.updates[0] + 1)
+        rates = self.setup.optimizer.rates_at(self.updates[0] + 1)
         self._accumulated.clear()
-        result = self._crew.step(UpdateRequest(schedule, lr, self.steps, grad_scale, self._clip))
+        request = UpdateRequest(schedule, rates, self.steps, grad_scale, self._clip)
+        result = self._crew.step(request)
         if not math.isnan(grad_scale):
             check_gradients(result, self.steps, NOT_APPLIED)
             self._record(result)

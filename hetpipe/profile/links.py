@@ -139,7 +139,7 @@ def _request(
         samples=(samples,) * microbatches,
         feeds=({"x": np.zeros((samples, count), np.float32)},) * microbatches,
         loss_tangents=(1.0,) * microbatches,
-        lr=0.0,
+        rates={},
         number=1,
         seed=0,
         grad_scale=1.0,

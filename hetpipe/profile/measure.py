@@ -170,7 +170,11 @@ def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str
     """Return everything on which the costs of any micro-batch depend."""
     return {
         "model": captured.fingerprint,
-        "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
+        "optimizer": [
+            optimizer.name,
+            *map(list, optimizer.settings.items()),
+            *optimizer.members(captured.parameters),
+        ],
         "versions": [hetpipe.__version__, torch.__version__, RULES],
         "members": [
             [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,18 @@ from hetpipe.pipeline.batches import micro_sizes
 Tree = Any  # a tensor, or tuples, lists and dicts of tensors
 
 
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+}
+
+
 class Eager:
     """Training of a model by torch alone, in micro-batches with summed gradients.
 
@@ -28,8 +41,9 @@ class Eager:
     ) -> None:
         self.model = model
         self._loss_fn = loss_fn
-        self._rule = optimizer
-        self._optimizer = torch_optimizer(optimizer, dict(model.named_parameters()))
+        parameters = dict(model.named_parameters())
+        self._rules = optimizer.rules
+        self._optimizer = torch_optimizer(optimizer, parameters)
         self._steps = 0
 
     def tensors(self) -> list[torch.Tensor]:
@@ -42,8 +56,8 @@ class Eager:
         """Train on one mini-batch and return its mean loss."""
         loss = self.backward(x, y, sizes)
         self._steps += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rule.lr_at(self._steps)
+        for group, rule in zip(self._optimizer.param_groups, self._rules, strict=True):
+            group["lr"] = rule.lr_at(self._steps)
         self._optimizer.step()
         return loss
 
@@ -72,33 +86,33 @@ class Eager:
 def torch_optimizer(
     rule: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer for a rule of `hetpipe.optim`. Raises `HetpipeError` if torch has no
-    such optimizer."""
-    settings = dict(rule.hyperparameters)
-    excluded = rule.decay_exclude or (lambda name: False)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in parameters.items() if not excluded(name)]},
-        {"params": [p for name, p in parameters.items() if excluded(name)], "weight_decay": 0.0},
-    ]
-    classes: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
-        "sgd": (torch.optim.SGD, ("momentum", "nesterov")),
-        "adam": (torch.optim.Adam, ("eps",)),
-        "adamw": (torch.optim.AdamW, ("eps",)),
-        "rmsprop": (torch.optim.RMSprop, ("alpha", "eps", "momentum")),
-        "adagrad": (torch.optim.Adagrad, ("eps",)),
-    }
-    if rule.name not in classes:
+    """Return torch's optimizer for a rule of `hetpipe.optim`, with a group for each group of the
+    rule. Raises `HetpipeError` if torch has no such optimizer."""
+    if rule.name not in _CLASSES:
         raise HetpipeError(
-            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(classes)}, "
+            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(_CLASSES)}, "
             "or --no-check"
         )
-    optimizer, names = classes[rule.name]
-    options: dict[str, Any] = {name: settings[name] for name in (*names, "weight_decay")}
-    if "nesterov" in options:
-        options["nesterov"] = bool(options["nesterov"])
-    if "beta1" in settings:
-        options["betas"] = (settings["beta1"], settings["beta2"])
-    return optimizer([group for group in groups if group["params"]], lr=rule.lr_at(1), **options)
+    make = _CLASSES[rule.name]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": each.lr_at(1), **_settings(each, make)} for each in rule.rules
+    ]
+    for name, parameter in parameters.items():
+        groups[rule.group_of(name)]["params"].append(parameter)
+    return make(groups)
+
+
+def _settings(rule: Optimizer, make: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return a rule's settings as torch's optimizer takes them."""
+    given = dict(rule.hyperparameters)
+    settings: dict[str, Any] = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        if name == "betas":
+            settings[name] = given["beta1"], given["beta2"]
+        elif name in given:
+            is_flag = isinstance(parameter.default, bool)
+            settings[name] = bool(given[name]) if is_flag else given[name]
+    return settings
 
 
 def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Keep:
 
     policy: WeightPolicy = FLUSH
     updates: tuple[int, ...] = ()  # of each stage; empty before the first update
-    lr: float = 0.0  # learning rate of the last update
+    rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of the last update
     check_finite: bool = False  # check the outputs of every pass
     # Gradients exist only from backward to update, which needs one backward per update.
     late_gradients: bool = False
@@ -168,7 +168,7 @@ class Apply:
 
     serial: int  # identifies the update for the controller and its workers
     number: int  # number of the trained mini-batch, from 1
-    lr: float
+    rates: Mapping[str, float]  # learning rates by the scalar's name
     grad_scale: float | None
     clip: Clip | None
 

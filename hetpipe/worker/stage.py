@@ -93,7 +93,7 @@ class Stage:
         self._tangents: dict[float, Buffer] = {}  # by value: gradients of the loss
         self.memory = self._make_memory()
         if self.weights.number:
-            self._put_scalars({"lr": keep.lr, "step": float(self.weights.number)})
+            self._put_scalars({**keep.rates, "step": float(self.weights.number)})
 
     @property
     def has_loss(self) -> bool:
@@ -152,12 +152,13 @@ class Stage:
         self._run(binding, self.weights.present, frame, after, queue=which.queue)
         self.results.keep(which.microbatch, frame)
 
-    def update(self, lr: float, grad_scale: float) -> None:
+    def update(self, rates: Mapping[str, float], grad_scale: float) -> None:
+        """Apply the gradients with these learning rates, which have the names of scalars."""
         binding = self._binding.update
         if binding is None:
             return
         step = float(self.weights.number + 1)
-        self._put_scalars({"lr": lr, "step": step, "grad_scale": grad_scale})
+        self._put_scalars({**rates, "step": step, "grad_scale": grad_scale})
         self.store.make_gradients()
         present = self.weights.present
         if self.weights.disposable:

@@ -117,7 +117,7 @@ class Updates:
         elif math.isnan(factor):
             stage.undo()
         else:
-            stage.update(update.lr, scale * factor)
+            stage.update(update.rates, scale * factor)
         return begin
 
     def share_of_sum(self, action: Action) -> float:

@@ -85,8 +85,9 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
     yield "name", isinstance(workload.name, str), "a text"
     yield "mini_batch", _is_count(workload.mini_batch), "a whole number, 1 or more"
     optimizer = workload.optimizer
-    ours = optimizer is None or isinstance(optimizer, Optimizer)
-    yield "optimizer", ours, "one of hetpipe.optim or None; torch's optimizers work on whole models"
+    ours = isinstance(optimizer, Optimizer) and not optimizer.tensors
+    cure = "such as adamw(lr=1e-3), or None: optimizers of torch are for hp.Pipeline"
+    yield "optimizer", ours or optimizer is None, f"one of hetpipe.optim, {cure}"
     validate, samples = workload.validate, workload.train_samples
     yield "validate", validate is None or callable(validate), "a function of the model, or None"
     yield "train_samples", samples is None or _is_count(samples), "a whole number, or None"

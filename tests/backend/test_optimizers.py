@@ -24,11 +24,25 @@ RULES = {
     "adam_steps": optim.multi_step(optim.adam(weight_decay=0.1)),
     "adamw": optim.adamw(),
     "adamw_steps": optim.multi_step(optim.adamw()),
+    "amsgrad": optim.adamw(amsgrad=True, maximize=True),
+    "nadam": optim.nadam(weight_decay=0.1),
+    "adamax": optim.adamax(weight_decay=0.1),
+    "dampening": optim.sgd(momentum=0.9, dampening=0.5, lr=0.1, maximize=True),
     "rmsprop": optim.rmsprop(momentum=0.9),
+    "centered": optim.rmsprop(centered=True),
     "adagrad": optim.adagrad(),
+    "adagrad_decay": optim.adagrad(lr_decay=0.1, initial_accumulator_value=0.5),
+    "adadelta": optim.adadelta(weight_decay=0.1),
     "lion": optim.lion(weight_decay=0.1),
     "lamb": optim.lamb(),
 }
+VALID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("sum", "moved", "largest"), torch.abs),
+    "mean": torch.tanh,
+    "square": lambda value: value.square() + 1,  # RMSprop subtracts the square of the mean
+    "faded": torch.sigmoid,
+}
+"""By slot, a function from any numbers to numbers that a state may have."""
 Env = dict[tuple[str, str], torch.Tensor]
 
 
@@ -40,7 +54,7 @@ def environment(rule: Optimizer) -> Env:
             env[key] = torch.randn(shape.shape, generator=generator)
         for slot in rule.state:
             value = torch.randn(shape.shape, generator=generator)
-            env[STATE, f"{slot}/{name}"] = value.abs() if slot in ("square", "sum") else value
+            env[STATE, f"{slot}/{name}"] = VALID.get(slot, torch.clone)(value)
     return env
 
 

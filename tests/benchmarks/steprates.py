@@ -185,7 +185,7 @@ class Trained:
         single = self._single
         single.forward(self._samples, self._feed)
         single.backward(self._samples, self._feed)
-        single.stage.update(self._rule.lr_at(1), single.grad_scale)
+        single.stage.update(self._rule.rates_at(1), single.grad_scale)
         return single.loss
 
 

@@ -64,6 +64,24 @@ def test_two_devices(tmp_path: Path) -> None:
         assert re.search(rf"^\d .* {device} ", text, re.MULTILINE), text
 
 
+def test_a_page_shows_lines_of_an_example() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    section = page.partition("## Optimizers\n")[2].partition("\n## ")[0]
+    shown = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+    script = (EXAMPLES / "torch_optimizer.py").read_text(encoding="utf-8").splitlines()
+    assert len(shown) >= 5
+    assert [line for line in shown if line not in script] == []
+
+
+@pytest.mark.slow
+def test_torch_optimizer(tmp_path: Path) -> None:
+    text = output_of("torch_optimizer.py", tmp_path)
+    losses = numbers(LOSSES.findall(text))
+    alone = numbers(re.findall(r"^torch \d+ (\S+)$", text, re.MULTILINE))
+    assert len(losses) == len(alone) == 10
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

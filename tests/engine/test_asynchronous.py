@@ -91,6 +91,44 @@ def test_equals_the_sequential_reference(
     assert distance(state, wanted.last) < 1e-5
 
 
+class ByDimensions:
+    """An optimizer for weights, and another one for biases."""
+
+    def __init__(self, weights: Any, biases: Any) -> None:
+        self._by_dimensions = {2: weights, 1: biases}
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda w, *values: getattr(self._by_dimensions[w.ndim], method)(w, *values)
+
+
+def grouped(kind: Any, first: dict[str, Any], second: dict[str, Any]) -> hp.optim.Optimizer:
+    """Return torch's optimizer with the settings `first` for weights and `second` for biases."""
+    named = dict(task()[0].named_parameters())
+    groups = [[p for p in named.values() if p.ndim == dimensions] for dimensions in (2, 1)]
+    theirs = kind([{"params": groups[0], **first}, {"params": groups[1], **second}])
+    return hp.optim.from_torch(theirs).named(named)
+
+
+GROUPS: dict[str, tuple[hp.optim.Optimizer, Any]] = {
+    "spectrain": (
+        grouped(torch.optim.SGD, {"lr": 0.03, "momentum": 0.9}, {"lr": 0.05, "momentum": 0.5}),
+        ByDimensions(delayed.Momentum(0.03), delayed.Momentum(0.05, 0.5)),
+    ),
+    "pipeoptim": (
+        grouped(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, {"weight_decay": 0.0}),
+        ByDimensions(delayed.Adam(0.01, 0.1), delayed.Adam(0.001)),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", GROUPS)
+def test_groups_predict_with_their_own_settings(crew: Crew, policy: str) -> None:
+    optimizer, plain = GROUPS[policy]
+    wanted = delayed.train(3, plain, *delays(policy, 3, noam(3)), MINI_BATCHES)
+    state = train_pipeline(open_straight(crew, 3, policy, optimizer, noam(3)))
+    assert distance(state, wanted.last) < 1e-5
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
@@ -192,8 +230,23 @@ def test_prediction_is_nearer_to_the_weights_of_the_backward() -> None:
         ({"weights": "spectrain", "optimizer": ADAM[0]}, "momentum of sgd alone, not of adam"),
         ({"weights": "spectrain", "depths": [5, 3, 1]}, r"with \[3, 2, 1\] in flight, not for"),
         ({"weights": "pipeoptim", "optimizer": hp.optim.sgd(lr=0.1)}, "sgd needs momentum"),
+        (
+            {
+                "weights": "spectrain",
+                "optimizer": grouped(torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}),
+            },
+            "spectrain predicts with the momentum of sgd alone",
+        ),
     ],
-    ids=["flush", "stale", "2bw", "spectrain_adam", "spectrain_deep", "pipeoptim_plain_sgd"],
+    ids=[
+        "flush",
+        "stale",
+        "2bw",
+        "spectrain_adam",
+        "spectrain_deep",
+        "pipeoptim_plain_sgd",
+        "spectrain_plain_group",
+    ],
 )
 def test_invalid_options_are_refused(crew: Crew, options: Any, message: str) -> None:
     with pytest.raises(HetpipeError, match=message):

@@ -96,4 +96,4 @@ def request(captured: Captured, actions: Any, number: int) -> StepRequest:
     parts = {name: np.split(np.asarray(leaf), ends) for name, leaf in leaves.items()}
     feeds = [{name: part[m] for name, part in parts.items()} for m in range(len(SIZES))]
     tangents = tuple(size / sum(SIZES) for size in SIZES)
-    return StepRequest(actions, SIZES, feeds, tangents, LR, number, grad_scale=1.0)
+    return StepRequest(actions, SIZES, feeds, tangents, {"lr": LR}, number, grad_scale=1.0)

@@ -50,7 +50,8 @@ def start(kinds: list[str], transport: str, **options: Any) -> Crew:
 def step(crew: Crew, stages: int, timeout_s: float | None = None) -> StepResult:
     feed = {"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}
     schedule = generate("1f1b", stages, 4)
-    return crew.step(StepRequest(schedule, (2,) * 4, [feed] * 4, (1.0,) * 4, LR, 1), timeout_s)
+    request = StepRequest(schedule, (2,) * 4, [feed] * 4, (1.0,) * 4, {"lr": LR}, 1)
+    return crew.step(request, timeout_s)
 
 
 def pids(crew: Crew) -> list[int]:

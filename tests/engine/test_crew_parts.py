@@ -246,7 +246,7 @@ def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> No
     feeds = [{"x": x[m], "y": np.zeros((2, WIDTH))} for m in range(count)]
     crew, values = crews(ALIKE, transport), make_values(2)
     crew.load(make_stages(2, [2]), ["m0", "m1"], values)
-    request = StepRequest(parse(sends, takes), (2,) * count, feeds, (1.0,) * count, LR, 1)
+    request = StepRequest(parse(sends, takes), (2,) * count, feeds, (1.0,) * count, {"lr": LR}, 1)
     losses = crew.step(request).losses
     wanted = ((x @ values["w0"] @ values["w1"]) ** 2).sum(axis=(1, 2))
     np.testing.assert_allclose(losses, wanted, rtol=1e-12)
@@ -267,7 +267,7 @@ def test_emulated_links_and_speeds_only_slow_down(transport: str) -> None:
     with Crew.start(cluster) as crew:
         crew.load(make_stages(2, [2]), ["m0", "m1"], make_values(2))
         schedule = generate("gpipe", 2, 3)
-        result = crew.step(StepRequest(schedule, (2,) * 3, feeds, (1.0,) * 3, LR, 1))
+        result = crew.step(StepRequest(schedule, (2,) * 3, feeds, (1.0,) * 3, {"lr": LR}, 1))
     at = {str(span.action): span for span in result.timeline.spans}
     for m in range(3):
         for sent, came in ((f"0SF{m}", f"1RF{m}"), (f"1SB{m}", f"0RB{m}")):
@@ -282,7 +282,8 @@ def test_a_big_feed_arrives(crews: Crews) -> None:
     x = np.random.default_rng(0).normal(size=(rows, WIDTH))
     crew, values = crews(ALIKE, "shared-memory"), make_values(2)
     crew.load(make_stages(2, [rows]), ["m0", "m1"], values)
-    request = StepRequest(generate("gpipe", 2, 1), (rows,), [{"x": x, "y": x}], (1.0,), LR, 1)
+    schedule = generate("gpipe", 2, 1)
+    request = StepRequest(schedule, (rows,), [{"x": x, "y": x}], (1.0,), {"lr": LR}, 1)
     for _ in range(2):
         (loss,) = crew.step(request).losses
         crew.write("param", values)

@@ -29,7 +29,8 @@ def run(crew: Crew, schedule: Any, number: int, grad_scale: float | None = None)
     ends = np.cumsum(SIZES)[:-1]
     feeds = [{"x": a, "y": b} for a, b in zip(np.split(x, ends), np.split(y, ends), strict=True)]
     tangents = (1.0,) * len(SIZES)
-    return crew.step(StepRequest(schedule, SIZES, feeds, tangents, LR, number, 0, grad_scale))
+    rates = {"lr": LR}
+    return crew.step(StepRequest(schedule, SIZES, feeds, tangents, rates, number, 0, grad_scale))
 
 
 def close(found: Any, wanted: Any) -> None:
@@ -138,9 +139,9 @@ def test_invalid_requests_are_refused_before_they_run() -> None:
         feed = {"x": np.zeros((3, WIDTH), np.float32), "y": np.zeros((3, WIDTH))}
         one = generate("gpipe", 2, 1)
         with pytest.raises(HetpipeError, match=r"float64\[3, 4\].*float32\[3, 4\]"):
-            crew.step(StepRequest(one, (3,), [feed], (1.0,), LR, 1))
+            crew.step(StepRequest(one, (3,), [feed], (1.0,), {"lr": LR}, 1))
         with pytest.raises(HetpipeError, match=r"has 5 samples .* programs for 2, 3"):
-            crew.step(StepRequest(one, (5,), [feed], (1.0,), LR, 1))
+            crew.step(StepRequest(one, (5,), [feed], (1.0,), {"lr": LR}, 1))
         with pytest.raises(HetpipeError, match="no param 'w9'"):
             crew.read(PARAM, ["w9"])
         run(crew, generate("gpipe", 2, 3), 1)  # the refused requests did not harm the crew

@@ -55,7 +55,7 @@ def request(microbatches: int, in_flight: list[int] | None = None) -> StepReques
     schedule = generate("fbp", STAGES, microbatches, in_flight=in_flight)
     feed = {"x": np.zeros((1, 1), np.float32)}
     ones = (1,) * microbatches
-    return StepRequest(schedule, ones, [feed] * microbatches, ones, 0.0, 1, grad_scale=1.0)
+    return StepRequest(schedule, ones, [feed] * microbatches, ones, {}, 1, grad_scale=1.0)
 
 
 @pytest.mark.parametrize("in_flight", [None, [3, 2, 1]])

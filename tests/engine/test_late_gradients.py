@@ -150,7 +150,7 @@ def test_late_gradients_change_no_value(device_id: str, halves: bool) -> None:
         same(kept, late, GRAD)
         assert late.stage.square(0.5) == pytest.approx(kept.stage.square(0.5), rel=1e-5)
         for training in (late, kept):
-            training.stage.update(0.1, 1.0)
+            training.stage.update({"lr": 0.1}, 1.0)
         same(kept, late, PARAM)
     for training in (late, kept):
         for microbatch in range(3):
@@ -159,10 +159,10 @@ def test_late_gradients_change_no_value(device_id: str, halves: bool) -> None:
             training.backward(microbatch)
     same(kept, late, GRAD)
     for training in (late, kept):
-        training.stage.update(0.1, 0.5)
+        training.stage.update({"lr": 0.1}, 0.5)
         training.forward(20)
         training.backward()
         training.stage.undo()
         assert not any(value.any() for value in training.values(GRAD).values())
-        training.stage.update(0.1, 1.0)  # no gradient, but Adam's momentum moves the weights
+        training.stage.update({"lr": 0.1}, 1.0)  # Adam's momentum moves the weights
     same(kept, late, PARAM)

@@ -72,7 +72,7 @@ def test_a_send_begins_with_the_first_chunk(speed: float) -> None:
     feed = {"x": np.zeros((1, width), np.float32)}
     ones = (1,) * count
     schedule = generate("1f1b-as", 2, count)
-    request = StepRequest(schedule, ones, [feed] * count, ones, 0.0, 1, grad_scale=1.0)
+    request = StepRequest(schedule, ones, [feed] * count, ones, {}, 1, grad_scale=1.0)
     with Crew.start(cluster) as crew:
         stages = [empty_stage(n, 2, width) for n in range(2)]
         crew.load(stages, ["m0", "m1"], {f"w{n}": np.zeros((), np.float32) for n in range(2)})

@@ -72,8 +72,8 @@ def load(crew: Crew, saved: Path, **more: Any) -> hp.Pipeline:
         ),
         (
             {"optimizer": hp.optim.adamw(lr=0.1, decay_exclude=lambda name: name == "3.bias")},
-            "undecayed=[]",
-            "undecayed=['3.bias']",
+            "optimizer.groups=[]",
+            "optimizer.groups=[['3.bias']]",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

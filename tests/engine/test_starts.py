@@ -79,7 +79,7 @@ def test_a_crew_trains_beside_files_named_like_modules(folder: Path, mine: str) 
         crew.load(make_stages(2, [2]), ["m0", "m1"], make_values(2))
         feed: dict[str, Any] = {"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}
         schedule = generate("1f1b", 2, 2)
-        result = crew.step(StepRequest(schedule, (2,) * 2, [feed] * 2, (1.0,) * 2, LR, 1))
+        result = crew.step(StepRequest(schedule, (2,) * 2, [feed] * 2, (1.0,) * 2, {"lr": LR}, 1))
         assert np.isfinite(result.losses).all()
         assert crew.call(["m0"], f"{mine}:variable", "PYTHONPATH") == [str(folder)]
         assert crew.call(["m0"], f"{mine}:variable", "HETPIPE_PATH") == [None]

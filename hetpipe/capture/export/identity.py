@@ -135,14 +135,14 @@ def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> obj
     """Identify an optimizer, for parameters with these names. Raises `UnknownCodeError`."""
     if optimizer is None:
         return None
-    rules = [optimizer] if optimizer.undecayed is None else [optimizer, optimizer.undecayed]
-    undecayed = [name for name in names if optimizer.rule_for(name) is not optimizer]
     functions = [
         None if function is None else identity(function)
-        for rule in rules
+        for rule in optimizer.rules
         for function in (rule.update, rule.predict)
     ]
-    return optimizer.state, functions, undecayed
+    scalars = [optimizer.scalars[rule.lr] for rule in optimizer.rules]
+    states = [rule.state for rule in optimizer.rules]
+    return functions, states, scalars, optimizer.members(names)
 
 
 def _table_identity(table: Mapping[Any, Callable[..., Any]]) -> object:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,11 +70,8 @@ class SplitParameters:
         return joined
 
     def rules(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer for the graphs' names: a part decays if its parameter does."""
-        picks = optimizer.decay_exclude
-        if picks is None or not self.rows:
-            return optimizer
-        return replace(optimizer, decay_exclude=lambda name: picks(self.whole(name)))
+        """Return the optimizer for the graphs' names: a part is in its parameter's group."""
+        return optimizer.renamed(self.whole) if self.rows else optimizer
 
 
 def _parameter(name: str, known: Mapping[str, object]) -> str:

@@ -104,14 +104,15 @@ def trace_update(
             *((PARAM, name) for name in updated),
             *((GRAD, name) for name in everything),
             *_states(optimizer, updated),
-            *_scalars("lr", "step", "grad_scale"),
+            *_rates(optimizer, updated),
+            *_scalars("step", "grad_scale"),
         ]
     )
     outputs: dict[Key, fx.Node] = {}
     for name in updated:
         rule = optimizer.rule_for(name)
-        keys = [(PARAM, name), *_states(optimizer, [name])]
-        scalars = _scalars("step", "lr", "grad_scale")
+        keys = [(PARAM, name), *_states(rule, [name])]
+        scalars = [*_scalars("step"), *_rates(optimizer, [name]), *_scalars("grad_scale")]
         arguments = program.inputs([keys[0], (GRAD, name), *keys[1:], *scalars])
         *new, outputs[GRAD, name] = program.apply(rule, partial(_update_one, rule), arguments)
         outputs.update(zip(keys, new, strict=True))
@@ -132,18 +133,20 @@ def trace_predict(
 ) -> Program | None:
     """Trace PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
 
-    None if the optimizer predicts nothing, or there is no parameter. `others` are parameters that
-    the stage does not update, but which count for the dtype of the scalars.
+    None if a group of the optimizer predicts nothing, or there is no parameter. `others` are
+    parameters that the stage does not update, but which count for the dtype of the scalars.
     """
-    if not updated or optimizer.predict is None:
+    if not updated or not optimizer.predicts:
         return None
     program = _ProgramBuilder(formulas, {**updated, **(others or {})})
-    scalars = _scalars("lr", "step", "ahead")
-    program.inputs([*((PARAM, n) for n in updated), *_states(optimizer, updated), *scalars])
+    scalars = _scalars("step", "ahead")
+    rates = _rates(optimizer, updated)
+    program.inputs([*((PARAM, n) for n in updated), *_states(optimizer, updated), *rates, *scalars])
     predicted: dict[Key, fx.Node] = {}
     for name in updated:
         rule = optimizer.rule_for(name)
-        keys = [(PARAM, name), *_states(optimizer, [name]), *scalars]
+        rate = _rates(optimizer, [name])
+        keys = [(PARAM, name), *_states(rule, [name]), *rate, *scalars]
         formula = partial(_predict_one, rule)
         (predicted[PARAM, name],) = program.apply((rule, "ahead"), formula, program.inputs(keys))
     return program.program(predicted)
@@ -195,7 +198,7 @@ def _predict_one(
 ) -> list[torch.Tensor]:
     """Compute parameter, state, lr, step, ahead -> parameter."""
     *state, lr, step, ahead = _narrow(others, parameter)
-    assert rule.predict is not None, "an undecayed rule predicts where the decayed one does"
+    assert rule.predict is not None, "every group predicts"
     return [rule.predict(parameter, tuple(state), step, lr, ahead)]
 
 
@@ -219,8 +222,17 @@ def _scalars(*names: str) -> list[Key]:
     return [(SCALAR, name) for name in names]
 
 
+def _rates(optimizer: Optimizer, names: Iterable[str]) -> list[Key]:
+    """Return the scalars with the learning rates of these parameters."""
+    rates = (optimizer.rule_for(name).lr for name in names)
+    return _scalars(*dict.fromkeys(optimizer.scalars[rate] for rate in rates))
+
+
 def _states(optimizer: Optimizer, names: Iterable[str]) -> list[Key]:
-    return [(STATE, f"{slot}/{name}") for slot in optimizer.state for name in names]
+    """Return the state tensors of these parameters."""
+    slots = dict.fromkeys(slot for rule in optimizer.rules for slot in rule.state)
+    states = {name: optimizer.rule_for(name).state for name in names}
+    return [(STATE, f"{slot}/{name}") for slot in slots for name in states if slot in states[name]]
 
 
 def _example(

@@ -224,8 +224,12 @@ RULES = {
     "sgd": hp.optim.sgd(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
     "adam": hp.optim.adam(weight_decay=0.1),
     "adamw": hp.optim.adamw(),
-    "rmsprop": hp.optim.rmsprop(momentum=0.9),
+    "amsgrad": hp.optim.adam(amsgrad=True, maximize=True),
+    "nadam": hp.optim.nadam(weight_decay=0.1),
+    "adamax": hp.optim.adamax(),
+    "rmsprop": hp.optim.rmsprop(momentum=0.9, centered=True),
     "adagrad": hp.optim.adagrad(weight_decay=0.1),
+    "adadelta": hp.optim.adadelta(),
     "lion": hp.optim.lion(weight_decay=0.1),
     "multi-step": hp.optim.multi_step(hp.optim.adamw()),
 }

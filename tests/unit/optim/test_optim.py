@@ -177,9 +177,12 @@ def test_excluded_parameters_do_not_decay(make: Callable[..., Optimizer]) -> Non
         assert not torch.equal(without[PARAM, name], with_decay[PARAM, name])
 
 
-def test_exclusion_is_a_hyperparameter() -> None:
+def test_exclusion_is_a_group() -> None:
     """A profile with exclusions differs from one without; the optimizer's name stays the same."""
-    plain, excluding = optim.adamw(LR), optim.adamw(LR, decay_exclude=lambda name: True)
+    plain, excluding = optim.adamw(LR), optim.adamw(LR, decay_exclude="a.bias".__eq__)
     assert (plain.name, excluding.name) == ("adamw", "adamw")
-    assert dict(excluding.hyperparameters) == {**dict(plain.hyperparameters), "decay_exclude": 1.0}
+    assert excluding.hyperparameters == plain.hyperparameters
+    assert excluding.settings["1.weight_decay"] == 0.0
+    assert excluding.members(["a.weight", "a.bias"]) == [["a.bias"]]
+    assert excluding.rates_at(1) == {"lr": LR}
     assert plain.rule_for("a.bias") is plain

@@ -86,6 +86,12 @@ def test_a_script_that_exits_is_reported(write: Write) -> None:
             "hp.Workload(model(), mse, batches, optimizer=torch.optim.SGD([torch.ones(1)], 0.1))",
             "Workload.optimizer is a SGD; give one of hetpipe.optim",
         ),
+        (
+            "hp.Workload(model(), mse, batches, "
+            "optimizer=hp.optim.from_torch(torch.optim.SGD([torch.ones(1)], 0.1)))",
+            "Workload.optimizer is a Optimizer; give one of hetpipe.optim, such as adamw(lr=1e-3), "
+            "or None: optimizers of torch are for hp.Pipeline",
+        ),
         ("hp.Workload(model(), mse, batches, validate=1)", "Workload.validate is 1"),
         ("hp.Workload(model(), mse, batches, train_samples=1.5)", "train_samples is 1.5"),
         ("hp.Workload(model(), mse, batches, blocks='0')", "Workload.blocks is '0'"),
