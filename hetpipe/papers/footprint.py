@@ -197,7 +197,7 @@ def _request(
     ]
     shares = (1.0 / microbatches,) * microbatches
     sizes = (samples,) * microbatches
-    return StepRequest(schedule, sizes, feeds, shares, {}, 1, grad_scale=1.0)
+    return StepRequest(schedule, sizes, feeds, shares, {"lr": 0.0}, 1, grad_scale=1.0)
 
 
 def _footprint(results: Sequence[StepResult]) -> Footprint:

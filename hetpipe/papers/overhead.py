@@ -64,7 +64,7 @@ def empty_request(schedule: Schedule, microbatches: int, width: int = 1) -> Step
     """Return the request of a step of empty stages."""
     feeds = [{"x": np.zeros((1, width), np.float32)}] * microbatches
     ones = (1,) * microbatches
-    return StepRequest(schedule, ones, feeds, (1.0,) * microbatches, {}, 1, grad_scale=1.0)
+    return StepRequest(schedule, ones, feeds, (1.0,) * microbatches, {"lr": 0.0}, 1, grad_scale=1.0)
 
 
 def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:
