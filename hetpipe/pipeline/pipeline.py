@@ -55,7 +55,7 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, or tuples or dicts of tensors, whose first axis
     is the samples. `loss_fn` takes the model's output and `y` and returns a mean over samples, or
     `(sum, count)`. If `loss_fn` is a module with parameters, the last stage trains them like the
-    model's parameters.
+    model's parameters. An `optimizer` of torch is read once, see `hetpipe.optim.from_torch`.
 
     The planner chooses the parts of the plan that you leave out; `hetpipe.pipeline.options`
     describes every option. All errors are children of `HetpipeError`. `close` does not stop a

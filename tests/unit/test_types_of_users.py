@@ -60,6 +60,9 @@ TYPES = {
     "hp.capture(model, loss_fn, (x, y))": "Captured",
     "hp.discover_devices()": "tuple[list[DeviceInfo], dict[str, str]]",
     "hp.optim.adamw(lr=1e-3)": "Optimizer",
+    "hp.optim.from_torch(torch.optim.SGD(model.parameters()))": "Optimizer",
+    "hp.Pipeline(model, loss_fn, (x, y), cluster=cluster, "
+    "optimizer=torch.optim.SGD(model.parameters()))": "Pipeline",
     'read_plan(Path("plan.json"))': "tuple[Plan, CostTable | None]",
     "sdk.DONE": "DoneEvent",
     "sdk.KINDS.index('cpu')": "int",

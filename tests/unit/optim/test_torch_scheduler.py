@@ -122,7 +122,7 @@ def stepped(o: torch.optim.Optimizer) -> LRScheduler:
 
 def uncopyable(o: torch.optim.Optimizer) -> LRScheduler:
     scheduler: Any = lrs.StepLR(o, 1)
-    scheduler.log = open(__file__)  # noqa: SIM115 - a file cannot be copied
+    scheduler.log = (number for number in range(3))  # a generator cannot be copied
     return scheduler  # type: ignore[no-any-return]
 
 
