@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -21,8 +20,7 @@ from hetpipe.capture.export.identity import (
     tables_identity,
 )
 from hetpipe.capture.export.index_bounds import mark_checked
-from hetpipe.capture.export.layer_labels import label, layer_graph
-from hetpipe.capture.export.loss_batches import Outputs
+from hetpipe.capture.export.layer_labels import check_layers, label, layer_graph
 from hetpipe.capture.export.mean_loss import LossCheck
 from hetpipe.capture.export.model_changes import Watch
 from hetpipe.capture.export.named_tensors import (
@@ -32,10 +30,11 @@ from hetpipe.capture.export.named_tensors import (
     copy_loss,
     move_to_cpu,
 )
+from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.flat_graph import FlatGraph
-from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.layers import LayerGraph, check_cuts
 from hetpipe.capture.passes.partition import check_modes
 from hetpipe.capture.passes.split_layers import SplitParameters, split_layers, splittable
 from hetpipe.capture.passes.stage_graphs import EXTRAS, Extra, trace_stages
@@ -43,7 +42,6 @@ from hetpipe.capture.passes.trace_cache import Traces
 from hetpipe.capture.passes.update_programs import check_elementwise
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import Decompositions, StageGraphs
-from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
 
 _T = TypeVar("_T")
@@ -57,13 +55,13 @@ class Captured:
 
     `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
     loss's tensors begin with `loss.`. A tied tensor appears once, under its first name; `aliases`
-    maps its other names to the first. `name` is the name of the model's class. `has_count` says
-    whether loss_fn returns (sum, count). The first export is for `samples` samples, by default the
-    number in the example. `precision` gives the dtypes of passes and cuts. With `sync_batch_norm`
-    the batch norms of replicas use the statistics of the whole micro-batch. `split` names the
-    linear layers and convolutions to divide in two, each with the number of output channels of its
-    first part. `parts` translates names and values of split parameters. Every operator named in
-    `starting` begins a new layer. `watch` detects later changes of the model.
+    maps its other names to the first. `has_count` says whether loss_fn returns (sum, count). The
+    first export is for `samples` samples, by default the number in the example. `precision` gives
+    the dtypes of passes and cuts. With `sync_batch_norm` the batch norms of replicas use the
+    statistics of the whole micro-batch. `split` names the linear layers and convolutions to divide
+    in two, each with the number of output channels of its first part. `parts` translates names and
+    values of split parameters. Every operator named in `starting` begins a new layer. `watch`
+    detects later changes of the model.
 
     Raises `PlanError` for a layer that cannot be split. Raises `CaptureError` for other faults of
     the model; the error names the line or module, and the cure.
@@ -149,7 +147,7 @@ class Captured:
         `halves` every backward also comes in two halves. `extras` names the programs that only some
         trainings need, see `hetpipe.capture.passes.stage_graphs`.
         """
-        self._check(cuts, decompositions)
+        check_cuts(cuts, len(decompositions), len(self.layer_names))
         if optimizer is not None:
             check_elementwise(optimizer, self.parts.rows, self.parameters)
         modes = check_modes(recompute, len(decompositions))
@@ -167,24 +165,30 @@ class Captured:
         cuts: Sequence[int],
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
+        has_loss: bool = True,
     ) -> list[StageGraphs]:
         """Return the stages as after `model.eval()`: a forward per size, without SAVED outputs.
 
-        Layers have the same names as in training, but CUT slots have other names. Raises
-        `CaptureError` if the model has other layers in eval mode.
+        The forwards return the loss and the model's output; without `has_loss` only the output, and
+        they do not read `y`. Layers have the same names as in training, but CUT slots have other
+        names. Raises `CaptureError` if the model has other layers in eval mode.
         """
-        self._check(cuts, decompositions)
+        check_cuts(cuts, len(decompositions), len(self.layer_names))
         sizes = list(dict.fromkeys(samples))
 
         def trace() -> list[StageGraphs]:
             modes = check_modes((), len(decompositions))
-            return self._trace(sizes, False, cuts, decompositions, None, modes)
+            return self._trace(sizes, False, cuts, decompositions, None, modes, has_loss=has_loss)
 
-        return _load_or_make(self._stage_key(sizes, decompositions, None, False, list(cuts)), trace)
+        how = (list(cuts), has_loss)
+        return _load_or_make(self._stage_key(sizes, decompositions, None, False, *how), trace)
 
-    def _trace(self, sizes: Sequence[int], training: bool, *how: Any) -> list[StageGraphs]:
+    def _trace(
+        self, sizes: Sequence[int], training: bool, *how: Any, has_loss: bool = True
+    ) -> list[StageGraphs]:
         """Trace the stages, see `trace_stages`, and mark the inputs that the host checks."""
         flats = [self._flat(size, training) for size in sizes]
+        flats = flats if has_loss else [flat.without_loss() for flat in flats]
         graphs = trace_stages(self.traces, flats, *how)
         mark_checked(graphs, self._summary.indices)
         return graphs
@@ -204,30 +208,24 @@ class Captured:
             return None
         return self._identity.key("stages", samples, training, tables, rules, *more)
 
-    def _check(self, cuts: Sequence[int], decompositions: Sequence[Decompositions]) -> None:
-        count = len(self.layer_names)
-        bounds = [0, *cuts, count]
-        if any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise CaptureError(
-                f"cuts {list(cuts)} must increase strictly, and each must be above 0 and below "
-                f"{count}, the number of layers"
-            )
-        if len(decompositions) != len(cuts) + 1:
-            raise CaptureError(
-                f"{len(decompositions)} decomposition tables for {len(cuts) + 1} stages; give one "
-                "per stage"
-            )
-
-    def leaves(self, x: Any, y: Any) -> dict[str, Array]:
-        """Return the tensors of a batch by name ("x", "x.0", "x.mask", "y").
+    def leaves(self, x: Any, *y: Any) -> dict[str, Array]:
+        """Return the tensors of a batch by name ("x", "x.0", "x.mask", "y"), perhaps without `y`.
 
         Raises `HetpipeError` if the batch differs in structure from the example batch, or holds an
         index out of range: a class, a token, a row.
         """
-        leaves = self._example.leaves(x, y)
+        leaves = self._example.leaves(x, *y)
         for bound in self._summary.indices:
-            bound.check(leaves[bound.leaf])
+            if bound.leaf in leaves:
+                bound.check(leaves[bound.leaf])
         return leaves
+
+    @property
+    def output(self) -> Outputs:
+        """The structure of the model's output in eval mode."""
+        if False not in self._outputs:  # rehearsals have failed: let export note the output
+            self._flat(self._summary.samples, False)
+        return self._outputs[False]
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
@@ -282,10 +280,12 @@ class Captured:
                 program = export(
                     self._model, self._loss_fn, self._example, samples, self.precision,
                     self.sync_batch_norm, partial(self._note_output, samples, training),
+                    has_output=not training,
                 )  # fmt: skip
             self._identity.check_computing(samples, training)
             trainable = self.trainable if training else None
-            flat = flatten(program, self._example.names, self.aliases, trainable, samples)
+            outputs = 0 if training else self._outputs[training].count
+            flat = flatten(program, self._example.names, self.aliases, trainable, samples, outputs)
             flat.precision = self.precision
             summary = getattr(self, "_summary", None)  # None while the first graph is made
             label(
@@ -294,23 +294,9 @@ class Captured:
             )  # fmt: skip
             split_layers(flat, self.split, set(self.aliases.values()))
             if summary is not None:
-                _check_layers(flat, summary, "training" if training else "eval mode")
+                check_layers(flat, summary.layer_names, summary.samples, training)
             self._flats[samples, training] = flat
         return self._flats[samples, training]
-
-
-def _check_layers(flat: FlatGraph, first: ModelSummary, mode: str) -> None:
-    """Raise `CaptureError` unless `flat` has the layers of the first training graph."""
-    if flat.layer_names == first.layer_names:
-        return
-    pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")
-    number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
-    raise CaptureError(
-        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
-        f"in {mode} but {len(first.layer_names)} for {first.samples} in training: "
-        f"layer {number} is {name}, not {expected}; make the model's structure independent"
-        " of the batch size and the mode"
-    )
 
 
 def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:

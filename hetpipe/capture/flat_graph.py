@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.program import BUFFER
+from hetpipe.capture.program import BUFFER, OUTPUT
 from hetpipe.capture.slots import Key
+from hetpipe.sdk.host.parts import reachable
 
 PARAMETRIZATIONS = "parametrizations"
 """Name of the child module in which torch keeps the parametrizations of a module's tensors."""
@@ -41,6 +42,13 @@ class FlatGraph:
     def updated_buffers(self) -> frozenset[str]:
         """Names of the buffers that the forward changes."""
         return frozenset(name for (role, name), _ in self.outputs if role == BUFFER)
+
+    def without_loss(self) -> FlatGraph:
+        """Return the part of the graph that computes the model's output."""
+        outputs = [(key, node) for key, node in self.outputs if key[0] == OUTPUT]
+        used = reachable([node for _, node in outputs], self.inputs)
+        layer = {node: index for node, index in self.layer.items() if node in used}
+        return replace(self, outputs=outputs, layer=layer)
 
 
 def owner(node: fx.Node) -> tuple[str, str]:

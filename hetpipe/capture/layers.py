@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+from hetpipe.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,17 @@ class LayerGraph:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+def check_cuts(cuts: Sequence[int], tables: int, layers: int) -> None:
+    """Raise `CaptureError` unless the cuts divide the layers into one stage for each table."""
+    bounds = [0, *cuts, layers]
+    if any(a >= b for a, b in pairwise(bounds)):
+        raise CaptureError(
+            f"cuts {list(cuts)} must increase strictly, and each must be above 0 and below "
+            f"{layers}, the number of layers"
+        )
+    if tables != len(cuts) + 1:
+        raise CaptureError(
+            f"{tables} decomposition tables for {len(cuts) + 1} stages; give one per stage"
+        )

@@ -27,6 +27,7 @@ CONSTANT = "constant"  # a tensor that never changes, value in StageGraphs.const
 INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"); dimension 0 is the samples
 CUT = "cut"  # a tensor that crosses between neighbouring stages, by its node name
 LOSS = "loss"  # 0-d, the micro-batch's loss: its mean over samples, or its sum (see COUNT)
+OUTPUT = "output"  # a tensor of the model's output in eval mode, by number; first the samples
 COUNT = "count"  # 0-d, number of terms in the loss's sum; only if loss_fn returns (sum, count)
 SAVED = "saved"  # a tensor that the forward keeps for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
@@ -149,8 +150,9 @@ class StageGraphs:
     `predict`: PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates.
     `norm`: GRAD, SCALAR -> NORM, for the parameters that the stage owns. These two are None if not
     requested, if the stage owns no parameter, or (`predict`) if the optimizer predicts nothing.
-    `evaluation`: forwards in eval mode, by number of samples; they save nothing. `tied` lists
-    (parameter, owner stage, other stages); the owner is the first stage that reads the parameter.
+    `evaluation`: forwards in eval mode, by number of samples; they save nothing, and return the
+    loss and OUTPUT. `inference`: the same without the loss. `tied` lists (parameter, owner stage,
+    other stages); the owner is the first stage that reads the parameter.
     """
 
     stage: int
@@ -161,6 +163,7 @@ class StageGraphs:
     predict: Program | None = None
     norm: Program | None = None
     evaluation: dict[int, Program] = field(default_factory=dict)
+    inference: dict[int, Program] = field(default_factory=dict)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -173,6 +176,7 @@ class StageGraphs:
                 named[f"{half} half of the backward {of}"] = program
         named |= {"update": self.update, "prediction": self.predict, "norm": self.norm}
         named |= {f"evaluation {_of(n)}": program for n, program in self.evaluation.items()}
+        named |= {f"inference {_of(n)}": program for n, program in self.inference.items()}
         return {name: program for name, program in named.items() if program is not None}
 
     @property

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import attrgetter
+
+import numpy as np
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.crew.request import Request, StepRequest, StepResult
 from hetpipe.schedule.action import Action, Op
 from hetpipe.simulate.timeline import Span, Timeline
-from hetpipe.wire.messages import Losses, News, Scale, StepReport
+from hetpipe.wire.messages import Array, Losses, News, Scale, StepReport
+from hetpipe.wire.shares import Replica
 
 
 class Answers:
@@ -31,6 +34,7 @@ class Answers:
         self._squares: list[float] = []
         self.culprit = ""  # a gradient that is not finite, so the update is left out
         self.skipped = False  # whether the update is left out
+        self.gradient_norm: float | None = None  # before the clip, if gradients are clipped
 
     def to(self, news: News) -> Scale | None:
         """Return the answer to all workers; None while reports are missing."""
@@ -48,7 +52,9 @@ class Answers:
                 self.culprit = self.culprit or news.culprit
             if len(self._squares) < self._workers:
                 return None
-            value = clip.factor(sum(self._squares))
+            square = sum(self._squares)
+            value = clip.factor(square)
+            self.gradient_norm = math.sqrt(square) if clip.takes_norms else None
             self._squares.clear()
         self.skipped = math.isnan(value)
         return Scale(news.serial, not isinstance(news, Losses), value)
@@ -120,7 +126,20 @@ def result_of(
             if report.device_nbytes is not None
         },
         next(filter(None, culprits), ""),
+        answers.gradient_norm,
+        _joined({replica: out for report in reports for replica, out in report.outputs.items()}),
     )
+
+
+def _joined(parts: Mapping[Replica, Sequence[Mapping[str, Array]]]) -> dict[str, Array]:
+    """Join the rows of replicas, and then of micro-batches, by number of the output's tensor."""
+    found: dict[str, list[Array]] = {}
+    replicas = [parts[replica] for replica in sorted(parts)]
+    for micro_batch in zip_longest(*replicas, fillvalue=None):
+        for by_number in micro_batch:
+            for number, array in (by_number or {}).items():
+                found.setdefault(number, []).append(array)
+    return {number: np.concatenate(arrays) for number, arrays in found.items()}
 
 
 def _sum_replicas(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:

@@ -26,7 +26,7 @@ from hetpipe.capture.program import (
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
 from hetpipe.cluster.transports import transport_of
-from hetpipe.crew.request import Request, UpdateRequest
+from hetpipe.crew.request import Request, StepRequest, UpdateRequest
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
@@ -34,7 +34,7 @@ from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import host_dtype, streams
+from hetpipe.wire.wire import Content, forwards_of, host_dtype, streams
 
 PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
@@ -150,15 +150,13 @@ class Assembly:
         names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
-    def feeds_of(
-        self, replica: Replica, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
-    ) -> list[dict[str, Array]]:
+    def feeds_of(self, replica: Replica, request: StepRequest) -> list[dict[str, Array]]:
         """Return, per micro-batch, a replica's rows of the leaves that its stage reads."""
         slots = self._feeds[replica.stage][replica.number]
         own_feeds = []
-        for feed, size in zip(feeds, samples, strict=True):
+        for feed, size in zip(request.feeds, request.samples, strict=True):
             lo, hi = self.shares.rows(replica, size)
-            leaves = {slot.name: feed[slot.name] for slot in slots[hi - lo]}
+            leaves = {slot.name: feed[slot.name] for slot in slots[request.forwards, hi - lo]}
             rows = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
@@ -175,7 +173,7 @@ class Assembly:
             grad_scale=None if request.guards else request.grad_scale,
             clip=request.clip,
             samples=request.samples,
-            feeds={r.stage: self.feeds_of(r, request.feeds, request.samples) for r in own},
+            feeds={r.stage: self.feeds_of(r, request) for r in own},
             loss_tangents=request.loss_tangents,
             seed=request.seed,
             guards=request.guards,
@@ -193,13 +191,9 @@ class Assembly:
                 f"the schedule is for {workers} workers, but the stages are loaded on {rows}"
             )
 
-    def check(
-        self,
-        samples: Sequence[int],
-        feeds: Sequence[Mapping[str, Array]],
-        loss_tangents: Sequence[float],
-    ) -> None:
+    def check(self, request: StepRequest) -> None:
         """Raise `HetpipeError` if a mini-batch does not fit the stages."""
+        samples, feeds, loss_tangents = request.samples, request.feeds, request.loss_tangents
         if not len(samples) == len(feeds) == len(loss_tangents):
             raise HetpipeError(
                 f"{len(samples)} micro-batches, but {len(feeds)} feeds and "
@@ -209,12 +203,13 @@ class Assembly:
             for replica, slots in enumerate(replicas):
                 for m, size in enumerate(samples):
                     lo, hi = self.shares.rows(Replica(n, replica), size)
-                    if hi - lo not in slots:
+                    if (request.forwards, hi - lo) not in slots:
+                        present = [str(rows) for of, rows in slots if of is request.forwards]
                         raise HetpipeError(
                             f"micro-batch {m} has {hi - lo} samples for a replica of stage {n}, "
-                            f"which has programs for {', '.join(map(str, slots))} samples"
+                            f"which has programs for {', '.join(present) or 'no'} samples"
                         )
-                    for slot in slots[hi - lo]:
+                    for slot in slots[request.forwards, hi - lo]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
@@ -266,18 +261,26 @@ class Assembly:
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
     """Return the sizes of micro-batches for which stages without replicas have programs."""
     alone = [stage for replicas in stages if len(replicas) == 1 for stage in replicas]
-    return {size for stage in alone for size in (*stage.passes, *stage.evaluation)}
+    return {
+        size for stage in alone for size in (*stage.passes, *stage.evaluation, *stage.inference)
+    }
 
 
-def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:
-    by_size: dict[int, dict[str, Slot]] = {}
-    programs = [(samples, p) for samples, p in stage.evaluation.items()]
+def _feeds_of(stage: StageGraphs) -> dict[tuple[Content, int], list[Slot]]:
+    """Return the leaves that a stage reads, by the content of forwards and number of samples."""
+    found: dict[tuple[Content, int], dict[str, Slot]] = {}
+    programs = [
+        (content, samples, program)
+        for content in (Content.EVALUATION, Content.INFERENCE)
+        for samples, program in forwards_of(stage, content).items()
+    ]
     for samples, passes in stage.passes.items():
-        programs += [(samples, p) for p in (passes.forward, passes.backward) if p is not None]
-    for samples, program in programs:
+        both = (passes.forward, passes.backward)
+        programs += [(Content.FORWARD, samples, p) for p in both if p is not None]
+    for content, samples, program in programs:
         slots = {slot.name: slot for slot in program.inputs if slot.role == INPUT}
-        by_size.setdefault(samples, {}).update(slots)
-    return {samples: list(slots.values()) for samples, slots in by_size.items()}
+        found.setdefault((content, samples), {}).update(slots)
+    return {key: list(slots.values()) for key, slots in found.items()}
 
 
 def _check_feed(

@@ -25,6 +25,7 @@ from hetpipe.schedule.lanes import worker_rows
 from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.wire import Content
 
 Stages = StageGraphs | Sequence[StageGraphs]
 """A stage, or its replicas."""
@@ -188,13 +189,14 @@ class Crew(Workers):
         a part, workers wait at the end until all messages are sent.
         """
         assembly = self._loaded()
-        microbatches, evaluates = 1, False
+        microbatches, forwards, keeps_output = 1, Content.FORWARD, False
         assembly.check_rows(request.schedule, self._placement.rows)
         if isinstance(request, StepRequest):
-            assembly.check(request.samples, request.feeds, request.loss_tangents)
+            assembly.check(request)
             if request.grad_scale is None and not assembly.has_count:
                 raise HetpipeError("grad_scale is None, but the loss has no count: give it a value")
-            microbatches, evaluates = len(request.samples), request.evaluates
+            microbatches, forwards = len(request.samples), request.forwards
+            keeps_output = request.keeps_output
         self._serial += 1
         # A custom schedule that leaves out micro-batches is still one mini-batch.
         place = part or StreamPart(0, 0, microbatches, closing(request.schedule))
@@ -215,7 +217,8 @@ class Crew(Workers):
                 message = say.Step(
                     self._serial, script, schedule, member_rows, place.closing, place.first,
                     place.microbatches, place.begins, batch,
-                    drain=part is None or isinstance(request, UpdateRequest), evaluates=evaluates,
+                    drain=part is None or isinstance(request, UpdateRequest), forwards=forwards,
+                    keeps_output=keeps_output,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
 

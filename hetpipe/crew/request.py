@@ -9,6 +9,7 @@ from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.complete import Closing
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.wire.messages import Array, Clip
+from hetpipe.wire.wire import Content
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class StepRequest:
     grad_scale: float | None = None
     loss_scale: float = 1.0
     clip: Clip | None = None
-    evaluates: bool = False
+    forwards: Content = Content.FORWARD
+    keeps_output: bool = False
+    """Whether the result has the model's output; for forwards of evaluation or inference."""
     guards: bool = False
     """Whether updates wait for all losses; then nothing is applied if a loss is not finite."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -86,3 +89,7 @@ class StepResult:
     device_nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes in use at the end, programs included, by member, for devices that count bytes."""
     culprit: str = ""  # a gradient that is not finite; empty if there is none
+    gradient_norm: float | None = None
+    """The norm of all gradients before they are clipped; None if they are not."""
+    outputs: Mapping[str, Array] = field(default_factory=dict)
+    """The tensors of the model's output, of all samples, by number."""

@@ -9,7 +9,16 @@ from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slo
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.row_messages import find_axes, kind_of, rows_of
 from hetpipe.wire.shares import Replica, Shares, overlap
-from hetpipe.wire.wire import GRADIENTS, Axes, Content, Kind, Layout, Wire, host_dtype
+from hetpipe.wire.wire import (
+    GRADIENTS,
+    Axes,
+    Content,
+    Kind,
+    Layout,
+    Wire,
+    forwards_of,
+    host_dtype,
+)
 from hetpipe.worker.divided import exchanges
 
 Edge = tuple[Replica, Replica]
@@ -101,12 +110,14 @@ class _Crossing:
                         Content.BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
                     )
                     yield (there, here), kind, tangents
-            ends = left.evaluation.get(counts[0]), right.evaluation.get(counts[1])
-            if ends[0] is not None and ends[1] is not None:
-                kind, cuts = self._message(
-                    Content.EVALUATION, ends[0].outputs, ends[1].inputs, CUT, self._stages, rows
-                )
-                yield (here, there), kind, cuts
+            for content in (Content.EVALUATION, Content.INFERENCE):
+                sides = forwards_of(left, content), forwards_of(right, content)
+                sender, receiver = sides[0].get(counts[0]), sides[1].get(counts[1])
+                if sender is not None and receiver is not None:
+                    kind, cuts = self._message(
+                        content, sender.outputs, receiver.inputs, CUT, self._stages, rows
+                    )
+                    yield (here, there), kind, cuts
 
     def _message(
         self,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
-from hetpipe.pipeline.training import Result, Training
+from hetpipe.pipeline.results import Result
+from hetpipe.pipeline.training import Training
+from hetpipe.wire.wire import Content
+
+if TYPE_CHECKING:
+    from hetpipe.crew.request import StepRequest, StepResult
+    from hetpipe.wire.messages import Array
 
 
 class Delivery:
@@ -26,6 +33,7 @@ class Delivery:
         self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
         self._run: object | None = None  # a token of the run that has results to come
+        self._forwards: Forwards | None = None  # in eval mode, perhaps under way
 
     @contextmanager
     def at_rest(self, call: str) -> Iterator[None]:
@@ -36,6 +44,7 @@ class Delivery:
 
     def settle(self) -> None:
         """Wait until all mini-batches that were handed in are collected and applied."""
+        self._end_forwards()
         self._collect_all()
         self._training.flush()
 
@@ -51,6 +60,7 @@ class Delivery:
     def step(self, x: Any, y: Any) -> Result:
         """Train on one whole mini-batch."""
         with self._guard("step"):
+            self._end_forwards()
             self._move_if_due()
             if not self._training.streams:
                 return self._training.step(x, y)
@@ -65,6 +75,7 @@ class Delivery:
         if not self._training.streams:
             for x, y in batches:
                 with self._guard("run"):
+                    self._end_forwards()
                     self._move_if_due()
                     result = self._training.step(x, y)
                 yield result
@@ -96,6 +107,7 @@ class Delivery:
                 failure = error
                 break
             with self._guard("run"):
+                self._end_forwards()
                 self._move_if_due()
                 try:
                     fits = training.fits(x, y)
@@ -116,6 +128,58 @@ class Delivery:
             yield self._results.popleft()
         if failure is not None:
             raise failure
+
+    def predict(self, xs: Iterable[Any]) -> Iterator[Any]:
+        """Yield the model's output in eval mode for each x."""
+        captured = self._training.setup.captured
+        batches = ((captured.leaves(x), None) for x in xs)
+        forwards = Forwards(self._training, Content.INFERENCE, keeps_output=True)
+        for _, result, _ in self._results_in_eval("predict", forwards, batches):
+            yield captured.output.rebuild(result.outputs)
+
+    def evaluate(
+        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric]
+    ) -> Evaluation:
+        """Return the mean loss and metrics of mini-batches in eval mode."""
+        captured, means = self._training.setup.captured, Means(metrics)
+        pairs = ((captured.leaves(x, y), y) for x, y in batches)
+        forwards = Forwards(self._training, Content.EVALUATION, keeps_output=bool(metrics))
+        found = self._results_in_eval("evaluate", forwards, pairs)
+        for number, (request, result, y) in enumerate(found):
+            means.add(request, result, number)
+            if metrics:
+                output = captured.output.rebuild(result.outputs)
+                means.measure(output, y, sum(request.samples))
+        return means.result()
+
+    def _results_in_eval(
+        self, call: str, forwards: Forwards, batches: Iterable[tuple[Mapping[str, Array], Any]]
+    ) -> Iterator[tuple[StepRequest, StepResult, Any]]:
+        """Yield a request, a result and the second value of each of `batches`, in order.
+
+        The caller may make other calls between two results.
+        """
+        labels: deque[Any] = deque()
+        for leaves, y in batches:
+            with self._guard(call):
+                if self._forwards is not forwards:
+                    self.settle()
+                    self._forwards = forwards
+                forwards.admit(leaves)
+                found = forwards.take()
+            labels.append(y)
+            if found is not None:
+                yield *found, labels.popleft()
+        while labels:
+            with self._guard(call):
+                found = forwards.take(ends=True)
+            assert found is not None
+            yield *found, labels.popleft()
+
+    def _end_forwards(self) -> None:
+        if self._forwards is not None:
+            self._forwards.settle()
+            self._forwards = None
 
     def _move_if_due(self) -> None:
         if self._rebalancer.due:

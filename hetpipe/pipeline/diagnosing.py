@@ -14,7 +14,7 @@ from hetpipe.diagnosis.diagnose import diagnose
 from hetpipe.diagnosis.module import ModuleComparison
 from hetpipe.diagnosis.record import Diagnosis
 from hetpipe.diagnosis.rehearsal import Rehearsal, Start
-from hetpipe.pipeline.training import gradients_of
+from hetpipe.pipeline.gradients import gradients_of
 
 if TYPE_CHECKING:
     from hetpipe.pipeline.setup import Setup

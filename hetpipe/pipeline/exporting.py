@@ -15,6 +15,7 @@ from hetpipe.pipeline.stages import loading_of
 from hetpipe.profile.drift import probes_of
 from hetpipe.profile.probing import NBYTES, ORDERS, probe_graphs
 from hetpipe.sdk.formats.bundle import Manifest, SourceEntry, sha256_of, write_bundle
+from hetpipe.wire.wire import Content
 from hetpipe.words import words
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ class Exportable:
         clip = watch_gradients(self.updates.clip, scaling, not plan.rule.flushes)
         loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, clip)
         sizes = set(micro_sizes(plan.mini_batch, plan.microbatches))
+        evaluated = sizes if self.evaluates else set()
         return replace(loading, plan=self.placed, ahead=False).graphs(
-            sizes, sizes if self.evaluates else ()
+            {Content.FORWARD: sizes, Content.EVALUATION: evaluated}
         )
 
     def probes(self, member: str) -> dict[str, bytes]:

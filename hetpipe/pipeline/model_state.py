@@ -11,6 +11,7 @@ import numpy as np
 
 from hetpipe.capture.export.named_tensors import LOSS_PREFIX
 from hetpipe.capture.program import BUFFER, PARAM
+from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,6 +76,18 @@ def states_of(
     """Return the states of the model and of the loss; a loss that is a function has none."""
     of_loss: Mapping[str, Any] = getattr(loss_fn, "state_dict", dict)()
     return ModelState(model.state_dict(), captured, ""), ModelState(of_loss, captured, LOSS_PREFIX)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a `state_dict` into a model. Raises `HetpipeError` if names or shapes differ."""
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise HetpipeError(
+            f"{type(model).__name__} does not take the trained state: "
+            f"{' '.join(line.strip() for line in lines[1:4])}"
+        ) from error
 
 
 def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:

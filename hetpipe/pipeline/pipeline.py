@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,15 +19,18 @@ from hetpipe.files import user_path
 from hetpipe.optim.check import check_optimizer
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
+from hetpipe.pipeline.facts import Facts
+from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
-from hetpipe.pipeline.measurements import Measurements, effort_of
-from hetpipe.pipeline.model_state import as_tensors, states_of
+from hetpipe.pipeline.measurements import Measurements
+from hetpipe.pipeline.model_state import as_tensors, load_state, states_of
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
+from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.resume import write
 from hetpipe.pipeline.setup import resolve, set_up
-from hetpipe.pipeline.training import Result, Training, gradients_of
+from hetpipe.pipeline.training import Training
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
 
@@ -36,20 +39,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hetpipe.cluster.cluster import Cluster
-    from hetpipe.cluster.member import Member
-    from hetpipe.cost.table import CostTable
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.optim.rule import Optimizer
+    from hetpipe.pipeline.forwards import Evaluation, Metric
     from hetpipe.pipeline.options import Options
-    from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
-    from hetpipe.simulate.timeline import Timeline
 
 __all__ = ["Pipeline", "Result"]
 
 
-class Pipeline:
+class Pipeline(Facts):
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
     `example` is one mini-batch `(x, y)`: tensors, or tuples or dicts of tensors, whose first axis
@@ -139,11 +139,29 @@ class Pipeline:
         with self._guard("set_speed", alone=False):
             self._crew.set_speed(member, speed)
 
-    def evaluate(self, x: Any, y: Any) -> float:
-        """Return the mean loss of one mini-batch in eval mode. Flushes, and compiles stages for
-        each new size of a mini-batch."""
-        with self._delivery.at_rest("evaluate"):
-            return self._training.evaluate(x, y)
+    def evaluate(
+        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        """Return the mean loss and metrics of the mini-batches `(x, y)`, in eval mode.
+
+        A metric is a function of the model's output and `y` that returns a mean over samples, or an
+        object with `update(output, y)` and `compute()`. Flushes, and compiles stages for each new
+        size of a mini-batch.
+        """
+        return self._delivery.evaluate(batches, {} if metrics is None else metrics)
+
+    def predict(self, x: Any) -> Any:
+        """Return the model's output for `x` in eval mode, on the CPU, in the model's own structure.
+
+        Flushes, and compiles stages for each new number of samples. Raises `HetpipeError` if the
+        output has a tensor whose first dimension is not the samples.
+        """
+        (output,) = self._delivery.predict([x])
+        return output
+
+    def predict_batches(self, xs: Iterable[Any]) -> Iterator[Any]:
+        """Yield `predict(x)` for each x. The pipeline works on later ones meanwhile."""
+        yield from self._delivery.predict(xs)
 
     def flush(self) -> None:
         """Wait until all mini-batches are applied, and apply accumulated gradients."""
@@ -168,6 +186,13 @@ class Pipeline:
         """Return the model's parameters and buffers under their original names, on the CPU."""
         with self._delivery.at_rest("state_dict"):
             return self._state.read(self._training)
+
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy the present parameters and buffers into a model, such as the one in training.
+
+        Raises `HetpipeError` if the model has other names or shapes.
+        """
+        load_state(model, self.state_dict())
 
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the loss's parameters and buffers, if it has any, under their original names. In
@@ -220,71 +245,6 @@ class Pipeline:
     def __reduce__(self) -> NoReturn:
         cure = "write it with save(folder) for Pipeline.load, or take its state_dict()"
         raise HetpipeError(f"a pipeline, whose workers are processes, cannot be copied: {cure}")
-
-    @property
-    def plan(self) -> Plan:
-        """The present plan."""
-        return self._training.plan
-
-    @property
-    def steps(self) -> int:
-        """The number of mini-batches handed in, including those before a checkpoint."""
-        return self._training.steps
-
-    @property
-    def loss_scale(self) -> float:
-        """The present factor of the loss's gradient."""
-        return self._training.scaling.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of updates that were skipped because gradients were not finite."""
-        return self._training.scaling.skipped
-
-    @property
-    def boards(self) -> tuple[Member, ...]:
-        """The members that are boards."""
-        return self._crew.cluster.described
-
-    @property
-    def timeline(self) -> Timeline:
-        """The measured timeline of the last step or run; with boards in the plan it is modelled."""
-        return self._measurements.timeline
-
-    @property
-    def wall_timeline(self) -> Timeline:
-        """`timeline` by this machine's clock: a board's row has the times of its numerics."""
-        return self._measurements.wall_timeline
-
-    @property
-    def modelled_step_s(self) -> float | None:
-        """Modelled seconds of the last mini-batch, or None without boards in the plan."""
-        return self._measurements.modelled_step_s
-
-    @property
-    def peak_nbytes(self) -> tuple[int, ...]:
-        """By stage, the most bytes of buffers that a device had in the last mini-batches."""
-        return self._measurements.peak_nbytes
-
-    @property
-    def device_nbytes(self) -> dict[str, int]:
-        """By member, the bytes in use after the last mini-batch, if its device counts them."""
-        return self._measurements.device_nbytes
-
-    @property
-    def costs(self) -> CostTable | None:
-        """The plan's costs, scaled by the times of the last mini-batches; None without costs."""
-        return self._rebalancer.costs
-
-    @property
-    def effort(self) -> dict[str, int]:
-        """Counts of exports, traces, compilations and so on that the start took."""
-        return effort_of(self._captured, self._efforts)
-
-    @property
-    def predicted(self) -> Timeline:
-        """The timeline that the costs predict. Raises `HetpipeError` if the plan has no costs."""
-        return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
         """Flush, and return the plan's predicted step, corrected for the present speed of devices:

@@ -4,9 +4,9 @@ to other workers."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint
@@ -16,6 +16,7 @@ from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.schedule.stream import Stream
+
+
+Sizes = Mapping[Content, Collection[int]]
+"""Sizes of micro-batches, by their forwards: of training, evaluation, inference."""
 
 
 def loading_of(
@@ -65,20 +70,21 @@ class Loading:
         rule = self.plan.rule
         return Shares(weights, not rule.flushes, rule.averages)
 
-    def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
-        """Return the graphs of all replicas, by stage, for micro-batches of these `sizes` and, in
-        evaluation, of the sizes `evaluated`. Raises `CaptureError` and `HetpipeError`.
+    def graphs(self, sizes: Sizes) -> list[list[StageGraphs]]:
+        """Return the graphs of all replicas, by stage, for micro-batches of these sizes. Raises
+        `CaptureError` and `HetpipeError`.
 
         With replicas, members that compile ahead begin while later replicas' graphs are traced.
         """
         devices = [stage.devices for stage in self.plan.stages]
+        trained = sizes[Content.FORWARD]
         graphs: dict[tuple[int, int], StageGraphs] = {}  # by stage and replica
         for number in self._order(devices):
             replicas = [Replica(n, min(number, len(names) - 1)) for n, names in enumerate(devices)]
-            stages = self._traced(replicas, self._rows(replicas, set(sizes)), set(evaluated))
+            stages = self._traced(replicas, self._rows(replicas, trained), sizes)
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
                 if number < len(names):
-                    graphs[n, number] = self._own(stage, number, set(sizes))
+                    graphs[n, number] = self._own(stage, number, trained)
                     if self.ahead and max(map(len, devices)) > 1:
                         self.crew.compile_ahead({names[number]: [graphs[n, number]]})
         return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
@@ -91,7 +97,7 @@ class Loading:
         """
         counts = [len(stage.devices) for stage in self.plan.stages]
         replicas = [Replica(n, min(number, count - 1)) for n, count in enumerate(counts)]
-        return self._traced(replicas, sorted(sizes, reverse=True), set())
+        return self._traced(replicas, sorted(sizes, reverse=True), {})
 
     def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
         """Return the replica numbers; numbers with a member that compiles ahead come first."""
@@ -102,17 +108,18 @@ class Loading:
 
         return sorted(range(max(map(len, devices))), key=waits)
 
-    def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
+    def _own(self, stage: StageGraphs, replica: int, sizes: Collection[int]) -> StageGraphs:
         """Return the stage with only the passes for a replica's rows."""
         rows = {self._count(Replica(stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
-        self, replicas: Sequence[Replica], rows: Sequence[int], evaluated: set[int]
+        self, replicas: Sequence[Replica], rows: Sequence[int], sizes: Sizes
     ) -> list[StageGraphs]:
         """Trace all stages. `replicas` has one replica per stage, whose operators the stage gets.
 
-        Passes are traced for each number in `rows`; evaluation, for the rows of every replica.
+        Passes are traced for each number in `rows`; forwards in eval mode, for the rows of every
+        replica in micro-batches of their `sizes`.
         """
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
@@ -127,22 +134,20 @@ class Loading:
             self.halves,
             self.extras,
         )
-        if not evaluated:
-            return stages
         every = [r for stage in range(len(devices)) for r in self.shares.replicas(stage)]
-        forwards = self.captured.evaluation_graphs(
-            self.plan.cuts, tables, self._rows(every, evaluated)
-        )
-        return [
-            replace(
-                stage,
-                evaluation={size: passes.forward for size, passes in other.passes.items()},
-                constants={**stage.constants, **other.constants},
-            )
-            for stage, other in zip(stages, forwards, strict=True)
-        ]
+        for content, field in (
+            (Content.EVALUATION, "evaluation"),
+            (Content.INFERENCE, "inference"),
+        ):
+            if own := sizes.get(content):
+                has_loss = content is Content.EVALUATION
+                forwards = self.captured.evaluation_graphs(
+                    self.plan.cuts, tables, self._rows(every, own), has_loss
+                )
+                stages = [_with(*pair, field) for pair in zip(stages, forwards, strict=True)]
+        return stages
 
-    def _rows(self, replicas: Sequence[Replica], sizes: set[int]) -> list[int]:
+    def _rows(self, replicas: Sequence[Replica], sizes: Collection[int]) -> list[int]:
         """Return the rows that replicas have in micro-batches of these sizes, the most first."""
         counts = {self._count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
@@ -150,6 +155,13 @@ class Loading:
     def _count(self, replica: Replica, samples: int) -> int:
         lo, hi = self.shares.rows(replica, samples)
         return hi - lo
+
+
+def _with(stage: StageGraphs, other: StageGraphs, field: str) -> StageGraphs:
+    """Return the stage, with the forwards of another in the field `evaluation` or `inference`."""
+    forwards = {size: passes.forward for size, passes in other.passes.items()}
+    added: dict[str, Any] = {field: forwards}
+    return replace(stage, constants={**stage.constants, **other.constants}, **added)
 
 
 @dataclass(frozen=True)
@@ -170,8 +182,9 @@ class Stages:
         self._crew.pass_limit_s = setup.passes.pass_limit_s
         self._progress = progress
         self.plan = setup.plan
-        self.sizes: set[int] = set()  # of micro-batches in training
-        self.evaluated: set[int] = set()  # of micro-batches in evaluation
+        contents = (Content.FORWARD, Content.EVALUATION, Content.INFERENCE)
+        self.sizes: dict[Content, set[int]] = {content: set() for content in contents}
+        """The sizes of micro-batches in use, by their forwards."""
         self.schedules: Schedules
         self.streaming: Streaming | None
         self.took_s = 0.0  # seconds of the last load or move
@@ -206,8 +219,8 @@ class Stages:
             initial.update(values.tensors[BUFFER])
         members = [stage.devices for stage in self.plan.stages]
         keep = self._keep(updates, step)
-        both = self.sizes | self.evaluated
-        crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=both)
+        sizes = set().union(*self.sizes.values())
+        crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=sizes)
         self._begin(traced)
         for role in (STATE, GRAD):
             crew.write(role, {} if values is None else values.tensors.get(role, {}))
@@ -225,8 +238,8 @@ class Stages:
         plan = replace(plan, splits=self.plan.splits)
         traced = self._traced(plan)
         members = [stage.devices for stage in plan.stages]
-        both = self.sizes | self.evaluated
-        self._crew.move(traced.graphs, members, self._keep(updates, step), both)
+        sizes = set().union(*self.sizes.values())
+        self._crew.move(traced.graphs, members, self._keep(updates, step), sizes)
         self.plan = plan
         self._begin(traced)
         self.took_s = time.monotonic() - begin_s
@@ -235,7 +248,7 @@ class Stages:
     def _traced(self, plan: Plan) -> _Traced:
         """Trace a plan's graphs for the sizes in use. Raises `HetpipeError`."""
         loading = self._loading(plan)
-        graphs = loading.graphs(self.sizes, self.evaluated)
+        graphs = loading.graphs(self.sizes)
         tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
         schedules = Schedules(plan, tuple(tied))
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
@@ -249,7 +262,7 @@ class Stages:
         loading, devices = self._loading(self.plan), [stage.devices for stage in self.plan.stages]
         for number in range(max(map(len, devices))):
             members = [names[min(number, len(names) - 1)] for names in devices]
-            yield loading.whole(number, self.sizes), members
+            yield loading.whole(number, self.sizes[Content.FORWARD]), members
 
     def _loading(self, plan: Plan) -> Loading:
         setup = self._setup

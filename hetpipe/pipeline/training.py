@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from hetpipe.capture.program import BUFFER, GRAD
+from hetpipe.capture.program import GRAD
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.request import StepRequest, StepResult, UpdateRequest
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
@@ -24,11 +22,12 @@ from hetpipe.pipeline.batches import (
     rows_of,
     slices,
 )
-from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
+from hetpipe.pipeline.results import HandedOut, Result, Results
 from hetpipe.pipeline.resume import ROLES, last_save, progress_of
-from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
+from hetpipe.pipeline.schedules import ALL, SUMMING, UPDATING
 from hetpipe.pipeline.stages import Stages
+from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
     from hetpipe.pipeline.setup import Setup
@@ -43,20 +42,6 @@ RECENT = 64
 
 
 @dataclass(frozen=True)
-class Result:
-    """One mini-batch of a run.
-
-    `versions`: by stage, how many mini-batches had been applied to the weights that the stage's
-    last forward used. `live_versions`: by stage, the most versions that existed together.
-    """
-
-    index: int
-    loss: float
-    versions: tuple[int, ...]
-    live_versions: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Ran:
     """The last run: its schedule (None for a stream), and the samples of each micro-batch."""
 
@@ -68,8 +53,7 @@ class Training:
     """A training on a crew's workers. It loads the stages again for a new size of micro-batches.
 
     Under a schedule that flushes, `step` trains a mini-batch. Under any other schedule, `admit`
-    hands a mini-batch in, and `collect` returns its result later. The training is at rest if it has
-    collected the results of all these mini-batches and has been flushed.
+    hands a mini-batch in, and `collect` returns its result. At rest, all are collected and flushed.
     """
 
     def __init__(
@@ -94,10 +78,11 @@ class Training:
         """Called after every trained mini-batch, with its result and its number of samples."""
         self.not_finite: str | None = None
         """The message of the first error about a mini-batch that was applied anyway."""
-        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index and sizes
+        self._handed_out: deque[HandedOut] = deque()
+        self._results = Results(setup.optimizer)
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
-        self.stages.sizes |= set(micro_sizes(mini_batch, plan.microbatches))
+        self.stages.sizes[Content.FORWARD] |= set(micro_sizes(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
 
     @property
@@ -131,7 +116,7 @@ class Training:
         invalid mini-batch."""
         samples = micro_sizes(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
         check_whole(samples, self.plan)
-        return set(samples) <= self.stages.sizes
+        return set(samples) <= self.stages.sizes[Content.FORWARD]
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one whole mini-batch, under a schedule that flushes.
@@ -143,7 +128,7 @@ class Training:
         request = self.request(x, y)
         accumulates = self.setup.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
-        version = self.steps
+        version, handed = self.steps, HandedOut(self.steps, request.samples, self._next_update)
         result = self.run(replace(request, guards=not accumulates), ops)
         try:
             loss = mean_loss(result, request.samples, self.steps)
@@ -159,8 +144,9 @@ class Training:
         else:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
             if len(self._accumulated) == self.setup.updates.accumulate:
-                self.apply()
-        return Result(version, loss, (version,) * len(self.plan.stages))
+                result = self.apply() or result
+        versions = (version,) * len(self.plan.stages)
+        return self._results.make(handed, loss, versions, gradient_norm=result.gradient_norm)
 
     def admit(self, x: Any, y: Any) -> None:
         """Hand in a mini-batch, under a schedule without flushes."""
@@ -172,7 +158,7 @@ class Training:
         if streaming.admitted == 0:
             self.recent.clear()
         streaming.admit(request)
-        self._handed_out.append((self.steps, request.samples))
+        self._handed_out.append(HandedOut(self.steps, request.samples, self._next_update))
         self.steps += 1
 
     def collect(self) -> Result:
@@ -183,18 +169,18 @@ class Training:
         self.stages.check_own()
         result = streaming.collect()
         self.recent.append(result)
-        index, samples = self._handed_out.popleft()
-        self.ran = Ran(None, samples)
-        self.watch(result, sum(samples))
+        handed = self._handed_out.popleft()
+        self.ran = Ran(None, handed.samples)
+        self.watch(result, sum(handed.samples))
         try:
-            loss = mean_loss(result, samples, index)
-            check_gradients(result, index)
+            loss = mean_loss(result, handed.samples, handed.number)
+            check_gradients(result, handed.number)
         except NoMeanError:
             raise  # the mini-batch was applied with zero gradients
         except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
-        return Result(index, loss, result.versions, result.live_versions)
+        return self._results.make(handed, loss, result.versions, live_versions=result.live_versions)
 
     def flush(self) -> None:
         """Apply all mini-batches that were handed in. All results must have been collected."""
@@ -206,16 +192,10 @@ class Training:
                 self.not_finite = f"{rest.culprit} was not finite."
                 check_gradients(rest, self.steps - 1)
 
-    def apply(self) -> None:
-        """Update with the accumulated gradients, if there are any."""
-        if self._accumulated:
-            self._update(1.0 / (sum(self._accumulated) * self.scaling.scale))
-
-    def evaluate(self, x: Any, y: Any) -> float:
-        """Return the mean loss of one mini-batch in eval mode. The training must be at rest."""
-        self.stages.check_own()
-        request = self.request(x, y, evaluates=True)
-        return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
+    def apply(self) -> StepResult | None:
+        """Update with the accumulated gradients, if there are any, and return the result."""
+        total = sum(self._accumulated) * self.scaling.scale
+        return self._update(1.0 / total) if self._accumulated else None
 
     def last_results(self, asked: str) -> Sequence[StepResult]:
         """Return the results of the last mini-batches. Raises `HetpipeError` if none has run."""
@@ -231,39 +211,43 @@ class Training:
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run one mini-batch with only the operations `ops`."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
-        result = self._crew.step(replace(request, schedule=schedule))
+        request = replace(request, schedule=schedule)
+        return self.note(request, self._crew.step(request))
+
+    def note(self, request: StepRequest, result: StepResult) -> StepResult:
+        """Keep the result of the last run, and return it."""
         self.recent = deque([result], RECENT)
-        self.ran = Ran(schedule, request.samples)
+        self.ran = Ran(request.schedule, request.samples)
         return result
 
-    def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
+    @property
+    def _next_update(self) -> int:
+        """The number of the update that applies the next mini-batch."""
+        return (self.steps if self.streams else self.updates[0]) + 1
+
+    def request(self, x: Any, y: Any) -> StepRequest:
         setup = self.setup
         leaves = setup.captured.leaves(x, y)
         rows = rows_of(leaves)
         samples = micro_sizes(rows, self.plan.microbatches)
-        stages = self.stages
         if len(parts := parts_of(samples, self.plan)) > 1:
             setup.captured.check_means(leaves, parts)
-            if evaluates and not stages.evaluated:
-                check_loss(setup.captured, parts[0], training=False)
-        self._prepare(set(samples), stages.evaluated if evaluates else stages.sizes)
+        self.prepare(set(samples), self.stages.sizes[Content.FORWARD])
         counted, scale = setup.captured.has_count, self.scaling.scale
-        count = self.steps if self.streams else self.updates[0]
         return StepRequest(
             schedule=(),
             samples=samples,
             feeds=tuple(slices(leaves, samples)),
             loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
-            rates=setup.optimizer.rates_at(count + 1),
+            rates=setup.optimizer.rates_at(self._next_update),
             number=self.steps + 1,
             seed=setup.passes.seed,
             grad_scale=None if counted else 1.0 / scale,
             loss_scale=scale,
             clip=self._clip,
-            evaluates=evaluates,
         )
 
-    def _prepare(self, sizes: set[int], ready: set[int]) -> None:
+    def prepare(self, sizes: set[int], ready: set[int]) -> None:
         """Load stages that also have passes for these sizes, unless `ready` contains all sizes."""
         if sizes <= ready:
             return
@@ -299,40 +283,19 @@ class Training:
         self._crew.step(UpdateRequest(schedule, {}, self.steps, grad_scale=1.0))
         return (GRAD,)
 
-    def _update(self, grad_scale: float) -> None:
+    def _update(self, grad_scale: float) -> StepResult:
         """Update with the accumulated gradients times `grad_scale`; NaN drops the gradients."""
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
-        rates = self.setup.optimizer.rates_at(self.updates[0] + 1)
+        rates = self.setup.optimizer.rates_at(self._next_update)
+        update = UpdateRequest(schedule, rates, self.steps, grad_scale, self._clip)
         self._accumulated.clear()
-        request = UpdateRequest(schedule, rates, self.steps, grad_scale, self._clip)
-        result = self._crew.step(request)
+        result = self._crew.step(update)
         if not math.isnan(grad_scale):
             check_gradients(result, self.steps, NOT_APPLIED)
             self._record(result)
+        return result
 
     def _record(self, result: StepResult) -> None:
         """Tell the loss scale whether an update was skipped, and count the update if not."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
-
-
-def gradients_of(
-    training: Training, x: Any, y: Any, *, summed: bool = False
-) -> tuple[float, dict[str, Array]]:
-    """Return loss and gradients of one mini-batch, by parameter. The training must be at rest.
-
-    If the loss is a sum with a count, these are the gradients of the mean or, with `summed`, the
-    gradients of the sum.
-    """
-    crew = training.setup.crew
-    buffers = training.read(BUFFER)
-    request = training.request(x, y)
-    result = training.run(request, ALL - UPDATING)
-    grads = training.read(GRAD)
-    zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
-    crew.write(BUFFER, buffers)
-    crew.write(GRAD, training.setup.captured.parts.split(zeros))
-    loss = mean_loss(result, request.samples, training.steps)
-    count = 1.0 if summed or result.counts is None else sum(result.counts)
-    scale = training.scaling.scale * count
-    return loss, {name: np.asarray(grad / scale) for name, grad in grads.items()}

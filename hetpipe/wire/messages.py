@@ -19,9 +19,9 @@ from hetpipe.schedule.weights import FLUSH, WeightPolicy
 
 if TYPE_CHECKING:
     from hetpipe.capture.program import StageGraphs
-    from hetpipe.wire.shares import Shares
+    from hetpipe.wire.shares import Replica, Shares
     from hetpipe.wire.transport import Port
-    from hetpipe.wire.wire import Wire
+    from hetpipe.wire.wire import Content, Wire
 
 Array = np.ndarray[Any, Any]
 
@@ -209,7 +209,8 @@ class Step:
     begins: int  # the number of `batch` in the stream
     batch: Apply  # a mini-batch, or only an update
     drain: bool  # wait until all messages are sent
-    evaluates: bool  # run the forwards of evaluation
+    forwards: Content  # which forwards run: of training, evaluation or inference
+    keeps_output: bool  # report the model's output
 
 
 @dataclass(frozen=True)
@@ -332,3 +333,5 @@ class StepReport:
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, and most bytes
     device_nbytes: int | None  # in use now, by the device's own count
     culprit: str = ""  # a gradient that was applied and is not finite
+    outputs: Mapping[Replica, Sequence[Mapping[str, Array]]] = field(default_factory=dict)
+    """The tensors of the model's output, by micro-batch and number."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetpipe.capture.program import Slot
+from hetpipe.capture.program import Program, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 from hetpipe.sdk.info import DeviceInfo, Execution
@@ -33,19 +33,22 @@ class Content(str, Enum):
     TIED_GRAD = "G"
     TIED_PARAM = "P"
     EVALUATION = "E"  # a forward, in evaluation
+    INFERENCE = "O"  # a forward that returns only the model's output
     FORWARD_ROWS = "f"  # some rows of a whole message, see `hetpipe.wire.row_messages`
     BACKWARD_ROWS = "b"
     EVALUATION_ROWS = "e"
+    INFERENCE_ROWS = "o"
     SUM_IN_FORWARD = "sF"  # an exchange within a pass, see `hetpipe.worker.divided`
     SUM_IN_BACKWARD = "sB"
     SUM_IN_BACKWARD_INPUT = "sI"
     SUM_IN_BACKWARD_WEIGHT = "sW"
     SUM_IN_EVALUATION = "sE"
+    SUM_IN_INFERENCE = "sO"
 
     def __init__(self, letters: str) -> None:
         self.has_some_rows = letters.islower()  # of a whole message
         self.is_tied = letters in "GP"
-        self.stays_on_host = letters not in "FBE"
+        self.stays_on_host = letters not in "FBEO"
         """Whether the host sums, joins or replaces the message's tensors."""
 
     @property
@@ -57,6 +60,11 @@ class Content(str, Enum):
     def sum_in(letter: str) -> Content:
         """Return the content of an exchange within a pass; `letter` is the pass's operation."""
         return Content(f"s{letter}")
+
+
+def forwards_of(stage: StageGraphs, content: Content) -> Mapping[int, Program]:
+    """Return a stage's forwards in eval mode, by number of samples: EVALUATION or INFERENCE."""
+    return stage.evaluation if content is Content.EVALUATION else stage.inference
 
 
 class Kind(NamedTuple):

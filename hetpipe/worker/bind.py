@@ -32,6 +32,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.sdk.graph import graph_outputs
+from hetpipe.wire.wire import Content, forwards_of
 
 Key = tuple[str, str]
 """Role and name of a slot."""
@@ -132,7 +133,11 @@ class StageBinding:
         """Entries of the store that are late gradients."""
         self.late_nbytes = sum(self.slots[GRAD, name].nbytes for name in late_ones)
         self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
-        self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
+        self.forwards = {
+            content: {samples: self.bind(p) for samples, p in forwards_of(graphs, content).items()}
+            for content in (Content.EVALUATION, Content.INFERENCE)
+        }
+        """Forwards in eval mode, by content of their messages and by number of samples."""
         update = graphs.update
         if update is not None and late_ones:
             update = drop_zeros(update, late_ones)
@@ -169,7 +174,8 @@ class StageBinding:
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]
         predict = self.predict if predicts else None
-        more = (self.update, predict, self.norm, *self.evaluation.values())
+        forwards = chain(*(by_samples.values() for by_samples in self.forwards.values()))
+        more = (self.update, predict, self.norm, *forwards)
         return [bound for bound in (*passes, *more) if bound is not None]
 
     def _passes(self, passes: PassPrograms) -> PassBindings:

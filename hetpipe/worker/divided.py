@@ -156,6 +156,7 @@ def _passes(stage: StageGraphs) -> Iterator[tuple[Content, Program]]:
         for letter, program in zip(letters, passes.backwards, strict=False):
             yield Content.sum_in(letter), program
     yield from ((Content.SUM_IN_EVALUATION, program) for program in stage.evaluation.values())
+    yield from ((Content.SUM_IN_INFERENCE, program) for program in stage.inference.values())
 
 
 def _text(layouts: Sequence[Layout]) -> str:

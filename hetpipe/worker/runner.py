@@ -118,7 +118,7 @@ class Runner:
     def run(self, lanes: Sequence[Script], step: Step) -> StepReport:
         """Run a part of a schedule, all lanes at once."""
         self._versions.clear()
-        self._evaluates = step.evaluates
+        self._forwards, self._keeps_output = step.forwards, step.keeps_output
         self._mini_batches.begin(step)
         self._counts: tuple[float, ...] | None = None
         self._spans: list[Span] = []
@@ -167,7 +167,7 @@ class Runner:
         part = 1.0 if batch.counted else (hi - lo) / position.samples
         if action.op is Op.FORWARD:
             self._parts[n, action.number] = part
-            if not self._evaluates:
+            if self._forwards is Content.FORWARD:
                 self._versions[n] = stage.weights.number - batch.lag[n][place]
         work = Pass(
             action.op,
@@ -179,7 +179,8 @@ class Runner:
             ahead=batch.ahead[n][place],
             loss_tangent=batch.loss_tangents[place]
             * part,  # a mean over fewer rows has less weight
-            evaluates=self._evaluates,
+            forwards=self._forwards,
+            keeps_output=self._keeps_output,
             queue=lane,
         )
         leaving = self._leaving(action, following)
@@ -187,7 +188,8 @@ class Runner:
         stage.run(work, leaving)
         waited_s = self._exchange.waited_s - waited_s  # waits for replicas are not stretched
         self._spans.append((action, begin.clock_s, self._emulation.stretch(begin.later(waited_s))))
-        ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
+        has_loss = self._forwards is not Content.INFERENCE and (stage.has_loss or stage.has_count)
+        ends = action.op is Op.FORWARD and has_loss
         if ends and self._mini_batches.forwarded(n, position):
             self._report_losses(stage, batch)
 
@@ -232,7 +234,8 @@ class Runner:
         if message.kind in TIED:
             return Kind(Content(message.kind), 0)
         samples = self._mini_batches.at(message.number).samples
-        return Kind(Content.EVALUATION if self._evaluates else Content(message.kind), samples)
+        forward = message.kind == Content.FORWARD
+        return Kind(self._forwards if forward else Content(message.kind), samples)
 
     def _expect(self, lanes: Sequence[Script], first: int) -> None:
         """Tell the receivers which messages will come."""
@@ -242,7 +245,8 @@ class Runner:
             if action.op is Op.ALL_REDUCE:
                 expected.append((action, None, ALL_GRADIENTS, action.number))
             elif action.op.is_compute and action.op is not Op.UPDATE:
-                letter = "E" if self._evaluates else action.op.value
+                is_training = self._forwards is Content.FORWARD
+                letter = action.op.value if is_training else self._forwards.value
                 expected += self._exchange.within(action, letter)
         for message in lanes[0].arrivals:  # each lane lists all arrivals of the worker
             if message.kind == Content.ALL_REDUCE:
@@ -274,6 +278,7 @@ class Runner:
             {n: stage.memory.take() for n, stage in self._stages.items()},
             next(stage.device.memory_used_nbytes() for stage in self._stages.values()),
             self._updates.take_culprit(),
+            {self._own[n]: stage.results.take_output() for n, stage in self._stages.items()},
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:

@@ -22,7 +22,7 @@ from hetpipe.sdk.graph import of_one_replica
 from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.transport import EdgeClosedError
-from hetpipe.wire.wire import Array, Leaving, host_dtype
+from hetpipe.wire.wire import Array, Content, Leaving, host_dtype
 from hetpipe.worker.bind import Binding, Key, StageBinding, Table
 from hetpipe.worker.blame import run_error
 from hetpipe.worker.divided import Meet, compile_programs
@@ -40,7 +40,8 @@ class Pass(NamedTuple):
     `feed` has the leaves of the batch, `rng` is (seed, mini-batch, first sample's index); `lag` and
     `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
     `loss_tangent` is the gradient from which the last stage's backward starts. `queue` is the
-    number of the lane's queue on the device.
+    number of the lane's queue on the device. `forwards` says which forward runs: for training, or
+    in eval mode; then `keeps_output` keeps the model's output for the controller.
     """
 
     op: Op
@@ -51,7 +52,8 @@ class Pass(NamedTuple):
     lag: int = 0
     ahead: int = 0
     loss_tangent: float = 0.0
-    evaluates: bool = False
+    forwards: Content = Content.FORWARD
+    keeps_output: bool = False
     queue: int = 0
 
 
@@ -107,7 +109,7 @@ class Stage:
 
     def run(self, which: Pass, leaving: Leaving | None = None) -> None:
         """Run a pass. When the device begins to make the outputs, `leaving` gets the outputs."""
-        if which.evaluates:
+        if which.forwards is not Content.FORWARD:
             self._evaluate(which)
         elif which.op is Op.FORWARD:
             self._forward(which, leaving)
@@ -145,12 +147,14 @@ class Stage:
         self.frames.let_go(frame, bindings, part + 1)
 
     def _evaluate(self, which: Pass) -> None:
-        """Run the forward in evaluation, on the present weights."""
-        binding = self._binding.evaluation[which.samples]
+        """Run a forward in eval mode, on the present weights."""
+        binding = self._binding.forwards[which.forwards][which.samples]
         frame = self.frames.of(which.microbatch)
         after = self._feed(frame, binding.feeds, which)
         self._run(binding, self.weights.present, frame, after, queue=which.queue)
         self.results.keep(which.microbatch, frame)
+        if which.keeps_output:
+            self.results.keep_output(which.microbatch, binding, frame)
 
     def update(self, rates: Mapping[str, float], grad_scale: float) -> None:
         """Apply the gradients with these learning rates, which have the names of scalars."""

@@ -14,6 +14,7 @@ from hetpipe.capture.program import (
     COUNT,
     GRAD,
     LOSS,
+    OUTPUT,
     PARAM,
     SCALAR,
     STATE,
@@ -23,7 +24,7 @@ from hetpipe.capture.program import (
 from hetpipe.sdk.backend import Buffer, Device, Group
 from hetpipe.sdk.host.validation import check_summed, upload
 from hetpipe.wire.wire import Array, Layout, host_dtype
-from hetpipe.worker.bind import Key, PassBindings, Place, StageBinding, Table
+from hetpipe.worker.bind import Binding, Key, PassBindings, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights
 
 Entries = list[Any]
@@ -236,6 +237,7 @@ class Results:
         self._slots = {slot.role: slot for slot in binding.slots.values()}
         self._indices = {role: binding.index_of(role) for role in (LOSS, COUNT)}
         self._results: dict[str, dict[int, Buffer | float]] = {LOSS: {}, COUNT: {}}
+        self._outputs: dict[int, dict[str, Array]] = {}  # by micro-batch
 
     def has(self, role: str) -> bool:
         """Return whether the stage makes losses (LOSS) or counts (COUNT)."""
@@ -244,8 +246,22 @@ class Results:
     def keep(self, microbatch: int, frame: Entries) -> None:
         """Keep the loss and the count that a forward has made."""
         for role, index in self._indices.items():
-            if index is not None:
+            if index is not None and frame[index] is not None:  # inference makes no loss
                 self._results[role][microbatch] = frame[index]
+
+    def keep_output(self, microbatch: int, binding: Binding, frame: Entries) -> None:
+        """Download the tensors of the model's output that a forward has made."""
+        pairs = zip(binding.program.outputs, binding.targets, strict=True)
+        self._outputs[microbatch] = {
+            slot.name: self._store.download(slot, frame[place.entry])
+            for slot, place in pairs
+            if slot.role == OUTPUT
+        }
+
+    def take_output(self) -> list[dict[str, Array]]:
+        """Return the outputs since the last call, ordered by micro-batch."""
+        outputs, self._outputs = self._outputs, {}
+        return [outputs[m] for m in sorted(outputs)]
 
     def peek(self, role: str) -> dict[int, float]:
         """Return losses or counts by micro-batch, each downloaded once."""

@@ -275,7 +275,7 @@ def train_from(
         **options, **more,
     ) as pipe:  # fmt: skip
         losses = [pipe.step(*batch) for batch in BATCHES]
-        return pipe.plan, [*losses, *([pipe.evaluate(*BATCHES[0])] if evaluates else [])]
+        return pipe.plan, [*losses, *([pipe.evaluate([BATCHES[0]]).loss] if evaluates else [])]
 
 
 @pytest.mark.slow

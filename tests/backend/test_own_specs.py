@@ -105,8 +105,12 @@ def test_a_kernel_of_a_cluster_file_runs_in_workers(spec: Path) -> None:
         model(doubled=False), loss_fn, (x, y), cluster=cluster, optimizer=hp.optim.sgd(lr=0.1),
         cuts=[1], microbatches=2,
     ) as pipe:  # fmt: skip
-        assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(True)(x), y).item(), rel=1e-5)
-        assert pipe.evaluate(x, y) != pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-2)
+        assert pipe.evaluate([(x, y)]).loss == pytest.approx(
+            loss_fn(model(True)(x), y).item(), rel=1e-5
+        )
+        assert pipe.evaluate([(x, y)]).loss != pytest.approx(
+            loss_fn(model(False)(x), y).item(), rel=1e-2
+        )
         (note,) = [note for note in pipe.plan.notes if "your kernel" in note]
         assert note.startswith("your kernel doubled runs aten.relu.default of 0 on opencl:pocl:0, ")
         assert f"note: {note}" in str(pipe.plan)
@@ -119,7 +123,9 @@ def test_a_kernel_of_a_cluster_file_runs_in_workers(spec: Path) -> None:
         model(doubled=False), loss_fn, (x, y), cluster=plain, optimizer=hp.optim.sgd(lr=0.1),
         cuts=[1], microbatches=2,
     ) as pipe:  # fmt: skip
-        assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-5)
+        assert pipe.evaluate([(x, y)]).loss == pytest.approx(
+            loss_fn(model(False)(x), y).item(), rel=1e-5
+        )
         assert not any("your kernel" in note for note in pipe.plan.notes)
     assert all("kernels" not in each.driver for each in registry.devices_of("opencl"))
 

@@ -49,10 +49,10 @@ def index(setting: Setting) -> None:
         model, nn.functional.cross_entropy, (x, y), cluster=Cluster.local(devices=[setting.device]),
         optimizer=hp.optim.sgd(lr=0.1), microbatches=2, schedule="1f1b", cuts=(),
     ) as pipe:  # fmt: skip
-        before = pipe.evaluate(x, y)
+        before = pipe.evaluate([(x, y)]).loss
         refused = error_of(lambda: pipe.step(x, y + CLASSES), "class numbers out of range")
         setting.keep(refused=refused)
-        if pipe.evaluate(x, y) != before:
+        if pipe.evaluate([(x, y)]).loss != before:
             raise Wrong("the refused mini-batch has changed the model")
         pipe.step(x, y)
     device = open_device(setting.device)

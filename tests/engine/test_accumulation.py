@@ -71,7 +71,7 @@ def test_evaluate_and_state_dict_apply_nothing_and_save_applies(crew: Crew, tmp_
     task = model, F.cross_entropy, data[0], STAGES, "1f1b", 2
     with pipeline(crew, *task, accumulate=3, optimizer=SGD) as pipe:
         pipe.step(*data[0])
-        loss = pipe.evaluate(*data[3])
+        loss = pipe.evaluate([data[3]]).loss
         assert loss == pytest.approx(F.cross_entropy(model(data[3][0]), data[3][1]).item())
         pipe.step(*data[1])
         for name, value in model.state_dict().items():

@@ -120,10 +120,10 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
         list(pipe.run(batch(b) for b in range(5)))
         pipe.save(tmp_path)
         list(pipe.run(batch(b) for b in range(5, 12)))
-        state, loss = pipe.state_dict(), pipe.evaluate(*batch(13))
+        state, loss = pipe.state_dict(), pipe.evaluate([batch(13)]).loss
     with parallel(crew, 3, ADAM[0], checkpoint=tmp_path) as pipe:
         list(pipe.run(batch(b) for b in range(5, 12)))
-        assert pipe.evaluate(*batch(13)) == loss
+        assert pipe.evaluate([batch(13)]).loss == loss
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, state[name])
         assert_replicas_are_equal(crew, pipe.plan.replicas[0])

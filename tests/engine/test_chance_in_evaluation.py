@@ -42,7 +42,7 @@ def test_evaluation_draws(crew: Crew, noise: float) -> None:
     ) as pipe:  # fmt: skip
         pipe.step(X, Y)
         theirs.load_state_dict(pipe.state_dict())
-        quiet, drawn = copy.deepcopy(theirs), pipe.evaluate(X, Y)
+        quiet, drawn = copy.deepcopy(theirs), pipe.evaluate([(X, Y)]).loss
         quiet.noise = 0.0
         expected = F.mse_loss(quiet(X), Y).item()
         if noise:

@@ -60,7 +60,7 @@ def test_one_micro_batch_trains_as_torch_does(crew: Crew) -> None:
 def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Crew) -> None:
     with open_pipeline(crew, F.cross_entropy) as pipe:
         first = pipe.gradients(X, Y)
-        for call in (pipe.step, pipe.evaluate, pipe.gradients):
+        for call in (pipe.step, lambda *batch: pipe.evaluate([batch]), pipe.gradients):
             with pytest.raises(HetpipeError, match=r"2 in samples 0 to 3: cross_entropy returns"):
                 call(X, UNEVEN)
         assert pipe.gradients(X, Y)[0] == first[0]
@@ -97,7 +97,7 @@ def test_a_loss_that_is_a_mean_only_in_training(crew: Crew) -> None:
     with open_pipeline(crew, summed_in_eval, Model()) as pipe:
         pipe.step(X, Y)
         with pytest.raises(HetpipeError, match="in eval mode the loss is no mean over samples"):
-            pipe.evaluate(X, Y)
+            pipe.evaluate([(X, Y)])
         pipe.step(X, Y)
 
 
@@ -116,9 +116,11 @@ def test_a_mini_batch_without_a_label_changes_nothing(crew: Crew) -> None:
         losses = [pipe.step(X, Y)]
         with pytest.raises(NoMeanError, match=r"mini-batch 1 has no mean: .* Nothing of this upd"):
             pipe.step(X, NONE)
-        for call in (pipe.evaluate, pipe.gradients):
-            with pytest.raises(NoMeanError, match="leave such a mini-batch out"):
-                call(X, NONE)
+        with pytest.raises(NoMeanError, match="leave such a mini-batch out"):
+            pipe.gradients(X, NONE)
+        with pytest.raises(NoMeanError, match=f"the loss of {len(X)} samples has no mean"):
+            pipe.evaluate([(X, NONE)])
+        assert pipe.evaluate([(X, NONE), (X, Y)]).loss == pipe.evaluate([(X, Y)]).loss
         assert [*losses, pipe.step(X, Y)] == expected
         assert all(value.equal(state[name]) for name, value in pipe.state_dict().items())
 

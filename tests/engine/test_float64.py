@@ -70,7 +70,7 @@ def test_steps_equal_torch_in_float64(crews: Any, name: str) -> None:
     ) as pipe:  # fmt: skip
         for loss in expected.losses:
             assert pipe.step(X, Y) == pytest.approx(loss, rel=1e-12)
-        evaluated, state = pipe.evaluate(X, Y), pipe.state_dict()
+        evaluated, state = pipe.evaluate([(X, Y)]).loss, pipe.state_dict()
     check_close(state, expected.state, rtol=1e-11, atol=1e-13)
     model.load_state_dict(expected.state)
     assert evaluated == pytest.approx(F.cross_entropy(model(X), Y).item(), rel=1e-12)

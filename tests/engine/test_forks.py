@@ -66,7 +66,7 @@ def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None
             losses = [pipe.step(*batch) for batch in data[:2]]
             own: list[Callable[[], Any]] = [
                 lambda: pipe.step(*data[2]), lambda: next(pipe.run(data)),
-                lambda: pipe.evaluate(*data[2]), lambda: pipe.gradients(*data[2]),
+                lambda: pipe.evaluate([data[2]]).loss, lambda: pipe.gradients(*data[2]),
                 lambda: pipe.diagnose(*data[2]), lambda: pipe.save(tmp_path), pipe.state_dict,
                 pipe.rebalance, pipe.flush, pipe.corrected, lambda: pipe.set_speed("m0", 0.5),
             ]  # fmt: skip

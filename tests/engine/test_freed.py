@@ -24,7 +24,7 @@ def test_a_closed_pipeline_is_freed() -> None:
     ) as pipe:  # fmt: skip
         for _ in pipe.run([(x, y)] * 6):
             pass
-        pipe.evaluate(x, y)
+        pipe.evaluate([(x, y)])
         parts = (pipe, pipe._captured, pipe._training, pipe._crew, pipe._crew._fleet)
         refs = {type(part).__name__: weakref.ref(part) for part in parts}
     del pipe, parts

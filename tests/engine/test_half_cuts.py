@@ -196,7 +196,7 @@ def test_asynchronous_updates_and_evaluation_round_too(crew: Crew) -> None:
     for precision in (HALF, Precision()):
         with open_halved(crew, model, "pipedream", "012", 1, precision) as pipe:
             losses = [result.loss for result in pipe.run(batches(6))]
-            found.append((*losses, pipe.evaluate(*batches(1)[0])))
+            found.append((*losses, pipe.evaluate([batches(1)[0]]).loss))
             cuts, state = pipe.plan.cuts, pipe.state_dict()
             if precision == HALF:
                 evaluated = Chain(cuts)

@@ -80,7 +80,7 @@ def test_loss_parameters_train_as_in_torch(crew: Crew, tmp_path: Path, members: 
         crew, model, loss, data[0], members, "1f1b", 2, checkpoint=tmp_path, **options
     ) as pipe:
         found += [pipe.step(x, y) for x, y in data[2:]]
-        assert pipe.evaluate(*data[0]) > 0
+        assert pipe.evaluate([data[0]]).loss > 0
         assert "loss.centers" in pipe.gradients(*data[0])[1]
         state, loss_state = pipe.state_dict(), pipe.loss_state_dict()
     assert found == pytest.approx(expected.losses, rel=1e-5)

@@ -118,7 +118,7 @@ def test_equals_autocast(
     with open_mixed(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
         _, gradients = pipe.gradients(*data[0])
         losses = [pipe.step(x, y) for x, y in data]
-        state, evaluated = pipe.state_dict(), pipe.evaluate(*data[0])
+        state, evaluated = pipe.state_dict(), pipe.evaluate([data[0]]).loss
         assert all(value.dtype == "float32" for value in crew.read(STATE).values())
         assert pipe.skipped == 0
     eager, plain = Eager(DTYPES[precision]), Eager(None)

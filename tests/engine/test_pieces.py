@@ -56,7 +56,7 @@ def test_mixed_devices_equal_unpartitioned_training(
     ) as pipe:  # fmt: skip
         losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
-        evaluated = pipe.evaluate(*data[0])
+        evaluated = pipe.evaluate([data[0]]).loss
     assert losses == pytest.approx(expected.losses, rel=1e-5)
     assert math.isfinite(evaluated)
     check_close(state, expected.state)

@@ -32,7 +32,7 @@ def _train(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
             list(pipe.run([(x, wrong)]))
         if schedule == "1f1b":  # with the other schedule, an evaluation would flush
             with pytest.raises(HetpipeError, match=r"y\[7\] is 9"):
-                pipe.evaluate(x, wrong)
+                pipe.evaluate([(x, wrong)])
     steps += [result.index for result in pipe.run(data[2:])]
     assert steps == [0, 1, 2, 3]
     return pipe.state_dict()

@@ -70,5 +70,5 @@ def test_an_evaluation_a_device_cannot_run_is_refused(started: Crew) -> None:
                 losses[-1].append(pipe.step(*BATCH))
                 if evaluates:
                     with pytest.raises(UnsupportedOperatorError, match="no sines here"):
-                        pipe.evaluate(*BATCH)
+                        pipe.evaluate([BATCH])
     assert losses[0] == losses[1]

@@ -164,13 +164,13 @@ def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
     with open_divided(crew, model, F.cross_entropy, data[0], 2, (2, 1)) as pipe:
         pipe.step(*data[0])
         pipe.save(tmp_path)
-        wanted = pipe.evaluate(*data[1])
+        wanted = pipe.evaluate([data[1]]).loss
         model.load_state_dict(pipe.state_dict())
     assert wanted == pytest.approx(F.cross_entropy(model(data[1][0]), data[1][1]).item(), rel=1e-5)
     with open_divided(
         crew, MLP(), F.cross_entropy, data[0], 2, (2, 1), checkpoint=tmp_path
     ) as pipe:
-        assert pipe.evaluate(*data[1]) == wanted
+        assert pipe.evaluate([data[1]]).loss == wanted
 
 
 @pytest.mark.parametrize(

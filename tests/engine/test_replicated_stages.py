@@ -101,7 +101,7 @@ def test_smaller_mini_batches_and_evaluation(crew: Crew) -> None:
         for x, y in [batches[0], (batches[1][0][:9], batches[1][1][:9])]:
             model.load_state_dict(pipe.state_dict())
             wanted = pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
-            assert pipe.evaluate(x, y) == wanted
+            assert pipe.evaluate([(x, y)]).loss == wanted
             assert pipe.step(x, y) == wanted
 
 

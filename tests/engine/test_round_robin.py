@@ -108,10 +108,10 @@ def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
         list(pipe.run(batch(b) for b in range(3)))
         pipe.save(tmp_path)
         list(pipe.run(batch(b) for b in range(3, 8)))
-        wanted, loss = pipe.state_dict(), pipe.evaluate(*batch(9))
+        wanted, loss = pipe.state_dict(), pipe.evaluate([batch(9)]).loss
     with open_round_robin(crew, (2, 1), "stash", ADAM[0], checkpoint=tmp_path) as pipe:
         list(pipe.run(batch(b) for b in range(3, 8)))
-        assert pipe.evaluate(*batch(9)) == loss
+        assert pipe.evaluate([batch(9)]).loss == loss
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, wanted[name])
 

@@ -57,7 +57,7 @@ def test_evaluation_equals_eval_mode(crew: Crew, schedule: str) -> None:
             model.load_state_dict(pipe.state_dict())
             x, y = batches(5)[4]
             before = pipe.state_dict()
-            found = pipe.evaluate(x[:rows], y[:rows])
+            found = pipe.evaluate([(x[:rows], y[:rows])]).loss
             model.eval()
             wanted = F.cross_entropy(model(x[:rows]), y[:rows]).item()
             assert found == pytest.approx(wanted, rel=1e-5)

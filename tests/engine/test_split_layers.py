@@ -205,7 +205,7 @@ def test_gradients_evaluation_and_smaller_mini_batches(crew: Crew) -> None:
     with pipeline(crew, "residual_cnn") as pipe:
         loss, gradients = pipe.gradients(x, y)
         losses = [pipe.step(*each) for each in smaller]
-        evaluated = pipe.evaluate(x, y)
+        evaluated = pipe.evaluate([(x, y)]).loss
         state = pipe.state_dict()
     expected_loss, expected_gradients = gradients_of(model, loss_fn, x, y, 4)
     assert loss == pytest.approx(expected_loss, rel=1e-5)

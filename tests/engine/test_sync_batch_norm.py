@@ -161,7 +161,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         eager.load_state_dict(pipe.state_dict())
         eager.eval()
         halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in HALVES]
-        assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
+        assert pipe.evaluate([(x, y)]).loss == pytest.approx(sum(halves) / 2, rel=1e-5)
         pipe.save(tmp_path)
         wanted = pipe.step(x, y)
     with open_synced(crew, Normalized(), first, shares, checkpoint=tmp_path) as pipe:

@@ -48,7 +48,8 @@ TYPES = {
     "pipe.step(x, y)": "float",
     "next(pipe.run([(x, y)]))": "Result",
     "next(pipe.run([(x, y)])).loss": "float",
-    "pipe.evaluate(x, y)": "float",
+    "pipe.evaluate([(x, y)]).loss": "float",
+    "pipe.evaluate([(x, y)]).metrics": "dict[str, float]",
     "pipe.gradients(x, y)": "tuple[float, dict[str, Tensor]]",
     "pipe.diagnose(x, y)": "Diagnosis",
     "pipe.state_dict()": "dict[str, Tensor]",
@@ -84,6 +85,8 @@ WRONG = {
 ANY = {
     "x": "a batch: tensors, or tuples and dicts of them, as the model takes them",
     "y": "as x",
+    "*y": "as x",
+    "predict": "whatever the model returns",
     "**options": "`Pipeline.load` passes them to `Pipeline`, which checks them",
     "**chosen": "fields of `PlannerOptions`, which checks them",
     "program": "a device runs what its own `_compile` returned",

@@ -81,20 +81,21 @@ class Example:
 
         return _map(replace, "x", self._x), _map(replace, "y", self._y)
 
-    def leaves(self, x: Any, y: Any) -> dict[str, Array]:
-        """Return the tensors of a batch as row-major arrays, by name.
+    def leaves(self, x: Any, *y: Any) -> dict[str, Array]:
+        """Return the tensors of a batch as row-major arrays, by name; `y` may be left out.
 
         Raises `HetpipeError` if the structure, a dtype or a shape (apart from its first dimension)
         differs from the example's, or if the leaves disagree on the number of samples.
         """
-        values = _named(x, y)
-        expected = _named(self._x, self._y)
+        values = _named(x, *y)
+        expected = _named(self._x, self._y) if y else _named(self._x)
         if values.keys() != expected.keys():
             raise HetpipeError(
                 f"the batch holds {', '.join(values)}, but the example batch held "
                 f"{', '.join(expected)}; give both the same structure"
             )
-        arrays = {name: self._array(name, values[name]) for name in self.names}
+        names = [name for name in self.names if name in expected]
+        arrays = {name: self._array(name, values[name]) for name in names}
         for name, value in expected.items():
             if name not in arrays and value != values[name]:
                 raise HetpipeError(
@@ -171,15 +172,15 @@ def _cure(value: torch.Tensor | Array) -> str:
     return ""
 
 
-def _named(x: Any, y: Any) -> dict[str, Any]:
+def _named(x: Any, *y: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
 
     def note(name: str, value: Any) -> Any:
         values[name] = value
         return value
 
-    _map(note, "x", x)
-    _map(note, "y", y)
+    for letter, value in zip("xy", (x, *y), strict=False):
+        _map(note, letter, value)
     return values
 
 

@@ -14,7 +14,7 @@ from hetpipe.capture.export.named_tensors import exported_name
 from hetpipe.capture.export.random_operators import make_explicit
 from hetpipe.capture.export.unsupported import where
 from hetpipe.capture.flat_graph import FlatGraph
-from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
+from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, OUTPUT, PARAM, RNG
 from hetpipe.capture.slots import (
     Key,
     constant_name,
@@ -36,18 +36,20 @@ def flatten(
     aliases: dict[str, str],
     trainable: frozenset[str] | None,
     samples: int,
+    output_count: int = 0,
 ) -> FlatGraph:
     """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
     `leaves` names the batch's tensors in order. `aliases` maps the other names of a tied tensor to
-    its first name. With `trainable=None` the graph is for forwards only. Raises `CaptureError` for
-    a graph that no device can run, or that trains nothing.
+    its first name. With `trainable=None` the graph is for forwards only. The last `output_count`
+    results are the model's output. Raises `CaptureError` for a graph that no device can run, or
+    that trains nothing.
     """
     graph = program.graph_module.graph
     flat = FlatGraph(samples, graph, {}, [], {})
     write_by_where(graph)
     _name_inputs(flat, program, leaves, aliases)
-    _name_outputs(flat, program, aliases)
+    _name_outputs(flat, program, aliases, output_count)
     rng = make_explicit(graph, samples)
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
@@ -143,13 +145,16 @@ def _name_inputs(
             flat.inputs[node] = key
 
 
-def _name_outputs(flat: FlatGraph, program: ExportedProgram, aliases: dict[str, str]) -> None:
-    nodes = results(flat.graph)
-    user = iter((LOSS, COUNT))
-    for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
+def _name_outputs(
+    flat: FlatGraph, program: ExportedProgram, aliases: dict[str, str], output_count: int
+) -> None:
+    nodes, specs = results(flat.graph), program.graph_signature.output_specs
+    losses = sum(spec.kind is OutputKind.USER_OUTPUT for spec in specs) - output_count
+    outputs = [(OUTPUT, str(number)) for number in range(output_count)]
+    user = iter([(LOSS, LOSS), (COUNT, COUNT)][:losses] + outputs)
+    for spec, node in zip(specs, nodes, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node):
-            role = next(user)
-            flat.outputs.append(((role, role), node))
+            flat.outputs.append((next(user), node))
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             name = exported_name(spec.target or "")
             if node.meta["val"].is_complex():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import fx, nn
 
 from hetpipe.capture.flat_graph import PARAMETRIZATIONS, FlatGraph, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
-from hetpipe.capture.program import BUFFER, PARAM
+from hetpipe.capture.program import BUFFER, OUTPUT, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes
+from hetpipe.errors import CaptureError
 from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.host.parts import reachable
 
@@ -31,15 +33,16 @@ def label(
     A layer starts at a module that owns a parameter of two or more dimensions: at the module's
     first node if the module is a leaf, otherwise at the first node that reads such a parameter. A
     layer also starts at every operator named in `starting`. All other nodes join the layer before
-    them.
+    them. Nodes that only the model's output needs join their operands' last layer.
     """
     modules = dict(model.named_modules())
     matrices = {name: _matrices(module) for name, module in modules.items()}
     starts: list[str] = []
     current, index = "", -1
+    trained = reachable([node for key, node in flat.outputs if key[0] != OUTPUT], flat.inputs)
     for node in _calls(flat):
-        if is_getitem(node):
-            flat.layer[node] = flat.layer[node.all_input_nodes[0]]
+        if is_getitem(node) or node not in trained:
+            flat.layer[node] = max((flat.layer.get(n, 0) for n in node.all_input_nodes), default=0)
             continue
         call, path = owner(node)
         if operator_name(node) in starting:
@@ -102,6 +105,21 @@ def _merge_shared_buffers(flat: FlatGraph, updated: frozenset[str]) -> None:
         number.append(index)
     flat.layer = {node: number[layer] for node, layer in flat.layer.items()}
     flat.layer_names = tuple(n for n, j in zip(flat.layer_names, joined, strict=True) if not j)
+
+
+def check_layers(flat: FlatGraph, names: Sequence[str], samples: int, training: bool) -> None:
+    """Raise `CaptureError` unless the graph has the layers of the first graph, of training with
+    `samples` samples."""
+    if tuple(names) == flat.layer_names:
+        return
+    pairs = zip_longest(flat.layer_names, names, fillvalue="none")
+    number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+    mode = "training" if training else "eval mode"
+    raise CaptureError(
+        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
+        f"in {mode} but {len(names)} for {samples} in training: layer {number} is {name}, not "
+        f"{expected}; make the model's structure independent of the batch size and the mode"
+    )
 
 
 def layer_graph(flat: FlatGraph) -> LayerGraph:

@@ -1,15 +1,11 @@
-"""Makes micro-batches with the example's or other labels, and model outputs, to compare losses."""
+"""Makes micro-batches with the example's or other labels, to compare losses."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
@@ -78,53 +74,3 @@ def _relabel(leaf: Tensor, bound: IndexBound) -> Tensor:
     labels = classes[torch.arange(count) % len(classes)][torch.randperm(count)]
     drawn[:, columns] = labels.reshape(drawn[:, columns].shape).to(leaf.dtype)
     return torch.where(rows.eq(bound.ignored), rows, drawn).reshape(leaf.shape)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The structure of a model's output for `samples` samples: shapes and dtypes of its tensors."""
-
-    samples: int
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    @classmethod
-    def of(cls, output: Any, samples: int) -> Outputs:
-        """Return the structure of an output; its tensors may have no values."""
-        leaves, spec = tree_flatten(output)
-        described = (
-            _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        )
-        return cls(samples, tuple(described), spec)
-
-    def elements(self, samples: int) -> int:
-        """Return the number of elements for `samples` samples."""
-        sizes = [math.prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Shape)]
-        return sum(sizes) * samples // self.samples
-
-    def draw(self, samples: int, is_wide: bool = False) -> list[Any] | None:
-        """Draw leaves for `samples` samples; None if a tensor is not batch-first and floating.
-
-        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities. Wide
-        numbers have both signs, like the logits of a trained model.
-        """
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, _Shape):
-                if leaf.shape[:1] != (self.samples,) or not leaf.dtype.is_floating_point:
-                    return None
-                shape = (samples, *leaf.shape[1:])
-                values = 3 * torch.randn(shape) if is_wide else torch.rand(shape) * 0.9 + 0.05
-                leaves.append(values.to(leaf.dtype))
-            elif leaf is None or isinstance(leaf, (bool, str, float)):
-                leaves.append(leaf)
-            else:
-                return None
-        return leaves
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
-    dtype: torch.dtype

@@ -23,8 +23,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hetpipe.capture.export.attributes import keep_attributes, names_module
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
-from hetpipe.capture.export.loss_batches import LossBatches, Outputs
+from hetpipe.capture.export.loss_batches import LossBatches
 from hetpipe.capture.export.named_tensors import deep_copy
+from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.torch_export import run_loss, run_model
 
 LIMIT = 1e-3

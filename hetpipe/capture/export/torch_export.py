@@ -27,6 +27,7 @@ from hetpipe.capture.export.attributes import (
 )
 from hetpipe.capture.export.decompositions import before_cut
 from hetpipe.capture.export.example import Example, call
+from hetpipe.capture.export.outputs import tensors_of
 from hetpipe.capture.export.unsupported import check_modules, explain, refuse_lost_gradients
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.slots import drop_assertions, placeholders, results
@@ -43,7 +44,8 @@ OutputListener = Callable[[Any], None]
 class WithLoss(nn.Module):
     """Maps the leaves of a batch to (loss,), or to (sum, count).
 
-    It calls `seen` with the model's output, whose tensors may have no values.
+    It calls `seen` with the model's output, whose tensors may have no values. With `has_output` the
+    output's tensors that have samples follow the loss.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class WithLoss(nn.Module):
         loss_fn: Callable[..., Any],
         example: Example,
         seen: OutputListener = lambda output: None,
+        has_output: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self._example = example
         self._seen = seen
+        self._has_output = has_output
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _assign_in_place(self):
@@ -67,11 +71,12 @@ class WithLoss(nn.Module):
         x, y = self._example.rebuild(list(leaves))
         out = run_model(self.model, x)
         self._seen(out)
+        outputs = tensors_of(out, len(leaves[0])) if self._has_output else []  # before the loss
         result = run_loss(self.loss_fn, out, y)
         if isinstance(result, tuple) and len(result) == 2:
             total = _scalar(result[0], "the loss's sum")
-            return total, _scalar(result[1], "the loss's count", total.dtype)
-        return (_scalar(result, "the loss"),)
+            return total, _scalar(result[1], "the loss's count", total.dtype), *outputs
+        return _scalar(result, "the loss"), *outputs
 
 
 @contextmanager
@@ -141,12 +146,13 @@ def export(
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
     seen: OutputListener = lambda output: None,
+    has_output: bool = False,
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
     Export runs without autocast, which would hide the modules' names. Autocast is on later, while
     operators are decomposed; the model's own casts stay. With `sync_batch_norm` batch norms use the
-    statistics of all replicas' rows. `seen` is called with the model's output. The result is
+    statistics of all replicas' rows. `seen` and `has_output` are as for `WithLoss`. The result is
     functional. Raises `CaptureError`, which names the user's line.
     """
     check_modules(model, loss_fn)
@@ -159,7 +165,7 @@ def export(
             exportable_modules(),
         ):
             warnings.simplefilter("ignore")  # torch's deprecations do not concern the user
-            wrapped = WithLoss(model, loss_fn, example, seen)
+            wrapped = WithLoss(model, loss_fn, example, seen, has_output)
             leaves = tuple(example.tensors(samples))
             with keep_attributes(wrapped), clear_caches(wrapped), keep_globals(wrapped, loss_fn):
                 program = torch.export.export(wrapped, leaves, strict=False)

@@ -11,11 +11,11 @@ from torch import fx
 
 from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.precision import cast_at_cuts
-from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
+from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS, OUTPUT
 from hetpipe.capture.slots import Key, is_tensor
 from hetpipe.sdk.host.parts import extract, reachable
 
-_FINALS = (LOSS, COUNT, BUFFER)
+_FINALS = (LOSS, COUNT, OUTPUT, BUFFER)
 
 
 @dataclass(frozen=True)

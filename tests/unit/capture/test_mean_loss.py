@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hetpipe.capture import Captured
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
-from hetpipe.capture.export.loss_batches import Outputs
 from hetpipe.capture.export.mean_loss import LossCheck, LossWarning
+from hetpipe.capture.export.outputs import Outputs
 from hetpipe.errors import HetpipeError
 
 WEIGHT = torch.tensor([0.1, 1.0, 5.0])

@@ -1,0 +1,94 @@
+"""The facts of a pipeline in training: its plan, counts, costs and times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hetpipe.pipeline.measurements import Measurements, effort_of
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.cluster.member import Member
+    from hetpipe.cost.table import CostTable
+    from hetpipe.crew.crew import Crew
+    from hetpipe.pipeline.rebalance import Rebalancer
+    from hetpipe.pipeline.training import Training
+    from hetpipe.plan.plan import Plan
+    from hetpipe.profile.rounds import Effort
+    from hetpipe.simulate.timeline import Timeline
+
+
+class Facts:
+    """The attributes of a pipeline that only tell something."""
+
+    _captured: Captured
+    _crew: Crew
+    _efforts: list[Effort]
+    _measurements: Measurements
+    _rebalancer: Rebalancer
+    _training: Training
+
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._training.plan
+
+    @property
+    def steps(self) -> int:
+        """The number of mini-batches handed in, including those before a checkpoint."""
+        return self._training.steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The present factor of the loss's gradient."""
+        return self._training.scaling.scale
+
+    @property
+    def skipped(self) -> int:
+        """The number of updates that were skipped because gradients were not finite."""
+        return self._training.scaling.skipped
+
+    @property
+    def boards(self) -> tuple[Member, ...]:
+        """The members that are boards."""
+        return self._crew.cluster.described
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured timeline of the last step or run; with boards in the plan it is modelled."""
+        return self._measurements.timeline
+
+    @property
+    def wall_timeline(self) -> Timeline:
+        """`timeline` by this machine's clock: a board's row has the times of its numerics."""
+        return self._measurements.wall_timeline
+
+    @property
+    def modelled_step_s(self) -> float | None:
+        """Modelled seconds of the last mini-batch, or None without boards in the plan."""
+        return self._measurements.modelled_step_s
+
+    @property
+    def peak_nbytes(self) -> tuple[int, ...]:
+        """By stage, the most bytes of buffers that a device had in the last mini-batches."""
+        return self._measurements.peak_nbytes
+
+    @property
+    def device_nbytes(self) -> dict[str, int]:
+        """By member, the bytes in use after the last mini-batch, if its device counts them."""
+        return self._measurements.device_nbytes
+
+    @property
+    def costs(self) -> CostTable | None:
+        """The plan's costs, scaled by the times of the last mini-batches; None without costs."""
+        return self._rebalancer.costs
+
+    @property
+    def effort(self) -> dict[str, int]:
+        """Counts of exports, traces, compilations and so on that the start took."""
+        return effort_of(self._captured, self._efforts)
+
+    @property
+    def predicted(self) -> Timeline:
+        """The timeline that the costs predict. Raises `HetpipeError` if the plan has no costs."""
+        return self._rebalancer.predicted

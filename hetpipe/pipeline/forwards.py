@@ -1,0 +1,164 @@
+"""Forwards in eval mode: outputs of the model, losses and metrics, over many mini-batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hetpipe.crew.request import StepRequest, StepResult
+from hetpipe.errors import HetpipeError, NoMeanError
+from hetpipe.pipeline.batches import mean_loss, micro_sizes, parts_of, rows_of, slices
+from hetpipe.pipeline.fit import check_loss
+from hetpipe.pipeline.schedules import FORWARDS
+from hetpipe.wire.wire import Content
+
+if TYPE_CHECKING:
+    from hetpipe.pipeline.training import Training
+    from hetpipe.wire.messages import Array
+
+WINDOW = 2
+"""The number of mini-batches under way: while one leaves the last stage, the next begins."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss and metrics of a number of samples, in eval mode."""
+
+    loss: float
+    samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class UpdatedMetric(Protocol):
+    """A metric that collects batches, as in torchmetrics."""
+
+    def update(self, output: Any, y: Any) -> object: ...
+
+    def compute(self) -> Any: ...
+
+
+Metric = Callable[[Any, Any], Any] | UpdatedMetric
+"""A function of the model's output and `y` that returns a mean over the samples, or an object that
+collects mini-batches."""
+
+
+class Forwards:
+    """The forwards of some mini-batches, of which up to `WINDOW` are under way."""
+
+    def __init__(self, training: Training, content: Content, keeps_output: bool) -> None:
+        self._training = training
+        self._content, self._keeps_output = content, keeps_output
+        self._under_way: deque[StepRequest] = deque()
+        self._results: deque[tuple[StepRequest, StepResult]] = deque()
+
+    def admit(self, leaves: Mapping[str, Array]) -> None:
+        """Begin the forwards of a mini-batch."""
+        training = self._training
+        samples = micro_sizes(rows_of(leaves), training.plan.microbatches)
+        ready = training.stages.sizes[self._content]
+        if self._content is Content.EVALUATION:
+            self._check_loss(leaves, samples)
+        if not set(samples) <= ready:
+            self.settle()  # stages will be loaded
+            training.prepare(set(samples), ready)
+        schedule = training.stages.schedules.of(len(samples), FORWARDS)
+        request = StepRequest(
+            schedule=schedule,
+            samples=samples,
+            feeds=tuple(slices(leaves, samples)),
+            loss_tangents=(0.0,) * len(samples),
+            rates={},
+            number=training.steps + 1,
+            seed=training.setup.passes.seed,
+            grad_scale=1.0,
+            forwards=self._content,
+            keeps_output=self._keeps_output,
+        )
+        training.stages.check_own()
+        training.setup.crew.post(request)
+        self._under_way.append(request)
+        if len(self._under_way) > WINDOW:
+            self._collect()
+
+    def settle(self) -> None:
+        """Wait until no mini-batch is under way."""
+        while self._under_way:
+            self._collect()
+
+    def take(self, ends: bool = False) -> tuple[StepRequest, StepResult] | None:
+        """Return the next result; None if there is none yet or, at the end, none any more."""
+        if ends and not self._results and self._under_way:
+            self._collect()
+        return self._results.popleft() if self._results else None
+
+    def _collect(self) -> None:
+        request = self._under_way.popleft()
+        training = self._training
+        training.stages.check_own()
+        result = training.note(request, training.setup.crew.collect())
+        self._results.append((request, result))
+
+    def _check_loss(self, leaves: Mapping[str, Array], samples: tuple[int, ...]) -> None:
+        """Raise `HetpipeError` if micro-batches do not have the loss of their mini-batch."""
+        training = self._training
+        captured, parts = training.setup.captured, parts_of(samples, training.plan)
+        if len(parts) > 1:
+            captured.check_means(leaves, parts)
+            if not training.stages.sizes[Content.EVALUATION]:
+                check_loss(captured, parts[0], training=False)
+
+
+class Means:
+    """Collects the losses and metrics of mini-batches."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        if not isinstance(metrics, Mapping):
+            raise HetpipeError(
+                f"metrics are {type(metrics).__name__}: give a dict of functions, and mini-batches "
+                "as one iterable, such as evaluate([(x, y)])"
+            )
+        for name, metric in metrics.items():
+            if not callable(metric) and not hasattr(metric, "update"):
+                raise HetpipeError(
+                    f"metric {name!r} is {metric!r}: give a function of (output, y), or an object "
+                    "with update(output, y) and compute()"
+                )
+        self._metrics = metrics
+        self._sums = dict.fromkeys(metrics, 0.0)
+        self._loss = self._weight = 0.0
+        self._samples = 0
+
+    def add(self, request: StepRequest, result: StepResult, index: int) -> None:
+        """Add the loss of a mini-batch. A mini-batch whose loss counts nothing has no weight."""
+        samples = sum(request.samples)
+        self._samples += samples
+        weight = samples if result.counts is None else sum(result.counts)
+        if weight:
+            self._loss += mean_loss(result, request.samples, index) * weight
+            self._weight += weight
+
+    def measure(self, output: Any, y: Any, samples: int) -> None:
+        """Add the metrics of a mini-batch."""
+        for name, metric in self._metrics.items():
+            if hasattr(metric, "update"):
+                metric.update(output, y)
+            else:
+                self._sums[name] += float(metric(output, y)) * samples
+
+    def result(self) -> Evaluation:
+        """Return the means. Raises `NoMeanError` if no sample counts."""
+        if not self._weight:
+            raise NoMeanError(
+                f"the loss of {self._samples} samples has no mean",
+                0,
+                ": give evaluate() at least one mini-batch (x, y) whose loss counts a sample",
+            )
+        found = {
+            name: float(metric.compute())
+            if hasattr(metric, "compute")
+            else self._sums[name] / self._samples
+            for name, metric in self._metrics.items()
+        }
+        return Evaluation(self._loss / self._weight, self._samples, found)
