@@ -45,7 +45,7 @@ collects mini-batches."""
 
 
 class Forwards:
-    """The forwards of some mini-batches, of which up to `WINDOW` are under way."""
+    """The forwards of mini-batches; up to `WINDOW` are under way."""
 
     def __init__(self, training: Training, content: Content, keeps_output: bool) -> None:
         self._training = training
