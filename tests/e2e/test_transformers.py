@@ -116,3 +116,23 @@ def test_on_torch_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-padded", "bert"])
 def test_on_opencl_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]) -> None:
     check_equal(crew, row, RUNS[name])
+
+
+@pytest.mark.parametrize("name", ["gpt2-padded", "bert"])
+def test_outputs_keep_their_class(name: str) -> None:
+    run = RUNS[name]
+    model, (x, y) = run.model(), run.batches[0]
+    model.train()
+    with hp.Pipeline(
+        model, run.loss_fn, (x, y), cluster=hp.Cluster.local(devices=["pytorch:cpu:0"] * 2),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), microbatches=2,
+    ) as pipe:  # fmt: skip
+        pipe.step(x, y)
+        found = pipe.predict(x)
+        mean = pipe.evaluate([(x, y)]).loss
+        pipe.copy_to(model)
+    wanted = model.eval()(**x)
+    assert type(found) is type(wanted)
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    assert mean == pytest.approx(run.loss_fn(wanted, y).item(), rel=1e-5)
