@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from hetpipe.bench.rows import PipelineRow
-from hetpipe.report.tables import format_rate, format_s, make_table
+from hetpipe.report.tables import Table, format_rate, format_s
 from hetpipe.simulate.outcome import occupation
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     columns = (
         "ours", "min .. max", "its ceiling", "torch.mm", "oneDNN", "of ceiling", "times torch.mm",
     )  # fmt: skip
-    table = make_table("Matrix products, float32, one core, GFLOP/s", ("", "n", *columns), columns)
+    table = Table("Matrix products, float32, one core, GFLOP/s", ("", "n", *columns), columns, 2)
     for each in figures:
         ours, onednn = each["ours_gflops"], each["onednn_gflops"]
         table.add_row(
@@ -49,7 +47,7 @@ def outcome_table(outcome: Outcome) -> Table:
         "M", "samples/s", "min .. max", "step", "predicted, raw", "corrected for drift", "80 % in",
         "loss against torch",
     )  # fmt: skip
-    table = make_table(
+    table = Table(
         f"{setting.name}: mini-batches of {outcome.task.mini_batch}, {setting.rounds} rounds of "
         f"{outcome.task.pace.timed} steps, losses of {outcome.task.pace.checked}, "
         f"seed {setting.seed}",
@@ -159,7 +157,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
         "all devices: pipeline", "data parallel", "best over torch, all cores",
         "two of one device: best", "over torch, all cores",
     )  # fmt: skip
-    table = make_table(
+    table = Table(
         "Samples per second, medians: higher is better", ("", *columns, "times are"), columns
     )
     for outcome in outcomes:

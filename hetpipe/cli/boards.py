@@ -11,9 +11,8 @@ from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hetpipe.cost.board import Board
+    from hetpipe.report.tables import Table
 
 
 def command(
@@ -43,10 +42,10 @@ def command(
 
 def _overview(boards: dict[str, Board]) -> Table:
     """Return a table of boards."""
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
 
     numbers = ("memory", "bandwidth", "to its host", "to such a board")
-    table = make_table(
+    table = Table(
         "Boards, with bytes per second one way", ("board", "kind", *numbers, "computes"), numbers
     )
     for board in boards.values():
@@ -64,10 +63,10 @@ def _overview(boards: dict[str, Board]) -> Table:
 
 def _page(board: Board) -> Table:
     """Return a table with a line for each number of a board, and one for its compiler."""
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
 
     title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
-    table = make_table(title, ("key", "value", "source"), ("value",))
+    table = Table(title, ("key", "value", "source"), ("value",))
     for key, source in board.sources.items():
         table.add_row(key, _value(board, key), source)
     return table

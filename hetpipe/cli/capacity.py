@@ -28,7 +28,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Find the largest model or micro-batch that 1, 2, 4, ... and all devices of a cluster hold."""
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
     from hetpipe.study.largest import capacity
 
     output = Output(json)
@@ -38,7 +38,7 @@ def command(
     with progress_bar("planning"):
         answer = capacity(subject, members, microbatches, block)
     columns = ["method", *(f"{count} devices" for count in answer.devices)]
-    table = make_table(f"{answer.subject}: {answer.counted}, at most", columns, columns[1:])
+    table = Table(f"{answer.subject}: {answer.counted}, at most", columns, columns[1:])
     for method, counts in answer.largest.items():
         table.add_row(str(method), *map(str, counts))
     output.console.print(table)

@@ -18,8 +18,7 @@ from hetpipe.cli.study import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from hetpipe.report.tables import Table
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.study.comparison import Comparison
 
@@ -83,13 +82,13 @@ def timelines(comparison: Comparison) -> list[Timeline]:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return a table with a row for each planner, the shortest predicted step first."""
-    from hetpipe.report.tables import format_nbytes, format_s, make_table
+    from hetpipe.report.tables import Table, format_nbytes, format_s
 
     columns = [
         "planner", "stages", "devices", "schedule", "M", "step", "samples/s", "of the sum",
         "above the bound", "peak memory", "measured",
     ]  # fmt: skip
-    table = make_table(
+    table = Table(
         f"{comparison.subject}, mini-batches of {comparison.mini_batch}", columns, columns[4:]
     )
     for row in comparison.rows:

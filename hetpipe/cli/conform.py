@@ -139,12 +139,12 @@ def _conclude(
     output: Output, info: DeviceInfo, results: Sequence[Result], steps: Sequence[str]
 ) -> None:
     from hetpipe.conformance.coverage import matrix, refused_operators
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
 
     rows = matrix(results)
     if rows:
         columns = ("operators", "passed", "failed", "refused")
-        table = make_table(f"Coverage of {info.id}", columns, columns[1:])
+        table = Table(f"Coverage of {info.id}", columns, columns[1:])
         for row in rows:
             table.add_row(row.name, str(row.passed), str(row.failed), str(row.refused))
         output.console.print(table)

@@ -17,7 +17,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """List the operators of a model that a device lacks, the largest share of time first."""
-    from hetpipe.report.tables import format_nbytes, make_table
+    from hetpipe.report.tables import Table, format_nbytes
     from hetpipe.study.lacking import JUDGE, coverage
     from hetpipe.zoo.load import check_name
 
@@ -26,9 +26,7 @@ def command(
     with progress_bar("capturing"):
         answer = coverage(model, device, mini_batch)
     columns = ["operator", "calls", "share of the time", "layers", "reason"]
-    table = make_table(
-        f"Operators of {answer.model} that {answer.device} lacks", columns, columns[1:3]
-    )
+    table = Table(f"Operators of {answer.model} that {answer.device} lacks", columns, columns[1:3])
     for each in answer.lacking:
         shown = ", ".join(each.layers[:3]) + (", ..." if len(each.layers) > 3 else "")
         table.add_row(
@@ -38,7 +36,7 @@ def command(
         output.console.print(table)
     if answer.lent:
         columns = ["operator", "calls", "bytes that cross", "measured ms", "reason"]
-        table = make_table(f"{answer.companion} runs for {answer.device}", columns, columns[1:4])
+        table = Table(f"{answer.companion} runs for {answer.device}", columns, columns[1:4])
         for cost in answer.lent:
             milliseconds = f"{1e3 * cost.measured_s:.2f}"
             nbytes = format_nbytes(cost.nbytes)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,10 @@ class Output:
     """The destination of a command's results. With `--json -`, text goes to standard error."""
 
     def __init__(self, json_target: str | None) -> None:
+        from hetpipe.report.tables import console
+
         self._target = json_target
-        self.console = _console(stderr=json_target == "-")
-        if not self.console.is_terminal:
-            self.console = _console(stderr=json_target == "-", width=160)
+        self.console = console(stderr=json_target == "-")
 
     def text(self, text: str) -> None:
         """Print text without markup or highlighting."""
@@ -82,17 +81,9 @@ class _Lines(logging.Handler):
 
 def error_console() -> Console:
     """Return the console of standard error."""
-    return _console(stderr=True)
+    from hetpipe.report.tables import console
 
-
-def _console(stderr: bool, width: int | None = None) -> Console:
-    """Return a console that prints `:factory:` unchanged and escapes unprintable characters."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    return Console(stderr=stderr, width=width, emoji=False)
+    return console(stderr=True)
 
 
 def complain(message: str) -> None:

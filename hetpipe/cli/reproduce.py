@@ -25,13 +25,13 @@ def command(
     HETPIPE_DATA names the folder of the published profiles and figures.
     """
     from hetpipe.papers.reproduced.table import reproduce
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
 
     output = Output(json)
     with progress_bar("planning"):
         tables = reproduce(paper, table)
     for each in tables:
-        shown = make_table(
+        shown = Table(
             f"{each.paper}, table {each.name}: {each.title}",
             ["figure", "paper", "ours (modelled)", "difference"],
         )

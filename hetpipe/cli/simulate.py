@@ -13,8 +13,7 @@ from hetpipe.cli.study import DrawingOptions, cluster_from
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from hetpipe.report.tables import Table
     from hetpipe.study.simulation import Simulation
 
 
@@ -62,13 +61,13 @@ def command(
 
 def worker_table(simulation: Simulation) -> Table:
     """Return a table with a row for each worker of the step."""
-    from hetpipe.report.tables import format_nbytes, make_table
+    from hetpipe.report.tables import Table, format_nbytes
 
     columns = ["worker", "busy", "bubble", "peak memory"]
     step = f"{1e3 * simulation.step_s:.2f} ms, {simulation.timeline.label}"
     if not simulation.plan.rule.flushes:
         step += ", in a full pipeline"
-    table = make_table(f"Step of {step}", columns, columns[1:])
+    table = Table(f"Step of {step}", columns, columns[1:])
     rows = zip(
         simulation.outcome.workers, simulation.outcome.bubble, simulation.outcome.peak_nbytes,
         strict=True,

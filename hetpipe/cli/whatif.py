@@ -36,7 +36,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Show the step time after changes of a cluster."""
-    from hetpipe.report.tables import format_s, make_table
+    from hetpipe.report.tables import Table, format_s
     from hetpipe.study.changes import whatif
 
     output = Output(json)
@@ -48,9 +48,7 @@ def command(
             subject, members, change or [f"-{id}" for id in members.ids], options, planner or "auto"
         )
     columns = ["change", "step", "of the step now", "devices", "stages", "schedule"]
-    table = make_table(
-        f"{subject.name}, mini-batches of {subject.mini_batch}", columns, columns[1:5]
-    )
+    table = Table(f"{subject.name}, mini-batches of {subject.mini_batch}", columns, columns[1:5])
     for row in (answer.now, *answer.changes):
         if row.plan is None:
             table.add_row(row.change, "no plan")

@@ -11,9 +11,8 @@ from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hetpipe.bench.parity import Parity
+    from hetpipe.report.tables import Table
     from hetpipe.sdk.backend import Device
 
 
@@ -123,14 +122,14 @@ def _opened(device: str | None) -> Device:
 
 def _table(rows: list[Parity]) -> Table:
     from hetpipe.bench.judge import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
-    from hetpipe.report.tables import format_s, make_table
+    from hetpipe.report.tables import Table, format_s
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",
         "layers", "time",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
-    table = make_table(
+    table = Table(
         f"One training step on {rows[0].device}: relative errors against torch in float64; "
         f"allowed are {limits}",
         ("model", *numbers, "worst gradient", "equal"),

@@ -16,8 +16,6 @@ from functools import partial
 from itertools import pairwise
 from math import ceil
 
-from rich.console import Console
-
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Link
@@ -25,7 +23,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.papers.overhead import empty_request, load_empty
 from hetpipe.papers.sleeping import SleepingBackend
 from hetpipe.pipeline.schedules import Streaming
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table, console
 from hetpipe.schedule.action import Op
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
@@ -224,7 +222,7 @@ def main() -> None:
     cases = measure()
     numbers = ("stages", "transfer", "measured", "simulated", "profiled", "formula", "busy")
     title = f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds"
-    table = make_table(title, ("schedule", *numbers), numbers)
+    table = Table(title, ("schedule", *numbers), numbers)
     for case in cases:
         formula = "" if case.formula_s is None else f"{1e3 * case.formula_s:.1f}"
         table.add_row(
@@ -232,7 +230,7 @@ def main() -> None:
             f"{1e3 * case.measured_s:.1f}", f"{1e3 * case.simulated_s:.1f}",
             f"{1e3 * case.profiled_s:.1f}", formula, f"{100 * case.busy:.0f} %",
         )  # fmt: skip
-    Console(emoji=False).print(table)
+    console().print(table)
     for name, others in (
         ("simulator", [(case.measured_s, case.simulated_s) for case in cases]),
         ("simulator with measured costs", [(case.measured_s, case.profiled_s) for case in cases]),

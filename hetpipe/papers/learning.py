@@ -25,9 +25,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from hetpipe import optim
 from hetpipe.bench.machine import describe
 from hetpipe.cluster.cluster import Cluster
@@ -36,7 +33,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
 from hetpipe.papers.footprint import crew_of
 from hetpipe.papers.trial import WINDOW, Method, Subject, Task, Trial
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table, console
 from hetpipe.train.training import one_thread
 
 VERSION = 1
@@ -125,7 +122,7 @@ def learning_table(rows: Sequence[Trials], crew: Crew) -> Table:
     )
     times = f"s to target,\n{'emulated' if emulated else 'measured'}"
     numbers = ("M", "at the end", "mini-batches\nto target", times)
-    table = make_table(title, ("method", *numbers), numbers)
+    table = Table(title, ("method", *numbers), numbers)
     task = None
     for row in rows:
         if row.task != task:
@@ -182,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         crew = crew_of(STAGES) if local else Crew.start(Cluster.local(devices=DEVICES))
         with one_thread(), crew:
             rows = measure(tasks, options.seeds, crew)
-            Console(emoji=False).print(learning_table(rows, crew))
+            console().print(learning_table(rows, crew))
         if options.json is not None:
             written = [row.to_json() for row in rows]
             head = {"version": VERSION, "machine": describe(), "window": WINDOW}

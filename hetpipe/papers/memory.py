@@ -13,8 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from hetpipe import optim
@@ -32,7 +30,7 @@ from hetpipe.papers.footprint import (
     streamed,
     weights_nbytes,
 )
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table, console
 from hetpipe.zoo.gpt import GPT, Embedding
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.text import token_loss
@@ -119,7 +117,7 @@ def zoo(name: str) -> tuple[CutModel, Batch]:
 def dapple_table(crew: Crew) -> Table:
     """Return DAPPLE's table 5."""
     columns = ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average")
-    table = make_table(
+    table = Table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
         f"2 stages, M micro-batches of {SAMPLES}, K of them in flight by stage. Peak MiB by stage, "
         "counted (measured), without intermediates of programs; in brackets predicted",
@@ -144,14 +142,14 @@ def dapple_table(crew: Crew) -> Table:
 def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
     """Return PipeDream's figures 16 and 17 as tables."""
     stages = [f"stage {n}" for n in range(STAGES)]
-    memory = make_table(
+    memory = Table(
         f"PipeDream's figure 16: {STAGES} stages, NOAM, weight stashing; DP: the whole model and "
         "one mini-batch on every device. Peak MiB, counted (measured); in brackets predicted",
         ("model", "samples", *stages, "DP"),
         ("samples", *stages, "DP"),
     )
     columns = ("samples", "weights, MiB", "pipeline", "DP", "pipeline / DP")
-    communicated = make_table(
+    communicated = Table(
         f"PipeDream's figure 17: KiB communicated per sample, {STAGES} workers; from shapes",
         ("model", *columns),
         columns,
@@ -188,11 +186,11 @@ def _peaks(counted: Footprint, predicted: Sequence[int]) -> list[str]:
 
 
 def main() -> None:
-    console = Console(emoji=False)
-    console.print(describe())
+    shown = console()
+    shown.print(describe())
     with crew_of(STAGES) as crew:
         for table in (dapple_table(crew), *pipedream_tables(crew)):
-            console.print(table)
+            shown.print(table)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, JustifyMethod, RenderResult
 
     from hetpipe.cost.table import CostTable, DeviceCost
     from hetpipe.sdk.host.registry import Provider
@@ -41,20 +45,105 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
 
 
-class _PlainTable(Table):
-    """A table that reads no text as markup, because users' names may contain brackets or colons."""
-
-    def add_row(self, *renderables: RenderableType | None, **options: Any) -> None:
-        plain = (Text(cell) if isinstance(cell, str) else cell for cell in renderables)
-        super().add_row(*plain, **options)
+READABLE = 20  # characters to which a column of text may shrink, if its words are shorter
+FRAME = 3  # characters between the texts of two columns
 
 
-def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()) -> Table:
-    """Return an empty table; the columns in `numbers` are aligned at the right."""
-    table = _PlainTable(title=Text(title, "bold"), title_justify="left")
-    for column in columns:
-        table.add_column(Text(column), justify="right" if column in numbers else "left")
-    return table
+def console(stderr: bool = False) -> Console:
+    """Return a console that prints `:factory:` unchanged and escapes unprintable characters.
+
+    If it is no terminal, its lines may have any length.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    made = Console(stderr=stderr, emoji=False)
+    if not made.is_terminal:
+        made.width = sys.maxsize
+    return made
+
+
+class Table:
+    """Rows of text under a title, with every word in one piece.
+
+    Columns that do not fit beside each other in a terminal follow below, in further parts. Each
+    part begins with the first `keys` columns, which name the row.
+    """
+
+    def __init__(
+        self, title: str, columns: Sequence[str], numbers: Collection[str] = (), keys: int = 1
+    ) -> None:
+        self.title = title
+        self.columns = tuple(columns)
+        self.rows: list[list[Text]] = []
+        self._numbers = [column in numbers for column in columns]
+        self._keys = keys
+        self._ends: set[int] = set()
+
+    def add_row(self, *cells: str | Text, style: str = "") -> None:
+        """Add a row; missing cells are empty. No text is read as markup: names have brackets."""
+        row = [cell if isinstance(cell, Text) else Text(cell, style) for cell in cells]
+        self.rows.append(row + [Text() for _ in self.columns[len(row) :]])
+
+    def add_section(self) -> None:
+        """Draw a line below the last row."""
+        self._ends.add(len(self.rows))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the title and the parts, as wide as the console allows."""
+        yield Text(self.title, "bold")
+        for widths in self._parts(options.max_width):
+            part = rich.table.Table()
+            for index, width in widths.items():
+                justify: JustifyMethod = "right" if self._numbers[index] else "left"
+                head = Text(self.columns[index])
+                part.add_column(head, justify=justify, width=width, overflow="fold")
+            for number, row in enumerate(self.rows, 1):
+                part.add_row(*(row[index] for index in widths), end_section=number in self._ends)
+            yield part
+
+    def _parts(self, width: int) -> Iterator[dict[int, int]]:
+        """Yield the columns of each part, by index, with their widths."""
+        sizes = [self._size(index) for index in range(len(self.columns))]
+        keys = dict(enumerate(sizes[: self._keys]))
+        part = dict(keys)
+        for index, size in list(enumerate(sizes))[self._keys :]:
+            room = _room(width, len(part) + 1) - sum(least for least, _ in part.values())
+            if size[0] > room and len(part) > len(keys):
+                yield _fill(part, width)
+                part = dict(keys)
+                room = _room(width, len(part) + 1) - sum(least for least, _ in part.values())
+            part[index] = (max(1, min(size[0], room)), size[1])
+        yield _fill(part, width)
+
+    def _size(self, index: int) -> tuple[int, int]:
+        """Return the least and the greatest useful width of a column."""
+        head, cells = self.columns[index], [row[index].plain for row in self.rows]
+        word = _longest(word for text in (head, *cells) for word in text.split())
+        full = _longest(line for text in (head, *cells) for line in text.splitlines())
+        if self._numbers[index]:  # a number stays beside its unit
+            return max(word, _longest(line for cell in cells for line in cell.splitlines())), full
+        return max(word, min(full, READABLE)), full
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=1)
+
+
+def _room(width: int, columns: int) -> int:
+    """Return the characters for texts in a table of this width."""
+    return width - FRAME * columns - 1
+
+
+def _fill(part: Mapping[int, tuple[int, int]], width: int) -> dict[int, int]:
+    """Return the widths of a part's columns: the narrowest ones grow first."""
+    widths = {index: least for index, (least, _) in part.items()}
+    for _ in range(sum(widths.values()), _room(width, len(part))):
+        growing = [index for index, (_, full) in part.items() if widths[index] < full]
+        if not growing:
+            break
+        widths[min(growing, key=widths.__getitem__)] += 1
+    return widths
 
 
 def device_table(
@@ -64,18 +153,18 @@ def device_table(
 
     `providers` has the origin of each backend.
     """
-    columns = ("device", "kind", "name", "memory", "domain", "joins", "times are", "provided by")
-    table = make_table("Devices", columns, {"memory"})
+    columns = ("device", "kind", "memory", "joins", "times are", "domain", "provided by", "name")
+    table = Table("Devices", columns, {"memory"})
     for info in infos:
         table.add_row(
             info.id,
             info.kind,
-            f"{info.name} ({info.driver})",
             format_nbytes(info.memory_nbytes),
-            info.memory_domain,
             _joins(info, infos, joining),
             "emulated" if info.capabilities.emulated else "measured",
+            info.memory_domain,
             str(providers[info.backend]),
+            f"{info.name} ({info.driver})",
         )
     return table
 
@@ -92,7 +181,7 @@ def cost_table(costs: CostTable) -> Table:
     members = list(costs.devices)
     heads = [f"{member}, {costs.devices[member].label}" for member in members]
     columns = ["layer", *heads, "weights", "saved", "cut"]
-    table = make_table(
+    table = Table(
         f"Forward + backward per layer, micro-batches of {costs.samples}", columns, columns[1:]
     )
     for index, layer in enumerate(costs.layers):
@@ -102,8 +191,8 @@ def cost_table(costs: CostTable) -> Table:
             format_nbytes(layer.params_nbytes),
             format_nbytes(layer.saved_nbytes),
             format_nbytes(layer.cut_nbytes),
-            end_section=index == len(costs.layers) - 1,
         )
+    table.add_section()
     count = len(costs.layers)
     sums = [
         f"{format_s(costs.forward_s(member, 0, count))} + "
@@ -118,7 +207,7 @@ def link_table(costs: CostTable) -> Table:
     """Return a table with every link's latency and bandwidth, and its time for the largest cut."""
     largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
     columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
-    table = make_table("Links", columns, columns[2:5])
+    table = Table("Links", columns, columns[2:5], keys=2)
     for (source, target), link in costs.links.items():
         table.add_row(
             source,

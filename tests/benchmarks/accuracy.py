@@ -38,7 +38,7 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
 from hetpipe.profile.clock import half_width_s
 from hetpipe.profile.drift import mean_correction
 from hetpipe.profile.measure import profile
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table
 from hetpipe.sdk.host.registry import register_backend
 from hetpipe.train.training import fresh_costs, one_thread, train
 from hetpipe.zoo.load import load_workload, optimizer_of
@@ -238,7 +238,7 @@ def report(console: Console, devices: str, rows: Sequence[Measured]) -> None:
     groups: dict[tuple[str, int, int], list[Measured]] = {}
     for row in rows:
         groups.setdefault((row.model, row.workers, row.bandwidth_Gbps), []).append(row)
-    table = make_table(
+    table = Table(
         f"{len(rows)} plans, {devices} devices, emulated links", ["figure", "value"], ["value"]
     )
     table.add_row("median error, corrected", f"{100 * statistics.median(errors):.1f} %")

@@ -15,7 +15,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.errors import HetpipeError
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table
 from hetpipe.study.comparison import compare
 from hetpipe.study.subject import of_profile
 
@@ -43,7 +43,7 @@ def main() -> None:
     if folder is None:
         raise HetpipeError("HETPIPE_DATA is unset: it names the folder of the published profiles")
     columns = ["cluster", "model", *(f"{name}, samples/s" for name in PLANNERS), "auto of the sum"]
-    table = make_table("Simulated throughput, modelled costs, 25 Gb/s", columns, columns[2:])
+    table = Table("Simulated throughput, modelled costs, 25 Gb/s", columns, columns[2:])
     for name, boards in CLUSTERS.items():
         for model, (profile, samples, mini_batch) in PROFILES.items():
             path = folder / "profiles" / f"{profile}.txt"

@@ -29,7 +29,7 @@ from hetpipe.plan.planners.choice import plan
 from hetpipe.plan.planners.exact import DeviceType, free_order
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table
 
 ROUNDS = 5
 MINI_BATCH = 2048
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planners", description=__doc__)
     parser.add_argument("--picture", type=Path, help="draw the growth to this file")
     picture: Path | None = parser.parse_args(arguments).picture
-    table = make_table("Planners, process seconds", ["case", "seconds", "spread"], ["seconds"])
+    table = Table("Planners, process seconds", ["case", "seconds", "spread"], ["seconds"])
     for name, case in cases():
         seconds = timed(case)
         spread = f"{min(seconds):.3f} .. {max(seconds):.3f}"

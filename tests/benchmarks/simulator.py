@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from benchmarks.planners import ROUNDS, exponent
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table
 from hetpipe.schedule.columns import Columns, columns_of
 from hetpipe.schedule.complete import complete_passes
 from hetpipe.schedule.rule import rule_of
@@ -56,7 +56,7 @@ class Cost(NamedTuple):
 def main() -> None:
     """Print the seconds of each case, and their growth with stages and micro-batches."""
     heads = ["actions", "generated", "validated", "simulated", "actions/s simulated", "spans"]
-    table = make_table("Schedules, process seconds", ["case", *heads], heads)
+    table = Table("Schedules, process seconds", ["case", *heads], heads)
     for case, media in (*product(CASES, [()]), *product(SHARED, [BUS])):
         cost = median_cost(*case, media)
         rate = f"{cost.actions / cost.simulated_s:,.0f}"

@@ -100,11 +100,11 @@ def processors(named: list[str]) -> list[DeviceInfo]:
 
 
 def _table(info: DeviceInfo, rates: list[dict[str, Any]]) -> Any:
-    from hetpipe.report.tables import format_s, make_table
+    from hetpipe.report.tables import Table, format_s
 
     columns = ("kernel", "shape", "time", "GFLOP/s", "GB/s", "of the ceiling", "x torch", "spread")
     emulated = ", emulated" if info.capabilities.emulated else ""
-    table = make_table(f"{info.id}, one core (measured{emulated})", columns, columns[2:])
+    table = Table(f"{info.id}, one core (measured{emulated})", columns, columns[2:], 2)
     for row in rates:
         table.add_row(
             row["kernel"], row["shape"], format_s(row["time_s"]), f"{row['gflops']:.1f}",

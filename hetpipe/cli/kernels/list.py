@@ -10,12 +10,12 @@ from hetpipe.cli.output import Output
 
 def command(json: JsonOption = None) -> None:
     """Show the kernels that come with backends, by backend and file."""
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
     from hetpipe.workbench.trial import runners
 
     output = Output(json)
     kernels = {name: runner.shipped() for name, runner in runners()}
-    table = make_table("Kernels", ("backend", "file", "kernels", "purpose"))
+    table = Table("Kernels", ("backend", "file", "kernels", "purpose"), keys=2)
     for name, shipped in kernels.items():
         files: dict[str, list[str]] = {}
         purposes = {each.file: each.purpose for each in shipped}

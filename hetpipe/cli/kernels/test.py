@@ -105,12 +105,12 @@ def _show_flaws(
 
 
 def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
 
     columns = (
         "device", "cases", "at fault", "skipped", "largest error, ulp", "of the allowed error"
     )  # fmt: skip
-    table = make_table(f"Kernel {trial.function}", columns, columns[1:])
+    table = Table(f"Kernel {trial.function}", columns, columns[1:])
     for device_id in dict.fromkeys(each.device_id for each in results):
         mine = [each for each in results if each.device_id == device_id]
         faults = sum(bool(each.flaws) for each in mine)

@@ -44,7 +44,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
     from statistics import median
 
     from hetpipe.errors import BackendError
-    from hetpipe.report.tables import make_table
+    from hetpipe.report.tables import Table
     from hetpipe.sdk.host.registry import get_backend
 
     runner = get_backend(info.backend).kernel_runner()
@@ -63,7 +63,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
     if chosen != first:
         runner.keep_tuning(info.id, chosen)
     columns = ("way", "of the ceiling", "lowest", "highest", "")
-    table = make_table(f"Products on {info.id}, one core (measured)", columns, columns[1:4])
+    table = Table(f"Products on {info.id}, one core (measured)", columns, columns[1:4])
     for name, values in shares.items():
         note = "in use" if name == first else ""
         note = "kept from now on" if name == chosen != first else note

@@ -16,7 +16,7 @@ from rich.console import Console
 from hetpipe.report import write_trace
 from hetpipe.report.intervals import PASSES, Kind, intervals
 from hetpipe.report.picture import COLOURS, figure_of
-from hetpipe.report.tables import make_table
+from hetpipe.report.tables import Table
 from hetpipe.schedule import generate
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.lanes import HAND_OVERS
@@ -246,7 +246,7 @@ def test_an_empty_timeline_has_no_intervals() -> None:
 
 
 def test_names_in_tables_are_no_emoji_and_no_markup() -> None:
-    table = make_table("a :factory: [b]", ["cell", ":bug:"])
+    table = Table("a :factory: [b]", ["cell", ":bug:"])
     table.add_row(":rocket:", "[red]x[/red]")
     console = Console(width=80)
     with console.capture() as capture:

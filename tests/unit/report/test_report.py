@@ -14,7 +14,14 @@ from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, Lin
 from hetpipe.errors import CostError, HetpipeError
 from hetpipe.files import dump_json, write_beside, write_json
 from hetpipe.report import draw_timelines, write_trace
-from hetpipe.report.tables import cost_table, format_nbytes, format_rate, format_s, link_table
+from hetpipe.report.tables import (
+    Table,
+    cost_table,
+    format_nbytes,
+    format_rate,
+    format_s,
+    link_table,
+)
 from hetpipe.schedule.action import Action
 from hetpipe.simulate.timeline import Span, Timeline
 
@@ -45,10 +52,10 @@ def timeline(label: str) -> Timeline:
     return Timeline(("torch", "opencl"), tuple(spans), label)
 
 
-def render(table: object) -> str:
+def render(table: object, width: int = 160) -> str:
     from rich.console import Console
 
-    console = Console(width=160, file=io.StringIO())
+    console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -124,3 +131,21 @@ def test_a_trace_of_an_excessive_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CostError, match=r"ends at 1e\+305 s, .* check the costs"):
         write_trace(tmp_path / "trace.json", [endless])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("width", [40, 80, 400])
+def test_tables_break_no_word_and_begin_each_part_with_the_keys(width: int) -> None:
+    heads = ["device", "reason", *(f"opencl:emulator:{n}" for n in range(4))]
+    table = Table("Times", heads, heads[2:])
+    for device in ("opencl:pocl:0", "numpy:cpu:0"):
+        table.add_row(device, "the least words are here", *["1.23 ms"] * 4)
+    table.add_section()
+    table.add_row("all")
+    text = render(table, width)
+    lines = text.splitlines()[1:]
+    assert max(map(len, lines)) <= width
+    assert set(heads) <= set(text.split())
+    parts = text.count("┏")
+    assert parts == {40: 5, 80: 2, 400: 1}[width]
+    assert text.split().count("opencl:pocl:0") == parts
+    assert text.count("1.23 ms") == 8, "a number and its unit share a line"
