@@ -28,7 +28,7 @@ from typing import (
 
 from hetpipe.errors import HetpipeError
 from hetpipe.files import MOST_NBYTES, read_bytes, user_path
-from hetpipe.words import short, word
+from hetpipe.words import choices, short, word
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, TypeAdapter
@@ -207,8 +207,8 @@ class Source:
         if detail["type"] == "missing":
             return self.fault(place[:-1], f"is {short(detail['input'])}: entries are missing")
         if detail["type"] == "unexpected_keyword_argument":
-            keys = ", ".join(_keys(kind, place[:-1]))
-            why = f"has an unknown key {short(place[-1])}; known: {keys}"
+            keys = choices(str(place[-1]), _keys(kind, place[:-1]))
+            why = f"has an unknown key {short(place[-1])}; {keys}"
             return self.fault(place[:-1], why, place[-1])
         allowed = f"it should be {_allowed(detail)}{end}"
         return self.fault(place, f"is {short(detail['input'])}, {allowed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from reprlib import Repr
 
 
@@ -25,6 +26,29 @@ def words(parts: Iterable[int | str]) -> str:
 
 
 MOST_WORDS = 24
+
+
+def choices(name: object, known: Iterable[str]) -> str:
+    """Return a hint about an unknown name: the names most like it, then all known names."""
+    known = list(known)
+    return f"{near(name, known)}known: {words(known) or 'none'}"
+
+
+def near(name: object, known: Iterable[str]) -> str:
+    """Return a question with the known names that contain `name` or are like it, or ""."""
+    low, names = str(name).lower(), {each.lower(): each for each in known}
+    if len(low) > _SHORT.maxstring:
+        return ""
+    pairs = [(each, *sorted((each, low), key=len)) for each in names]
+    parts = [each for each, part, whole in pairs if len(part) >= LEAST_PART and part in whole]
+    alike = (parts or get_close_matches(low, names))[:MOST_NEAR]
+    *others, last = ["", *(word(names[each]) for each in alike)]
+    first = ", ".join(others[1:])
+    return f"did you mean {first}{' or ' if first else ''}{last}? " if last else ""
+
+
+LEAST_PART = 3  # letters of a name that makes another name similar
+MOST_NEAR = 4
 
 
 class _Short(Repr):

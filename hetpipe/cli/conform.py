@@ -12,6 +12,7 @@ import typer
 
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output, progress_bar
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.conformance.run import Result
@@ -106,8 +107,8 @@ def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
     infos = devices_of(backend)
     chosen = [info for info in infos if device in (None, info.id)]
     if not chosen:
-        names = ", ".join(info.id for info in infos) or "none"
-        raise BackendError(f"no device {device or 'of ' + backend}; found: {names}")
+        there = choices(device, [info.id for info in infos])
+        raise BackendError(f"no device {device or 'of ' + backend}; {there}")
     return chosen
 
 

@@ -30,7 +30,7 @@ from hetpipe.cli.study import (
     SubjectOptions,
 )
 from hetpipe.errors import PlanError
-from hetpipe.words import word, words
+from hetpipe.words import choices, word
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -202,9 +202,7 @@ def plan_by(
     members = devices or list(costs.devices)
     for member in members:
         if member not in costs.devices:
-            raise PlanError(
-                f"no costs for {word(member)}; the table has costs for {words(costs.devices)}"
-            )
+            raise PlanError(f"no costs for {word(member)}; {choices(member, costs.devices)}")
     check_devices(asked, len(members))
     asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
     layers = [layer.name for layer in costs.layers]

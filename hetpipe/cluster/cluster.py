@@ -12,13 +12,13 @@ from itertools import permutations
 from pathlib import Path
 
 from hetpipe.cluster.cluster_file import ClusterFile, read_cluster_file
-from hetpipe.cluster.member import BackendOptions, Member, check_member, choices
+from hetpipe.cluster.member import BackendOptions, Member, check_member
 from hetpipe.cluster.topology import Layout, Link, Server, Topology, check_link
 from hetpipe.cluster.transports import transport_of
 from hetpipe.cost.table import LinkCost
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.words import short
+from hetpipe.words import choices, short
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,8 @@ class Cluster:
         for member in self.members:
             check_member(member)
             if member.server and member.server not in servers:
-                there = choices(member.server, tuple(servers)) or "none"
-                raise ClusterError(
-                    f"{member.id}: no server {member.server!r}; the cluster has {there}"
-                )
+                there = choices(member.server, servers)
+                raise ClusterError(f"{member.id}: no server {member.server!r}; {there}")
         for pair, link in self.links.items():
             _check_link(pair, link, self._by_id)
 
@@ -79,8 +77,7 @@ class Cluster:
     def member(self, member_id: str) -> Member:
         """Return the member with this id. Raises `ClusterError` if there is none."""
         if member_id not in self._by_id:
-            there = choices(member_id, self.ids)
-            raise ClusterError(f"no device {member_id!r}; the cluster has {there}")
+            raise ClusterError(f"no device {member_id!r}; {choices(member_id, self.ids)}")
         return self._by_id[member_id]
 
     def link(self, one: str, other: str) -> Link:
@@ -219,8 +216,7 @@ def _unique(names: Sequence[str], kind: str, key: str) -> set[str]:
 def _check_link(pair: frozenset[str], link: Link, members: Mapping[str, Member]) -> None:
     for member_id in sorted(pair):
         if member_id not in members:
-            there = choices(member_id, tuple(members))
-            raise ClusterError(f"a link names {member_id!r}; the cluster has {there}")
+            raise ClusterError(f"a link names {member_id!r}; {choices(member_id, members)}")
     name = " - ".join(sorted(pair))
     if len(pair) != 2:
         raise ClusterError(f"link {name}: a link joins two different devices; name two")
@@ -236,7 +232,7 @@ def read_paper_cluster(name: str) -> ClusterFile:
     names = published_names()
     if name not in names:
         raise ClusterError(
-            f"no published cluster {short(name)}, and no file; there is {choices(name, names)}"
+            f"no published cluster {short(name)}, and no file; {choices(name, names)}"
         )
     with as_file(_FOLDER / f"{name}.toml") as path:
         return read_cluster_file(path)

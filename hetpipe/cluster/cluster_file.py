@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from hetpipe.cluster import member as member_module
-from hetpipe.cluster.member import BackendOptions, Member, choices
+from hetpipe.cluster.member import BackendOptions, Member
 from hetpipe.cluster.topology import DUPLEXES, SHAPES, Link, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.cluster.units import parse_bandwidth, parse_time
@@ -18,7 +18,7 @@ from hetpipe.errors import ClusterError, CostError
 from hetpipe.files import user_path
 from hetpipe.records import Count, Entries, Name, Number, OneOf, Parsed, Source, Whole, read_text
 from hetpipe.toml import Lines, parse_toml
-from hetpipe.words import short
+from hetpipe.words import choices, short
 
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)  # the slowest and the fastest usual network between servers
@@ -209,8 +209,8 @@ def _check_devices(tables: _Tables, source: Source) -> None:
     for index, table in enumerate(tables.device):
         _check_hardware(table, index, source)
         if table.server not in copies:
-            there = choices(table.server, [name for name in copies if name]) or "none"
-            why = f"names no server: {short(table.server)}; there is {there}"
+            there = choices(table.server, filter(None, copies))
+            why = f"names no server: {short(table.server)}; {there}"
             raise source.fault(("device", index, "server"), why)
         total += (table.count or 1) * copies[table.server]
         if total > MOST_DEVICES:
@@ -224,8 +224,7 @@ def _check_backends(tables: _Tables, source: Source) -> None:
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
     for name in tables.backend:
         if name not in used:
-            there = ", ".join(used) or "none"
-            why = f"has options, but no device is of that backend; there is {there}"
+            why = f"has options, but no device is of that backend; {choices(name, used)}"
             raise source.fault(("backend", name), why)
 
 
@@ -322,7 +321,7 @@ def _links(
     for index, table in enumerate(tables.link):
         for end, id in enumerate(table.between):
             if id not in members:
-                why = f"names no device: {short(id)}; there is {choices(id, list(members))}"
+                why = f"names no device: {short(id)}; {choices(id, members)}"
                 raise source.fault(("link", index, "between", end), why)
         pair = frozenset(table.between)
         if len(pair) != 2:

@@ -12,6 +12,7 @@ from hetpipe.cluster.member import Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
 from hetpipe.sdk.host.registry import discover_devices
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.words import near
 
 
 class DeviceWarning(UserWarning):
@@ -109,7 +110,8 @@ def _named(
             backend = name.partition(":")[0]
             if backend in failures:
                 raise BackendError(f"no device {name!r}: {failures[backend]}")
-            raise ClusterError(f"no device {name!r}: {_overview(infos, failures)}")
+            hint = near(name, [info.id for info in infos])
+            raise ClusterError(f"no device {name!r}; {hint}{_overview(infos, failures)}")
         chosen += matches
     return chosen
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from hetpipe.errors import ClusterError
-
-MOST_LISTED = 20  # if there are more known names, a message lists only similar ones
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,6 @@ def available_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def choices(name: str, known: Sequence[str]) -> str:
-    """Return the known names for an error message; if there are many, only names similar to
-    `name`."""
-    if len(known) <= MOST_LISTED:
-        return ", ".join(known)
-    near = get_close_matches(name, known, n=3)
-    return f"{len(known)} of them{', near it: ' if near else ''}{', '.join(near)}"
 
 
 def check_member(member: Member) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hetpipe.errors import ClusterError
+from hetpipe.words import choices
 
 SHAPES = ("point-to-point", "switch", "bus", "chain")
 DUPLEXES = ("full", "half")
@@ -41,7 +42,7 @@ class Topology:
     def __post_init__(self) -> None:
         for key, value, known in (("shape", self.shape, SHAPES), ("duplex", self.duplex, DUPLEXES)):
             if value not in known:
-                raise ClusterError(f"no {key} {value!r}; choose one of {', '.join(known)}")
+                raise ClusterError(f"no {key} {value!r}; {choices(value, known)}")
         check_link("of a topology", self.latency_s, self.bandwidth_Bps)
         check_link("of a topology", None, self.all_reduce_Bps)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetpipe.errors import ClusterError
+from hetpipe.words import choices
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,5 @@ TRANSPORTS = tuple(_TRANSPORTS)
 def transport_of(name: str) -> Transport:
     """Return the transport of this name. Raises `ClusterError` for an unknown name."""
     if name not in _TRANSPORTS:
-        raise ClusterError(f"no transport {name!r}; choose one of {', '.join(TRANSPORTS)}")
+        raise ClusterError(f"no transport {name!r}; {choices(name, TRANSPORTS)}")
     return _TRANSPORTS[name]

@@ -23,6 +23,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.host import hangs
 from hetpipe.sdk.host.references import backend_reference, load_reference
 from hetpipe.sdk.host.registry import open_bare
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig
@@ -81,7 +82,7 @@ def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
         import_module(f"hetpipe.conformance.{module}")
 
     if unknown := [group for group in groups if group not in GROUPS]:
-        raise BackendError(f"no group {unknown[0]!r} of checks; known: {', '.join(GROUPS)}")
+        raise BackendError(f"no group {unknown[0]!r} of checks; {choices(unknown[0], GROUPS)}")
     if level is Level.FULL:
         from hetpipe.conformance.database import add_checks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 from hetpipe.errors import CostError
 from hetpipe.records import Name, Number, OneOf, Place, Positive, Source, read_text
 from hetpipe.toml import Lines, parse_toml
-from hetpipe.words import short
+from hetpipe.words import choices, near, short
 
 KINDS = ("gpu", "fpga", "cpu")
 EXECUTIONS = ("sync", "async")
@@ -134,12 +133,8 @@ def board(id: str) -> Board:
 def find_board(boards: Mapping[str, Board], id: str) -> Board:
     """Return the board with this id. Raises `CostError`, with similar ids, if there is none."""
     if id not in boards:
-        low = id.lower()
-        parts = [known for known in boards if low and (low in known or known in low)]
-        near = parts or get_close_matches(low, boards, n=3, cutoff=0.4)
-        guess = f"near it: {', '.join(near)}; " if near else ""
         raise CostError(
-            f"there is no board {short(id)}; {guess}`hetpipe boards` lists all {len(boards)}"
+            f"no board {short(id)}; {near(id, boards)}`hetpipe boards` lists all {len(boards)}"
         )
     return boards[id]
 
@@ -267,7 +262,7 @@ def _by_dtype(
     and if float32 is missing."""
     for dtype in numbers:
         if dtype not in known:
-            why = f"has an unknown key {short(dtype)}; known: {', '.join(known)}"
+            why = f"has an unknown key {short(dtype)}; {choices(dtype, known)}"
             raise source.fault(place, why, dtype)
     if "float32" not in numbers:
         raise source.fault(place, "lacks the key 'float32', by which boards are compared")

@@ -21,6 +21,7 @@ from hetpipe.cost.workloads import (
 )
 from hetpipe.errors import CostError
 from hetpipe.records import Positive, Source, read_json
+from hetpipe.words import choices
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read_chain(
     """
     source = Source("the profile", CostError, str(path), CURES)
     if latency not in get_args(Latency):
-        raise CostError(f"no latency {latency!r}; give one of {', '.join(get_args(Latency))}")
+        raise CostError(f"no latency {latency!r}; {choices(latency, get_args(Latency))}")
     if not 0.0 < unit_s < math.inf:
         raise CostError(f"a unit of time is {unit_s} seconds; give a finite number above 0")
     data = read_json(path, CostError)

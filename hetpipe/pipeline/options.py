@@ -6,7 +6,6 @@ record, a line of `Options`, and the code that reads it.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from hetpipe.plan.plan import splits_of
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_for, policy_of
 from hetpipe.wire.messages import Clip
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.capture.precision import Precision
@@ -231,9 +231,7 @@ def records_of(options: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions, Up
     keywords = [name for of_kind in names.values() for name in of_kind]
     for name in options:
         if name not in keywords:
-            near = difflib.get_close_matches(name, keywords, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(keywords)}"
-            raise HetpipeError(f"a pipeline has no option {name!r}{hint}")
+            raise HetpipeError(f"a pipeline has no option {name!r}; {choices(name, keywords)}")
     planned, passes, updates = (
         kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds
     )

@@ -14,7 +14,7 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_pipeline, make_plan
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, proposal_of
-from hetpipe.words import words
+from hetpipe.words import choices
 
 
 def even_plan(
@@ -56,7 +56,7 @@ def speed_blind_plan(
     """
     for device in devices:
         if device not in table.devices:
-            raise PlanError(f"no costs for {device}; there are {words(table.devices)}")
+            raise PlanError(f"no costs for {device}; {choices(device, table.devices)}")
     blind = make_plan(
         _averaged(table, devices), devices, mini_batch=mini_batch, microbatches=microbatches,
         schedule=schedule, fixed_order=True,

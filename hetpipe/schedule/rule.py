@@ -25,6 +25,7 @@ from hetpipe.schedule.straight import (
 )
 from hetpipe.schedule.turns import asp
 from hetpipe.schedule.zerobubble import zb_h1, zb_v
+from hetpipe.words import choices
 
 Passes = Callable[..., Schedule]
 """(stages, micro-batches, in flight per stage or None) -> the passes of each worker, in order.
@@ -120,7 +121,7 @@ def rule_of(schedule: str | Rule) -> Rule:
         return schedule
     rule = _rules.get(schedule)
     if rule is None:
-        raise ScheduleError(f"no schedule {schedule!r}; known: {', '.join(schedule_names())}")
+        raise ScheduleError(f"no schedule {schedule!r}; {choices(schedule, schedule_names())}")
     return rule
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.rule import Rule
 from hetpipe.schedule.stream import Stream
+from hetpipe.words import choices
 
 
 class Keeping(Enum):
@@ -182,7 +183,7 @@ def policy_of(name: str | WeightPolicy) -> WeightPolicy:
     if isinstance(name, WeightPolicy):
         return name
     if name not in _policies:
-        raise ScheduleError(f"no weight policy {name!r}; known: {', '.join(_policies)}")
+        raise ScheduleError(f"no weight policy {name!r}; {choices(name, _policies)}")
     return _policies[name]
 
 

@@ -19,7 +19,7 @@ from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.host.references import backend_reference
 from hetpipe.sdk.host.registry import backend_names, devices_of, get_backend
 from hetpipe.sdk.kernels import Flaw, KernelRunner
-from hetpipe.words import words
+from hetpipe.words import choices, words
 from hetpipe.workbench.case import Run, call_of
 
 START_LIMIT_S = 60.0
@@ -130,10 +130,8 @@ def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
         if runner.suffix == source.suffix:
             found += [info.id for info in devices_of(name)]
     if unknown := [device_id for device_id in named if device_id not in found]:
-        there = ", ".join(found) or "none"
-        raise BackendError(
-            f"no device {unknown[0]!r} runs {source.suffix} files; devices that do: {there}"
-        )
+        there = choices(unknown[0], found)
+        raise BackendError(f"no device {unknown[0]!r} runs {source.suffix} files; {there}")
     return list(named) or found
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError
+from hetpipe.words import near
 from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def check_name(name: str) -> None:
     module_name, _, attribute = name.partition(":")
     if name not in ZOO and not (module_name and attribute):
         raise HetpipeError(
-            f"no model {name!r}; write one of {', '.join(ZOO)}, or package.module:factory"
+            f"no model {name!r}; {near(name, ZOO)}write one of {', '.join(ZOO)}, or "
+            "package.module:factory"
         )
 
 

@@ -315,7 +315,7 @@ def test_bench_refuses_to_double_an_unknown_device_at_once(home: Path) -> None:
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--twice", "nope",
         code=1,
     )  # fmt: skip
-    assert "no device 'nope'; the cluster has pytorch:cpu:0#0" in done.stderr
+    assert "no device 'nope'; known: pytorch:cpu:0#0" in done.stderr
 
 
 @pytest.mark.slow

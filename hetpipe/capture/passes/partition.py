@@ -39,6 +39,7 @@ from hetpipe.capture.slots import (
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.host.parts import dependents, reachable
 from hetpipe.sdk.operators.replicas import is_sum
+from hetpipe.words import choices
 
 NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
 MODES = (NONE, INPUTS, MIN_CUT)
@@ -65,7 +66,7 @@ def check_modes(recompute: Sequence[str], stages: int) -> tuple[str, ...]:
         )
     for mode in modes:
         if mode not in MODES:
-            raise CaptureError(f"recompute mode {mode!r} is not known; use one of {MODES}")
+            raise CaptureError(f"recompute mode {mode!r} is not known; {choices(mode, MODES)}")
     return modes
 
 

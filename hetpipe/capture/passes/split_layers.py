@@ -7,7 +7,6 @@ the input and the partial output, as in BaPipe's intra-layer partition (section 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from hetpipe.errors import PlanError
 from hetpipe.optim.rule import Optimizer
 from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.host.parts import reachable
+from hetpipe.words import choices
 
 Array = np.ndarray[Any, Any]
 
@@ -103,10 +103,8 @@ def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[
     """
     for layer in channels:
         if layer not in flat.layer_names:
-            near = difflib.get_close_matches(layer, flat.layer_names, 3)
-            hint = f"did you mean {' or '.join(near)}?"
-            layers = f"its layers are {', '.join(flat.layer_names)}"
-            raise PlanError(f"split: the model has no layer {layer!r}; {hint if near else layers}")
+            layers = choices(layer, flat.layer_names)
+            raise PlanError(f"split: the model has no layer {layer!r}; {layers}")
     for layer, count in channels.items():
         _split(flat, layer, count, tied)
     nodes = list(flat.graph.nodes)

@@ -9,6 +9,7 @@ import typer
 
 from hetpipe.cli.options import split_names
 from hetpipe.cli.output import Output, progress_bar
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
@@ -70,7 +71,7 @@ def _sets(sets: str) -> list[str]:
 
     names = split_names(sets) or [sets]
     if unknown := [name for name in names if name not in SETS]:
-        raise HetpipeError(f"no set of kernels {unknown[0]!r}; known: {', '.join(SETS)}")
+        raise HetpipeError(f"no set of kernels {unknown[0]!r}; {choices(unknown[0], SETS)}")
     return names
 
 
@@ -90,7 +91,7 @@ def processors(named: list[str]) -> list[DeviceInfo]:
             for info in devices_of(name)
         }
         if unknown := [each for each in named if each not in found]:
-            raise BackendError(f"no device {unknown[0]!r}; there is {', '.join(found) or 'none'}")
+            raise BackendError(f"no device {unknown[0]!r}; {choices(unknown[0], found)}")
         return [found[each] for each in named]
     infos = [info for name, _ in runners() for info in devices_of(name)]
     infos = [info for info in infos if info.kind == "cpu" and not info.capabilities.emulated]

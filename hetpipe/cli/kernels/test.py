@@ -10,6 +10,7 @@ import typer
 
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output, progress_bar
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.workbench.trial import Outcome, Trial
@@ -85,8 +86,8 @@ def _operators(device_ids: list[str], json: str | None) -> None:
 
     found = {info.id: info for name, _ in runners() for info in devices_of(name)}
     if unknown := [device_id for device_id in device_ids if device_id not in found]:
-        there = ", ".join(found) or "none"
-        raise BackendError(f"no device {unknown[0]!r} with kernels; there is {there}")
+        there = choices(unknown[0], found)
+        raise BackendError(f"no device {unknown[0]!r} with kernels; {there}")
     infos = [found[device_id] for device_id in device_ids] or list(found.values())
     conform(infos, LevelName.training, GROUPS, None, json, several=True)
 

@@ -12,6 +12,7 @@ from hetpipe import environment
 from hetpipe.errors import HetpipeError
 from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
+from hetpipe.words import choices
 
 DATA = "HETPIPE_DATA"
 """The environment variable that names the folder of published profiles and figures."""
@@ -60,11 +61,10 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
     `HetpipeError` for an unknown paper or table, or without the data.
     """
     if paper not in PAPERS:
-        raise HetpipeError(f"no paper {paper!r}; choose one of {', '.join(PAPERS)}")
+        raise HetpipeError(f"no paper {paper!r}; {choices(paper, PAPERS)}")
     if name is not None and name not in PAPERS[paper]:
         raise HetpipeError(
-            f"no table {name!r} of {paper} can be reproduced; choose one of "
-            f"{', '.join(PAPERS[paper])}"
+            f"no table {name!r} of {paper} can be reproduced; {choices(name, PAPERS[paper])}"
         )
     folder = data or _data()
     makers: Mapping[str, Maker] = import_module(f"hetpipe.papers.reproduced.{paper}").TABLES

@@ -17,7 +17,7 @@ from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import predicted_step_s, stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, nearest_table
 from hetpipe.plan.sharing import share_media
-from hetpipe.words import words
+from hetpipe.words import choices, words
 
 WORTH_A_NOTE = 0.01  # a note mentions shared links that make the step longer by a larger share
 
@@ -29,7 +29,7 @@ Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions, planner: str = "auto") -> Plan:
     """Return the plan of the planner with this name. Raises `PlanError`; see `chosen`."""
     if planner not in PLANNERS:
-        raise PlanError(f"no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+        raise PlanError(f"no planner {planner!r}; {choices(planner, PLANNERS)}")
     made: Plan = import_module(f"hetpipe.plan.planners.{planner}").plan(costs, cluster, options)
     return made
 

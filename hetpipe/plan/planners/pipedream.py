@@ -33,6 +33,7 @@ from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, single_devic
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
+from hetpipe.words import choices
 
 SyncRule = Literal["text", "published-code"]
 """How the synchronisation of a stage's gradients counts, for m replicas and w bytes of weights.
@@ -135,8 +136,7 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
         raise PlanError("the topology has 0 levels; give 1 or more")
     if rule not in get_args(SyncRule):
         raise PlanError(
-            f"there is no rule {rule!r} for sums of gradients; name one of "
-            f"{', '.join(get_args(SyncRule))}"
+            f"no rule {rule!r} for sums of gradients; {choices(rule, get_args(SyncRule))}"
         )
 
 

@@ -19,7 +19,7 @@ from hetpipe.errors import BackendError
 from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text, with_place
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.toml import Lines, parse_toml
-from hetpipe.words import short, word, words
+from hetpipe.words import choices, short, word, words
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -125,7 +125,7 @@ def _value(tree: ast.expr, sizes: Mapping[str, int]) -> int:
         return _FUNCTIONS[tree.func.id](*(_value(each, sizes) for each in tree.args))
     if isinstance(tree, ast.Name):
         if tree.id not in sizes:
-            raise BackendError(f"no size {tree.id!r}; known: {words(sizes) or 'none'}")
+            raise BackendError(f"no size {tree.id!r}; {choices(tree.id, sizes)}")
         return sizes[tree.id]
     assert isinstance(tree, ast.Constant)
     assert isinstance(tree.value, int)

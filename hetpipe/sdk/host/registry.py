@@ -19,6 +19,7 @@ from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.host.isolation import NoAnswerError, ask, blamed
 from hetpipe.sdk.host.validation import check_class, check_devices
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.words import choices
 
 GROUP = "hetpipe.backends"
 LOAD_LIMIT_S = 120.0
@@ -164,7 +165,7 @@ def _entry_point(name: str) -> EntryPoint | None:
 
 
 def _unknown(name: str) -> BackendError:
-    return BackendError(f"no backend {name!r}; known: {', '.join(backend_names()) or 'none'}")
+    return BackendError(f"no backend {name!r}; {choices(name, backend_names())}")
 
 
 def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any]) -> Any:

@@ -197,7 +197,7 @@ class Twice(nn.Module):
         ({"up": 2}, r"up computes aten.conv_transpose1d.default with up.weight; only a layer"),
         ({"table": 2}, r"table computes aten.embedding.default with table.weight; only a layer"),
         ({"normed": 2}, r"normed computes aten._weight_norm.default with normed\.param"),
-        ({"deep": 1, "none of these": 1}, r"'none of these'; its layers are table, lin, rnn, gr"),
+        ({"deep": 1, "none of these": 1}, r"'none of these'; known: table, lin, rnn, gr"),
     ],
 )
 def test_layers_that_cannot_be_split_are_refused(split: dict[str, int], message: str) -> None:

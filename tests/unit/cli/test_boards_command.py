@@ -84,7 +84,7 @@ def test_the_json_holds_all_data_of_a_board() -> None:
 
 def test_an_unknown_board_is_refused() -> None:
     done = CliRunner().invoke(app, ["boards", "v100"])
-    with pytest.raises(CostError, match="no board 'v100'; near it: v100-pcie-16, v100-pcie-32"):
+    with pytest.raises(CostError, match="no board 'v100'; did you mean v100-pcie-16, v100-pcie-32"):
         raise done.exception or AssertionError(done.output)
 
 

@@ -128,7 +128,7 @@ def test_a_driver_that_fails_its_test_leaves_the_card_to_another(machine, monkey
 def test_the_table_of_devices_names_the_device_that_has_the_card():
     providers = dict.fromkeys(("plain", "torchy", "unknown"), Provider("somewhere"))
     table = device_table(CARDS, ["torchy:gpu:0", "unknown:gpu:0"], providers)
-    joins = [str(cell) for cell in table.columns[5].cells]
+    joins = [str(row[table.columns.index("joins")]) for row in table.rows]
     assert joins[:2] == ["when named", "when named (is torchy:gpu:0)"]
     assert joins[4:6] == ["yes", "when named"]
 
@@ -154,7 +154,7 @@ def test_named_devices_keep_their_order_and_join_even_if_emulated(machine):
 
 
 def test_a_prefix_ends_at_a_colon(machine):
-    with pytest.raises(ClusterError, match="no device 'soft:boa': found plain:cpu:0, soft:fast:0"):
+    with pytest.raises(ClusterError, match="no device 'soft:boa'; did you mean soft:board:0 or"):
         Cluster.local(devices=["soft:boa"])
     with pytest.raises(ClusterError, match="backend broken is unusable: no driver; install one"):
         Cluster.local(devices=["gpu"])
@@ -196,7 +196,7 @@ def test_links_work_in_both_directions():
     assert cluster.member("b").device == "x"
     asks = cluster.member, partial(cluster.link, "a"), partial(cluster.way, "a")
     for ask in asks:
-        with pytest.raises(ClusterError, match="no device 'c'; the cluster has a, b"):
+        with pytest.raises(ClusterError, match="no device 'c'; known: a, b"):
             ask("c")
 
 
@@ -208,11 +208,11 @@ A, B = Member("a", "x"), Member("b", "x")
     [
         ((), {}, "auto", "no device"),
         ((A, A), {}, "auto", "two devices have the id 'a'"),
-        ((A, B), {frozenset("ac"): Link()}, "auto", "a link names 'c'; the cluster has a, b"),
+        ((A, B), {frozenset("ac"): Link()}, "auto", "a link names 'c'; known: a, b"),
         ((A, B), {frozenset("a"): Link()}, "auto", "joins two different devices"),
         ((A, B), {frozenset("ab"): Link(-1.0)}, "auto", "latency is -1.0 s"),
         ((A, B), {frozenset("ab"): Link(None, 0.0)}, "auto", "bandwidth is 0.0 B/s"),
-        ((A,), {}, "pigeon", "no transport 'pigeon'; choose one of auto, local, shared-memory"),
+        ((A,), {}, "pigeon", "no transport 'pigeon'; known: auto, local, shared-memory"),
         ((Member("a", "x", (4, 12)),), {}, "auto", r"cores \[12\] are not among .*: 4, 5, 6"),
         ((Member("a", "x", (), -1.0),), {}, "auto", "speed is -1.0"),
         ((Member("a", "x", (), 1.5),), {}, "auto", "speed is 1.5, it must be above 0, at most 1"),
@@ -229,7 +229,7 @@ A, B = Member("a", "x"), Member("b", "x")
             "a is a board, t4, with modelled times",
         ),
         ((Member("a", "x", board="t4", numerics="y"),), {}, "auto", "both a device and a board"),
-        ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; the cluster has none"),
+        ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; known: none"),
     ],
 )
 def test_an_invalid_cluster_is_refused(machine, members, links, transport, message):
@@ -278,7 +278,12 @@ def test_a_cluster_file(write):
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        ("transport", "transprt", 2, "unknown key 'transprt'; known: transport, device, l"),
+        (
+            "transport",
+            "transprt",
+            2,
+            "'transprt'; did you mean transport\\? known: trans",
+        ),
         (
             '"shared-memory"',
             '"wire"',
@@ -292,7 +297,12 @@ def test_a_cluster_file(write):
             4,
             r'device\.0 has neither a device nor a board; write device = "backend:name:index" or',
         ),
-        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, board, numerics, id, count, se"),
+        (
+            "speed = 0.5",
+            "sped = 0.5",
+            8,
+            "'sped'; did you mean speed\\? known: device",
+        ),
         ("speed = 0.5", "speed = 0", 8, "speed is 0, it should be above 0; write a number"),
         ("speed = 0.5", "speed = 2", 8, "speed is 2, it should be at most 1; write a number"),
         ("speed = 0.5", 'speed = "half"', 8, "speed is 'half', it should be a number"),
@@ -305,7 +315,7 @@ def test_a_cluster_file(write):
         ("cores = [4]", "cores = [4.5]", 7, r"cores\.0 is 4\.5, it should be a whole number"),
         ("cores = [4]", "cores = 4", 7, "cores is 4, it should be a list"),
         ('"soft:board:7"\n\n', '"soft:board:7"\nid = "slow"\n\n', 12, "two devices have the id"),
-        ('"slow"]', '"fast"]', 14, "names no device: 'fast'; there is slow, soft:board:7"),
+        ('"slow"]', '"fast"]', 14, "names no device: 'fast'; known: slow, soft:board:7"),
         ('"slow"]', '"soft:board:7"]', 14, "joins two different devices"),
         ('"soft:board:7", ', "", 14, r'between is .*; write between = \["one", "other"\]'),
         ("1 Gb/s", "1 Gbps", 15, "bandwidth '1 Gbps': write a number and b/s .bits. or B/s"),
@@ -449,7 +459,7 @@ def test_a_pipe_is_refused_as_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        ('"t4"', '"t3"', 5, r"device\.1\.board is unknown: there is no board 't3'; near it: t4"),
+        ('"t4"', '"t3"', 5, r"device\.1\.board is unknown: no board 't3'; `hetpipe"),
         ('board = "t4"\n', 'board = "t4"\ndevice = "a:b:0"\n', 5, r"device\.1 has both a dev"),
         ("count = 3", "count = 0", 6, r"device\.1\.count is 0, it should be at least 1; write"),
         ("count = 3", "count = 100001", 6, "count is 100001, it should be at most 100000"),
@@ -462,7 +472,7 @@ def test_a_pipe_is_refused_as_a_file(tmp_path):
             r"device\.1\.numerics computes the numbers of a board, but the table has no board; add",
         ),
         ("count = 3", "speed = 0.5", 6, r"device\.1\.speed is only for attached devices"),
-        ('server = "a"', 'server = "c"', 7, "names no server: 'c'; there is a, b"),
+        ('server = "a"', 'server = "c"', 7, "names no server: 'c'; known: a, b"),
         ('name = "a"', "", 9, r'server\.0 lacks the key .name.; write name = "a"'),
         ('name = "b"', 'name = "a.1"', 24, r"server\.1\.name gives 'a\.1': two servers have"),
         ('name = "b"', 'name = "a"', 24, r"server\.1\.name gives 'a': two servers have the name"),
@@ -471,13 +481,13 @@ def test_a_pipe_is_refused_as_a_file(tmp_path):
         ('"half"', '"quarter"', 12, r"server\.0\.inside\.duplex is 'quarter', it should be 'full'"),
         ("10 GB/s", "10 Gbps", 12, r"server\.0\.inside\.bandwidth: bandwidth '10 Gbps': write"),
         ("5 us", "5 GB/s", 12, r"server\.0\.inside\.latency: latency '5 GB/s': write a number and"),
-        ("{ shape", "{ shap", 12, r"server\.0\.inside has an unknown key 'shap'; known: bandwidth"),
+        ("{ shape", "{ shap", 12, r"inside has an unknown key 'shap'; did you mean shape\? known"),
         ('"switch"', '"swich"', 27, r"network\.shape is 'swich', it should be 'point-to-point', "),
         ('bandwidth = "10 Gb/s"\n', "", 26, r"network lacks the key .bandwidth.; write bandwidth"),
         ("2 GB/s", "2 s", 29, r"network\.all_reduce: bandwidth '2 s': write a number and b/s"),
         ("[network]", "[[network]]", 26, r"network is .*, it should be an object; write \{ shape"),
         ('id = "odd"', 'id = "t4.0"', 15, r"device\.2\.id is 't4\.0': two devices have the id"),
-        ('"t4.7"', '"t4.8"', 32, r"names no device: 't4\.8'; there is torchy:cpu:0, t4\.0, t4\.1"),
+        ('"t4.7"', '"t4.8"', 32, r"names no device: 't4\.8'; did you mean t4\.0, .* known: torchy"),
     ],
 )  # fmt: skip
 def test_errors_in_servers_and_networks_point_at_the_line(write, old, new, line, message):
@@ -510,7 +520,7 @@ def test_the_warning_advises_bits_only_for_bytes(write):
 def test_a_file_may_name_many_devices_and_an_error_does_not_list_them(write):
     text = DESCRIBED.replace("count = 3", "count = 4999")
     assert len(Cluster.load(write(text)).ids) == 10_002
-    with pytest.raises(ClusterError, match=r"no device: 't4\.77x'; there is 10002 of them, near"):
+    with pytest.raises(ClusterError, match=r"no device: 't4\.77x'; did you mean t4"):
         Cluster.load(write(text.replace('"t4.7"', '"t4.77x"')))
 
 

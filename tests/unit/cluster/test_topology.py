@@ -203,8 +203,8 @@ def test_servers_of_unequal_bandwidth_have_no_levels() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"shape": "ring"}, "no shape 'ring'; choose one of point-to-point, switch, bus, chain"),
-        ({"duplex": "simplex"}, "no duplex 'simplex'; choose one of full, half"),
+        ({"shape": "ring"}, "no shape 'ring'; known: point-to-point, switch, bus, chain"),
+        ({"duplex": "simplex"}, "no duplex 'simplex'; known: full, half"),
         ({"latency_s": -1.0}, "latency is -1.0 s, must be 0 or more"),
         ({"bandwidth_Bps": 0.0}, "bandwidth is 0.0 B/s, must be above 0"),
         ({"all_reduce_Bps": math.inf}, "bandwidth is inf B/s, must be above 0 and finite"),
@@ -233,7 +233,7 @@ def test_ten_thousand_devices() -> None:
     assert cluster.link("s0.0", "s1249.7").latency_s == pytest.approx(1249e-6)
     assert len(cluster.way("s1249.7", "s0.0")) == 1249
     assert cluster.groups()[1249][7] == "s1249.7"
-    with pytest.raises(ClusterError, match=r"no device 's1249\.8'; the cluster has 10000 of them"):
+    with pytest.raises(ClusterError, match=r"no device 's1249\.8'; did you mean s1249\.\d"):
         cluster.member("s1249.8")
 
 
@@ -288,9 +288,7 @@ def test_commands_take_a_published_name_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make_cluster(Path("dapple-b"), None, None, None) == Cluster.published("dapple-b")
-    with pytest.raises(
-        ClusterError, match=r"no published cluster 'dapple', and no file; there is b"
-    ):
+    with pytest.raises(ClusterError, match=r"no published cluster 'dapple', .* mean dapple-a, da"):
         make_cluster(Path("dapple"), None, None, None)
     with pytest.raises(ClusterError, match=r"absent\.toml: cannot be read"):
         make_cluster(Path("absent.toml"), None, None, None)

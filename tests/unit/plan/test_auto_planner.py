@@ -111,7 +111,7 @@ def test_recompute_if_nothing_else_fits():
 
 def test_an_unknown_planner_is_refused():
     tables, cluster = joint_case(0)
-    with pytest.raises(PlanError, match="no planner 'best'; choose one of auto, bapipe"):
+    with pytest.raises(PlanError, match="no planner 'best'; known: auto, bapipe"):
         plan(tables, cluster, OPTIONS, "best")
 
 

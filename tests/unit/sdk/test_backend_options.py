@@ -93,7 +93,7 @@ def test_a_backend_without_configure_refuses_options(tmp_path: Path) -> None:
 
 def test_options_of_a_backend_without_devices_are_refused(tmp_path: Path) -> None:
     text = FILE.format(transport="local", count=2).replace("[backend.optional]", "[backend.other]")
-    message = r"cluster.toml:4: backend.other has options, but no device is of that backend; there"
+    message = r"cluster.toml:4: backend.other has options, but no device is of that backend; known"
     with pytest.raises(ClusterError, match=message):
         load(tmp_path, text)
 
