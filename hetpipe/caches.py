@@ -12,6 +12,9 @@ import shutil
 import stat
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +28,10 @@ LEAST_NBYTES = 16 << 20
 WARNED = "HETPIPE_WARNED_CACHE"
 """Environment variable with the folder of the last warning, which workers need not repeat."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+VARIABLE = "HETPIPE_CACHE"
+"""Environment variable with the folder of the caches `MOVABLE`."""
+MOVABLE = ("captures", "compiled", "costs", "inductor")
 
 _usable: set[Path] = set()
 """Folders that this process found usable, and does not check again."""
@@ -108,6 +115,44 @@ def _tighten(folder: Path) -> None:
         raise ValueError(f"{folder} is a link of user {status.st_uid}")
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o077:
         folder.chmod(0o700)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of one cache. A cache has several folders if `VARIABLE` has changed."""
+
+    name: str
+    folder: Path
+
+    def files(self) -> Iterator[Path]:
+        """Yield the files below the folder, without following links to folders."""
+        for folder, _, names in os.walk(self.folder):
+            yield from (Path(folder, name) for name in names)
+
+    def sizes_nbytes(self) -> list[int]:
+        """Return the size of each file. Another process may delete files meanwhile."""
+        sizes = []
+        for path in self.files():
+            with suppress(FileNotFoundError):
+                sizes.append(path.lstat().st_size)
+        return sizes
+
+    def clear(self) -> None:
+        """Delete the files, and keep the folders, which other processes may use."""
+        for path in self.files():
+            path.unlink(missing_ok=True)
+
+
+def present_caches() -> list[Cache]:
+    """Return the caches in the folder that `VARIABLE` names, in the user's folder and in the
+    temporary one."""
+    named = environment.path(VARIABLE)
+    found = [] if named is None else [Path(os.path.abspath(named)) / kind for kind in MOVABLE]
+    for base in (_users_folder(), temporary()):
+        found += sorted(base.iterdir()) if base.is_dir() else []
+    kept = (path for path in dict.fromkeys(found) if path.is_dir() and not path.is_symlink())
+    passing = tempfile.gettempprefix()
+    return [Cache(path.name, path) for path in kept if not path.name.startswith(passing)]
 
 
 def problem_of(folder: Path) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hetpipe import data_pickle
+from hetpipe.caches import VARIABLE
 from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
 from hetpipe.capture.export.named_tensors import tensor_bytes
 from hetpipe.capture.flat_graph import FlatGraph
@@ -68,7 +69,7 @@ def _fingerprint(flat: FlatGraph) -> str:
     return digest.hexdigest()
 
 
-ENTRIES = Entries("captures", "pickle", most=200, variable="HETPIPE_CACHE")
+ENTRIES = Entries("captures", "pickle", most=200, variable=VARIABLE)
 RECORDS = {
     each.__name__: (each, tuple(field.name for field in fields(each)))
     for each in (ModelSummary, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)

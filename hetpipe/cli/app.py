@@ -9,6 +9,7 @@ import typer
 from hetpipe.cli import (
     bench,
     boards,
+    cache,
     capacity,
     compare,
     conform,
@@ -44,6 +45,7 @@ for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(flat(module.command))
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(papers.app, name="papers")
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(asked: bool) -> None:

@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetpipe.caches import CacheWarning, cache_folder, optional_folder
+from hetpipe.caches import VARIABLE, CacheWarning, cache_folder, optional_folder
 from hetpipe.entries import read_own
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
 
-ENVIRONMENT = "HETPIPE_CACHE"
-
 
 def folder() -> Path:
     """Return the folder of the entries. Issues a `CacheWarning` if the usual folder is unusable."""
-    return cache_folder("costs", ENVIRONMENT)
+    return cache_folder("costs", VARIABLE)
 
 
 def key(parts: Mapping[str, Any]) -> str:
@@ -42,7 +40,7 @@ def load(entry: str) -> dict[str, Any] | None:
     If the file is damaged, or another user may have written it, issues a `CacheWarning` and returns
     None.
     """
-    there = optional_folder("costs", ENVIRONMENT)
+    there = optional_folder("costs", VARIABLE)
     if there is None:
         return None
     path = there / f"{entry}.json"
@@ -65,7 +63,7 @@ def store(entry: str, content: Mapping[str, Any]) -> None:
 
     If that fails, for example on a full disk, issues a `CacheWarning` and returns.
     """
-    there = optional_folder("costs", ENVIRONMENT)
+    there = optional_folder("costs", VARIABLE)
     if there is None:
         return
     document = json.dumps({"checksum": _checksum(content), "content": content})

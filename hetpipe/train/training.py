@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hetpipe.caches import VARIABLE
 from hetpipe.check.difference import eps_of, largest_magnitude, tensor_difference, tolerance
 from hetpipe.check.reference import with_rounding_errors
 from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.pipeline import Pipeline
-from hetpipe.profile import cache
 from hetpipe.train.eager import Eager, compared_sizes
 from hetpipe.zoo.load import optimizer_of
 
@@ -259,15 +259,15 @@ def compare(
 @contextmanager
 def fresh_costs() -> Iterator[None]:
     """Use an empty cache of costs within the context, so that all costs are measured again."""
-    before = os.environ.get(cache.ENVIRONMENT)
+    before = os.environ.get(VARIABLE)
     with TemporaryDirectory() as empty:
-        os.environ[cache.ENVIRONMENT] = empty
+        os.environ[VARIABLE] = empty
         try:
             yield
         finally:
-            del os.environ[cache.ENVIRONMENT]
+            del os.environ[VARIABLE]
             if before is not None:
-                os.environ[cache.ENVIRONMENT] = before
+                os.environ[VARIABLE] = before
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "hetpipe.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "hetpipe", *map(str, arguments)]
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -78,7 +78,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     settings = {"HETPIPE_CACHE": str(home / "cache"), "COLUMNS": "160", **(environment or {})}
     return subprocess.run(
-        [sys.executable, "-m", "hetpipe.cli", *map(str, arguments)], cwd=home, text=True,
+        [sys.executable, "-m", "hetpipe", *map(str, arguments)], cwd=home, text=True,
         env={**os.environ, **settings}, capture_output=True, timeout=240,
     )  # fmt: skip
 

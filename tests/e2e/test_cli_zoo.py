@@ -35,7 +35,7 @@ def factory():
 def zoo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HETPIPE_CACHE": str(folder / "cache"), "COLUMNS": "160"}
     return subprocess.run(
-        [sys.executable, "-m", "hetpipe.cli", "zoo", *arguments], cwd=folder, env=environment,
+        [sys.executable, "-m", "hetpipe", "zoo", *arguments], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 

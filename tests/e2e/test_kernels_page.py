@@ -44,7 +44,7 @@ def run(folder: Path, *command: str) -> Any:
 
 def test_the_command(folder: Path) -> None:
     (line,) = re.findall(r"^    hetpipe (kernels test .*)$", PAGE, re.MULTILINE)
-    done = run(folder, "-m", "hetpipe.cli", *line.split(), "--json", "out.json")
+    done = run(folder, "-m", "hetpipe", *line.split(), "--json", "out.json")
     assert done.returncode == 0, done.stderr
     outcomes = json.loads((folder / "out.json").read_text())["outcomes"]
     assert len({each["device"] for each in outcomes}) > 1
@@ -54,13 +54,13 @@ def test_the_command(folder: Path) -> None:
     wrong = (folder / "gelu.cl").read_text().replace("0.5f", "0.51f")
     (folder / "wrong.cl").write_text(wrong)
     done = run(
-        folder, "-m", "hetpipe.cli", "kernels", "test", "wrong.cl", "--spec", "gelu.toml",
+        folder, "-m", "hetpipe", "kernels", "test", "wrong.cl", "--spec", "gelu.toml",
         "--device", "opencl:pocl:0", "--case", "1",
     )  # fmt: skip
     assert done.returncode == 1
     assert "wrong.cl:5" in done.stdout
     (again,) = re.findall(r"^    hetpipe (kernels test .*)$", done.stdout, re.MULTILINE)
-    repeated = run(folder, "-m", "hetpipe.cli", *again.split())
+    repeated = run(folder, "-m", "hetpipe", *again.split())
     assert repeated.returncode == 1
     assert re.findall("element .*", repeated.stdout) == re.findall("element .*", done.stdout)
 

@@ -49,6 +49,7 @@ GROUND = {
 """Rooms side by side, each with the rooms among them that it may import."""
 
 DOORS = {
+    "hetpipe/__main__.py": "`python -m hetpipe` is the command line",
     "hetpipe/sdk/conformance.py": "authors of backends inherit the suite where all else is",
 }
 """Files that import a room above them, and why; no file in their room imports them."""

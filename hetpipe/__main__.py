@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m hetpipe.cli`."""
+"""Runs the command line as `python -m hetpipe`."""
 
 import sys
 from pathlib import Path
