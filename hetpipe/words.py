@@ -41,7 +41,7 @@ def near(name: object, known: Iterable[str]) -> str:
         return ""
     pairs = [(each, *sorted((each, low), key=len)) for each in names]
     parts = [each for each, part, whole in pairs if len(part) >= LEAST_PART and part in whole]
-    alike = (parts or get_close_matches(low, names))[:MOST_NEAR]
+    alike = (parts or get_close_matches(low, names, MOST_NEAR, LIKENESS))[:MOST_NEAR]
     *others, last = ["", *(word(names[each]) for each in alike)]
     first = ", ".join(others[1:])
     return f"did you mean {first}{' or ' if first else ''}{last}? " if last else ""
@@ -49,6 +49,7 @@ def near(name: object, known: Iterable[str]) -> str:
 
 LEAST_PART = 3  # letters of a name that makes another name similar
 MOST_NEAR = 4
+LIKENESS = 0.65  # of `difflib`, from 0 to 1; "gtp" and "gpt" have 0.67
 
 
 class _Short(Repr):

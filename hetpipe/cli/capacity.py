@@ -48,6 +48,7 @@ def command(
 def parse_block(text: str) -> tuple[int, int]:
     """Parse a block of layers: `"2:9"` -> `(2, 9)`. Raises `PlanError`."""
     first, colon, last = text.partition(":")
-    if not colon or not first.strip().isdecimal() or not last.strip().isdecimal():
+    numbers = first.strip(), last.strip()
+    if not colon or not all(map(str.isdecimal, numbers)) or int(first) > int(last):
         raise PlanError(f"--repeat {text!r}: write the first and last layer, for instance 2:9")
     return int(first), int(last)

@@ -25,11 +25,24 @@ if TYPE_CHECKING:
 DRAWN = 4  # number of plans in a picture, the quickest ones
 
 
+def _known_planners(names: str | None) -> str | None:
+    """Refuse an unknown planner before any work."""
+    from hetpipe.plan.planners.choice import PLANNERS, check_planner
+    from hetpipe.study.comparison import BY_HAND
+
+    for name in split_names(names) or ():
+        check_planner(name, (*PLANNERS, *BY_HAND))
+    return names
+
+
 def command(
     about: SubjectOptions,
     cluster: ClusterNameOption = None,
     planners: Annotated[
-        str | None, typer.Option("--planners", metavar="LIST", help="Only these planners.")
+        str | None,
+        typer.Option(
+            "--planners", metavar="LIST", callback=_known_planners, help="Only these planners."
+        ),
     ] = None,
     *,
     choices: PlannerChoices,

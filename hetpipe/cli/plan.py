@@ -68,14 +68,11 @@ def command(
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
     from hetpipe.plan.plan_file import write_plan
     from hetpipe.plan.pricing import predict
-    from hetpipe.zoo.load import check_name
 
     output = Output(json)
     drawing.check()
     asked = read_options(pipeline, microbatches, mini_batch)
     model = about.model
-    if model is not None:
-        check_name(model)
     members = replace(where, devices=None, backends=None).make() if where.cluster else None
     if (
         about.profile
@@ -88,9 +85,8 @@ def command(
                 f"--costs {costs} does not work with --profile, --planner, "
                 "--recompute or boards: leave out --costs"
             )
-        chosen = _studied(
-            about.subject(mini_batch), members or where.make(), planner or "auto", asked, recompute
-        )
+        members = members or where.make()
+        chosen = _studied(about.subject(mini_batch), members, planner or "auto", asked, recompute)
     elif model is None:
         raise PlanError("no model: give MODEL, or --profile FILE")
     elif costs is None:

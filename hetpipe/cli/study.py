@@ -29,14 +29,51 @@ GlobalBatchOption = Annotated[
     int | None,
     typer.Option("--global-batch", "--mini-batch", min=1, help="Samples per optimizer step."),
 ]
+
+
+def _known_model(name: str | None) -> str | None:
+    """Refuse an unknown model before any work."""
+    from hetpipe.zoo.load import check_name
+
+    if name is not None:
+        check_name(name)
+    return name
+
+
+def _known_planner(name: str | None) -> str | None:
+    """Refuse an unknown planner before any work."""
+    from hetpipe.plan.planners.choice import check_planner
+
+    if name is not None:
+        check_planner(name)
+    return name
+
+
+def _known_schedules(names: str | None) -> str | None:
+    """Refuse an unknown schedule before any work."""
+    from hetpipe.schedule.rule import rule_of
+
+    for name in split_names(names) or ():
+        rule_of(name)
+    return names
+
+
 PlannerOption = Annotated[
     str | None,
-    typer.Option("--planner", metavar="NAME", help="auto, bapipe, dapple, exact or pipedream."),
+    typer.Option(
+        "--planner",
+        metavar="NAME",
+        callback=_known_planner,
+        help="auto, bapipe, dapple, exact or pipedream.",
+    ),
 ]
 RecomputeOption = Annotated[
     bool,
     typer.Option("--recompute", help="Stages may repeat their forwards to save memory."),
 ]
+
+
+ONE_MODEL = "a study needs one model: give either MODEL or --profile FILE"
 
 
 @dataclass(frozen=True)
@@ -45,7 +82,9 @@ class SubjectOptions:
 
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A zoo name, or package.module:factory."),
+        typer.Argument(
+            metavar="[MODEL]", callback=_known_model, help="A zoo name, or package.module:factory."
+        ),
     ] = None
     profile: Annotated[
         Path | None,
@@ -82,18 +121,22 @@ class SubjectOptions:
         ),
     ] = 1e-3
 
+    def __post_init__(self) -> None:
+        if self.model is not None and self.profile is not None:
+            raise HetpipeError(ONE_MODEL)
+
     def subject(self, global_batch: int | None) -> Subject:
         """Return the subject of the study. Raises `HetpipeError`."""
         from hetpipe.study.models import of_file, of_model
 
-        if self.model is not None and self.profile is None:
+        if self.model is not None:
             return of_model(self.model, global_batch).subject
-        if self.model is None and self.profile is not None:
+        if self.profile is not None:
             return of_file(
                 self.profile, self.samples, global_batch, self.profiled_on,
                 cut_nbytes=self.cut_nbytes, unit_s=self.unit_s,
             )  # fmt: skip
-        raise HetpipeError("a study needs one model: give either MODEL or --profile FILE")
+        raise HetpipeError(ONE_MODEL)
 
 
 @dataclass(frozen=True)
@@ -104,7 +147,12 @@ class PlannerChoices:
     microbatches: MicrobatchesOption = None
     schedules: Annotated[
         str | None,
-        typer.Option("--schedules", metavar="LIST", help="Schedules to choose from."),
+        typer.Option(
+            "--schedules",
+            metavar="LIST",
+            callback=_known_schedules,
+            help="Schedules to choose from.",
+        ),
     ] = None
     recompute: RecomputeOption = False
 

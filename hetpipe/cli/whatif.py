@@ -37,16 +37,17 @@ def command(
 ) -> None:
     """Show the step time after changes of a cluster."""
     from hetpipe.report.tables import Table, format_s
-    from hetpipe.study.changes import whatif
+    from hetpipe.study.changes import changed, whatif
 
     output = Output(json)
     members = cluster_from(cluster)
+    changes = change or [f"-{id}" for id in members.ids]
+    for each in changes:  # refuse unknown names before the model is captured
+        changed(members, each)
     subject = about.subject(choices.global_batch)
     options = choices.options(subject)
     with progress_bar("planning"):
-        answer = whatif(
-            subject, members, change or [f"-{id}" for id in members.ids], options, planner or "auto"
-        )
+        answer = whatif(subject, members, changes, options, planner or "auto")
     columns = ["change", "step", "of the step now", "devices", "stages", "schedule"]
     table = Table(f"{subject.name}, mini-batches of {subject.mini_batch}", columns, columns[1:5])
     for row in (answer.now, *answer.changes):

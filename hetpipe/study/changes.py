@@ -10,6 +10,7 @@ from typing import Any
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.units import parse_link
+from hetpipe.cost.board import board as find_board
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions
@@ -71,7 +72,7 @@ def whatif(
 ) -> WhatIf:
     """Plan the unchanged cluster, and the cluster after each single change.
 
-    Raises `ClusterError` for a change that has none of the `FORMS`, or an unknown name.
+    Raises `HetpipeError` for a change that has none of the `FORMS`, or an unknown name.
     """
     clusters = [(change, changed(cluster, change)) for change in changes]
 
@@ -86,7 +87,7 @@ def whatif(
 
 
 def changed(cluster: Cluster, change: str) -> Cluster:
-    """Return the cluster after a change. Raises `ClusterError`."""
+    """Return the cluster after a change. Raises `ClusterError`, and `CostError` for a board."""
     text = change.strip()
     if text.startswith("-"):
         return _without(cluster, text[1:].strip())
@@ -116,14 +117,14 @@ def _with(cluster: Cluster, board: str, server: str) -> Cluster:
     """Return the cluster with one more board, the last member, in `server` if it is not empty."""
     taken = [re.fullmatch(rf"{re.escape(board)}\.(\d+)", id) for id in cluster.ids]
     number = max((int(match[1]) for match in taken if match), default=-1) + 1
-    new = Member(f"{board}.{number}", "", board=board, server=server)
+    new = Member(f"{board}.{number}", "", board=find_board(board).id, server=server)
     return replace(cluster, members=(*cluster.members, new))
 
 
 def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
     """Return the cluster with a board in the place of a member; the board has the member's id."""
     old = cluster.member(name)
-    new = replace(old, device="", board=board)
+    new = replace(old, device="", board=find_board(board).id)
     members = tuple(new if member is old else member for member in cluster.members)
     return replace(cluster, members=members)
 

@@ -12,6 +12,7 @@ import pytest
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 
+WHATIF = ("whatif", "gpt", "--cluster", "pipedream-b")
 REFUSED = [
     (("train", "mlp", "--schedule", "dapple"), "no schedule 'dapple'; known: 1f1b"),
     (("plan", "mlp", "--weights", "twice"), "no weight policy 'twice'; known: flush"),
@@ -43,6 +44,24 @@ REFUSED = [
     (("bench", "--link", "1 ms"), "write bandwidth and latency"),
     (("bench", "--cluster", "board.toml"), "t4.0 are boards, whose times are modelled"),
     (("train", "mlp", "--microbatches", "0"), "'--microbatches': "),
+    ((*WHATIF, "--change", "+a100"), "no board 'a100'; did you mean a100-40 or a100-80?"),
+    ((*WHATIF, "--change", "v100-sxm-16.0=t5"), "no board 't5'"),
+    ((*WHATIF, "--change", "+t4@b.7"), "t4.0: no server 'b.7'; did you mean b.1 or b.0?"),
+    ((*WHATIF, "--change", "-t4.0"), "no device 't4.0'"),
+    ((*WHATIF, "--planner", "dappl"), "no planner 'dappl'; did you mean dapple?"),
+    ((*WHATIF, "--schedules", "1f1b,1f"), "no schedule '1f'"),
+    (("whatif", "gtp", "--cluster", "pipedream-b"), "no model 'gtp'; did you mean gpt?"),
+    (("compare", "gpt", "--cluster", "pipedream"), "no published cluster 'pipedream'"),
+    (("compare", "gpt", "--planners", "even,odd"), "no planner 'odd'"),
+    (("capacity", "gtp", "--cluster", "pipedream-b"), "no model 'gtp'"),
+    (("capacity", "gpt", "--cluster", "pipedream-b", "--repeat", "5:2"), "--repeat '5:2'"),
+    (("plan", "gpt", "--planner", "fast"), "no planner 'fast'"),
+    (("plan", "gpt", "--profile", "graph.txt"), "give either MODEL or --profile FILE"),
+    (("coverage", "gtp", "numpy:cpu:0"), "no model 'gtp'"),
+    (("simulate", "absent.json"), "absent.json: cannot be read"),
+    (("reproduce", "bapip"), "no paper 'bapip'; did you mean bapipe?"),
+    (("reproduce", "bapipe", "5"), "no table '5' of bapipe"),
+    (("reproduce", "bapipe"), "no folder profiles/ of published data: set HETPIPE_DATA"),
 ]
 
 PROGRAM = """
@@ -94,7 +113,8 @@ def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(PLAN))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps([each for each, _ in REFUSED]),
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"},
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "COLUMNS": "160", "HETPIPE_DATA": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for (arguments, message, torch), (_, expected) in zip(

@@ -67,6 +67,12 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
             f"no table {name!r} of {paper} can be reproduced; {choices(name, PAPERS[paper])}"
         )
     folder = data or _data()
+    for part in ("profiles", "expected"):
+        if not (folder / part).is_dir():
+            raise HetpipeError(
+                f"{folder} has no folder {part}/ of published data: set {DATA} to the folder with "
+                "profiles/ and expected/"
+            )
     makers: Mapping[str, Maker] = import_module(f"hetpipe.papers.reproduced.{paper}").TABLES
     tables = []
     for each in PAPERS[paper] if name is None else (name,):

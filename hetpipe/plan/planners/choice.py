@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 
@@ -28,10 +28,15 @@ Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions, planner: str = "auto") -> Plan:
     """Return the plan of the planner with this name. Raises `PlanError`; see `chosen`."""
-    if planner not in PLANNERS:
-        raise PlanError(f"no planner {planner!r}; {choices(planner, PLANNERS)}")
+    check_planner(planner)
     made: Plan = import_module(f"hetpipe.plan.planners.{planner}").plan(costs, cluster, options)
     return made
+
+
+def check_planner(name: str, known: Sequence[str] = PLANNERS) -> None:
+    """Raise `PlanError` unless the name is among the known ones."""
+    if name not in known:
+        raise PlanError(f"no planner {name!r}; {choices(name, known)}")
 
 
 def chosen(
