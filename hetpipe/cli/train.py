@@ -29,11 +29,13 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output, logged, progress_bar
 from hetpipe.cli.pace import Pace, pace_of
+from hetpipe.cli.recipe import RecipeOptions
 from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
     from hetpipe.cli.output import Progress
     from hetpipe.diagnosis.record import Diagnosis
+    from hetpipe.pipeline.options import UpdateOptions
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
@@ -76,6 +78,7 @@ def command(
     microbatches: MicrobatchesOption = None,
     mini_batch: MiniBatchOption = None,
     pipeline: PipelineOptions,
+    recipe: RecipeOptions,
     rebalance: RebalanceOption = None,
     sync_batch_norm: Annotated[
         bool,
@@ -118,10 +121,10 @@ def command(
     from hetpipe.train.training import compare, compare_gradients, open_pipeline
     from hetpipe.zoo.load import load_workload
 
-    workload = load_workload(model)
+    workload, updates = recipe.change(load_workload(model)), recipe.updates()
     options = {
-        **asked.keywords, "rebalance": rebalance, "sync_batch_norm": sync_batch_norm,
-        "plan": stored, "costs": costs, "changed": changed or (), "pass_limit_s": pass_limit,
+        **asked.keywords, **recipe.keywords, "rebalance": rebalance, "plan": stored, "costs": costs,
+        "sync_batch_norm": sync_batch_norm, "changed": changed or (), "pass_limit_s": pass_limit,
     }  # fmt: skip
     with (
         logged(output),
@@ -134,7 +137,7 @@ def command(
         output.text(str(pipe.plan))
         count = _count(workload, pipe.plan.mini_batch, steps, epochs)
         checked = min(count, check_steps) if check else 0
-        checked, compares = _checked(workload, pipe, checked, output)
+        checked, compares = _checked(workload, pipe, checked, recipe.why_not_compared, output)
         diagnosis: Diagnosis | None = None
         gradient: GradientError | None = None
         try:
@@ -144,13 +147,13 @@ def command(
                 progress("gradients of unpartitioned torch", 1, 1)
                 if not gradient.is_right:
                     diagnosis = _diagnose(workload, pipe, seed, 0, output, progress)
-            taken = _train(workload, pipe, count, seed, checked, output, progress)
+            taken = _train(workload, pipe, count, seed, checked, updates, output, progress)
         except NotFiniteError as error:
             diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
             output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
             raise HetpipeError(f"{error.fact}; the diagnosis is above") from None
         pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
-        comparison = compare(workload, pipe.plan, taken, seed, gradient)
+        comparison = compare(workload, pipe.plan, taken, seed, gradient, updates)
         if diagnosis is None and comparison is not None and not comparison.equal:
             worst = max(taken, key=lambda step: step.difference).index
             diagnosis = _diagnose(workload, pipe, seed, worst, output, progress)
@@ -225,7 +228,7 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
 
 
 def _checked(
-    workload: Workload, pipe: Pipeline, check_steps: int, output: Output
+    workload: Workload, pipe: Pipeline, check_steps: int, why_not: str, output: Output
 ) -> tuple[int, bool]:
     """Return how many losses to compare with torch's, and whether to compare gradients.
 
@@ -235,6 +238,9 @@ def _checked(
     from hetpipe.train.eager import random_layers
 
     if not check_steps:
+        return 0, False
+    if why_not:
+        output.text(f"not compared with torch: {why_not}")
         return 0, False
     if dropout := random_layers(workload.model):
         output.text(
@@ -256,6 +262,7 @@ def _train(
     count: int,
     seed: int,
     check_steps: int,
+    updates: UpdateOptions,
     output: Output,
     progress: Progress,
 ) -> list[Step]:
@@ -265,7 +272,7 @@ def _train(
     progress(f"{check_steps} steps of unpartitioned torch", 0, 1)
     plan = pipe.plan
     sizes = compared_sizes(workload.model, plan.mini_batch, plan.microbatches)
-    expected = torch_losses(workload, sizes, check_steps, seed)
+    expected = torch_losses(workload, sizes, check_steps, seed, updates)
     taken: list[Step] = []
     for step in train(workload, pipe, count, seed=seed, expected=expected):
         taken.append(step)

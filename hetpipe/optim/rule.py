@@ -112,6 +112,14 @@ class Optimizer:
         numbers = (n for n, group in enumerate(self.groups, 1) if group.picks(name))
         return next(numbers, 0)
 
+    def with_lr(self, lr: LearningRate) -> Optimizer:
+        """Return the optimizer with another learning rate; groups with the same rate get it too."""
+        groups = tuple(
+            group._replace(rule=group.rule.with_lr(lr)) if group.rule.lr == self.lr else group
+            for group in self.groups
+        )
+        return replace(self, lr=lr, groups=groups)
+
     def rule_for(self, name: str) -> Optimizer:
         """Return the rule of the parameter `name`."""
         return self.rules[self.group_of(name)]

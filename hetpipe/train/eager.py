@@ -13,8 +13,10 @@ from hetpipe.capture.export.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
 from hetpipe.pipeline.batches import micro_sizes
+from hetpipe.pipeline.options import UpdateOptions
 
 Tree = Any  # a tensor, or tuples, lists and dicts of tensors
+PLAIN = UpdateOptions()
 
 
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -37,14 +39,19 @@ class Eager:
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: Callable[[Any, Any], Any], optimizer: Optimizer
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[[Any, Any], Any],
+        optimizer: Optimizer,
+        updates: UpdateOptions = PLAIN,
     ) -> None:
         self.model = model
         self._loss_fn = loss_fn
         parameters = dict(model.named_parameters())
         self._rules = optimizer.rules
         self._optimizer = torch_optimizer(optimizer, parameters)
-        self._steps = 0
+        self._updates = updates
+        self._steps = 0  # mini-batches
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that persist between steps: parameters, buffers, optimizer state."""
@@ -53,13 +60,29 @@ class Eager:
         return [*self.model.parameters(), *self.model.buffers(), *tensors]
 
     def step(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
-        """Train on one mini-batch and return its mean loss."""
+        """Train on one mini-batch and return its mean loss. Update after `accumulate` of them."""
+        parameters, count = list(self.model.parameters()), self._updates.accumulate
+        earlier = [p.grad if self._steps % count else None for p in parameters]
         loss = self.backward(x, y, sizes)
         self._steps += 1
-        for group, rule in zip(self._optimizer.param_groups, self._rules, strict=True):
-            group["lr"] = rule.lr_at(self._steps)
-        self._optimizer.step()
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad += gradient
+        if self._steps % count == 0:
+            self._update([p for p in parameters if p.grad is not None])
         return loss
+
+    def _update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Update with the mean of the gradients that the parameters have summed."""
+        count, clip = self._updates.accumulate, self._updates.clip_norm
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad /= count
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+        for group, rule in zip(self._optimizer.param_groups, self._rules, strict=True):
+            group["lr"] = rule.lr_at(self._steps // count)
+        self._optimizer.step()
 
     def backward(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
         """Compute a mini-batch's gradients into the parameters, and return its mean loss."""

@@ -21,8 +21,9 @@ from hetpipe.caches import VARIABLE
 from hetpipe.check.difference import eps_of, largest_magnitude, tensor_difference, tolerance
 from hetpipe.check.reference import with_rounding_errors
 from hetpipe.pipeline.batches import micro_sizes
+from hetpipe.pipeline.options import UpdateOptions
 from hetpipe.pipeline.pipeline import Pipeline
-from hetpipe.train.eager import Eager, compared_sizes
+from hetpipe.train.eager import PLAIN, Eager, compared_sizes
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
@@ -148,17 +149,24 @@ def relative(loss: float, expected: float) -> float:
 
 
 def torch_losses(
-    workload: Workload, sizes: Sequence[int], steps: int, seed: int, rounding: bool = False
+    workload: Workload,
+    sizes: Sequence[int],
+    steps: int,
+    seed: int,
+    updates: UpdateOptions = PLAIN,
+    rounding: bool = False,
 ) -> tuple[float, ...]:
     """Return the losses of unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
     With `rounding`, rounding errors are added to the initial weights, so the losses change by the
     effect of rounding on this training.
     """
+    if not steps:  # torch may lack the optimizer
+        return ()
     model = copy.deepcopy(workload.model)
     if rounding:
         disturb_parameters(model, seed=0)
-    eager = Eager(model, workload.loss_fn, optimizer_of(workload))
+    eager = Eager(model, workload.loss_fn, optimizer_of(workload), updates)
     batches = workload.batches(sum(sizes), seed)
     return tuple(eager.step(x, y, sizes) for x, y in islice(batches, steps))
 
@@ -236,6 +244,7 @@ def compare(
     taken: Sequence[Step],
     seed: int,
     gradient: GradientError | None = None,
+    updates: UpdateOptions = PLAIN,
 ) -> Comparison | None:
     """Compare the steps that have an expected loss; return None if nothing was compared.
 
@@ -250,7 +259,7 @@ def compare(
     rounding = tolerance(1.0, eps)
     if not worst <= rounding:
         sizes = compared_sizes(workload.model, plan.mini_batch, plan.microbatches)
-        rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
+        rounded = torch_losses(workload, sizes, len(expected), seed, updates, rounding=True)
         drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
         rounding += ROUNDING_FACTOR * drift
     return Comparison(len(expected), worst, rounding, gradient)

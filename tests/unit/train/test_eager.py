@@ -6,6 +6,7 @@ from torch import nn
 
 from hetpipe import optim
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.options import UpdateOptions
 from hetpipe.train.eager import Eager
 
 
@@ -47,3 +48,26 @@ def test_the_torch_optimizer_matches_the_rule(rule):
 def test_a_rule_that_torch_lacks_is_refused():
     with pytest.raises(HetpipeError, match="torch has no optimizer 'lion' to compare with"):
         Eager(nn.Linear(1, 1), loss_fn, optim.lion())
+
+
+def test_gradients_are_accumulated_and_clipped():
+    """Two mini-batches and an update with a clip are one mini-batch of both, clipped."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    other.load_state_dict(model.state_dict())
+    rule = optim.sgd(lr=0.1, momentum=0.9)
+    eager = Eager(model, loss_fn, rule, UpdateOptions(clip_norm=0.5, accumulate=2))
+    whole = Eager(other, loss_fn, rule, UpdateOptions(clip_norm=0.5))
+    for _ in range(3):
+        x, y = torch.randn(8, 3).double(), 9 * torch.randn(8, 2).double()
+        before = model.weight.detach().clone()
+        eager.step(x[:4], y[:4], [4])
+        assert torch.equal(model.weight, before)
+        eager.step(x[4:], y[4:], [4])
+        whole.step(x, y, [8])
+        torch.testing.assert_close(model.weight, other.weight)
+
+
+def test_another_learning_rate_also_changes_the_parameters_without_decay():
+    rule = optim.adamw(lr=0.1, decay_exclude=lambda name: name == "bias").with_lr(0.2)
+    assert [rule.rule_for(name).lr for name in ("weight", "bias")] == [0.2, 0.2]
