@@ -41,10 +41,10 @@ def near(name: object, known: Iterable[str]) -> str:
         return ""
     pairs = [(each, *sorted((each, low), key=len)) for each in names]
     parts = [each for each, part, whole in pairs if len(part) >= LEAST_PART and part in whole]
-    alike = (parts or get_close_matches(low, names, MOST_NEAR, LIKENESS))[:MOST_NEAR]
-    *others, last = ["", *(word(names[each]) for each in alike)]
-    first = ", ".join(others[1:])
-    return f"did you mean {first}{' or ' if first else ''}{last}? " if last else ""
+    alike = parts or get_close_matches(low, names, MOST_NEAR, LIKENESS)
+    found = [word(names[each]) for each in alike[:MOST_NEAR]]
+    ends = filter(None, (", ".join(found[:-1]), *found[-1:]))
+    return f"did you mean {' or '.join(ends)}? " if found else ""
 
 
 LEAST_PART = 3  # letters of a name that makes another name similar

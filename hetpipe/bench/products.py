@@ -11,6 +11,7 @@ from hetpipe.crew.launcher import usual_settings
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.host.registry import discover_devices, get_backend
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.words import choices
 
 LIMIT_S = 300.0
 
@@ -33,7 +34,7 @@ def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
 def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
     info = next((info for info in infos if info.id == device), None)
     if info is None:
-        raise HetpipeError(f"no device {device!r}; found: {', '.join(i.id for i in infos)}")
+        raise HetpipeError(f"no device {device!r}; {choices(device, [i.id for i in infos])}")
     figures = _measure(info)
     if figures is None:
         raise HetpipeError(

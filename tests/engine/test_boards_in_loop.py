@@ -233,7 +233,7 @@ def test_modelled_and_measured_times_do_not_mix(tmp_path: Path) -> None:
 def test_missing_numerics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BackendError,
-        match=r"toml:12: the numerics of member 'fpga': no device 'numpy:gpu:7'; found",
+        match=r"toml:12: the numerics of member 'fpga': no device 'numpy:gpu:7'; did you mean",
     ):
         pipeline(cluster_of(tmp_path, "numpy:gpu:7"))
 

@@ -195,7 +195,7 @@ def test_a_device_that_cannot_be_opened_is_named(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_missing_device_is_refused(transport: str) -> None:
-    with pytest.raises(HetpipeError, match=r"faulty:none:0.*found: faulty:good:0"):
+    with pytest.raises(HetpipeError, match=r"faulty:none:0.*known: faulty:good:0"):
         start(["none", "good"], transport)
 
 
@@ -204,7 +204,7 @@ def test_a_missing_device_is_refused(transport: str) -> None:
     [
         (
             "faulty:none:0",
-            r"member 'faulty:none:0': no device .*; found: faulty:good:0",
+            r"member 'faulty:none:0': no device .*; .*known: faulty:good:0",
         ),
         ("noting:cpu:0", "no backend 'noting'"),
     ],

@@ -232,8 +232,8 @@ def absent(device_id: str, found: Iterable[str]) -> BackendError:
     broken = [
         text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
     ]
-    there = ", ".join(found) or "none"
-    return BackendError("; ".join([f"no device {device_id!r}; found: {there}", *broken]))
+    there = choices(device_id, found)
+    return BackendError("; ".join([f"no device {device_id!r}; {there}", *broken]))
 
 
 def open_device(device_id: str) -> Device:
