@@ -95,18 +95,34 @@ class Interruption:
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize(
     "call",
-    ["step", "run", "evaluate", "gradients", "state_dict", "flush", "save", "diagnose", "resize"],
+    [
+        "step",
+        "run",
+        "evaluate",
+        "predict_batches",
+        "gradients",
+        "state_dict",
+        "flush",
+        "save",
+        "diagnose",
+        "resize",
+    ],
 )
 def test_an_interrupt_anywhere(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, schedule: str, call: str, tmp_path: Path
 ) -> None:
     interruption, sizes = Interruption(crew, monkeypatch), iter(range(2, 1000))
-    arguments: dict[str, tuple[Any, ...]] = {"state_dict": (), "flush": (), "save": (tmp_path,)}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "state_dict": (), "flush": (), "save": (tmp_path,), "evaluate": ([(X, Y)] * 4,),
+    }  # fmt: skip
     with open_pipeline(crew, schedule=schedule) as pipe:
 
         def act() -> None:
             if call == "run":
                 for _ in pipe.run([(X, Y)] * 3):
+                    pass
+            elif call == "predict_batches":
+                for _ in pipe.predict_batches([X] * 4):
                     pass
             elif call == "resize":  # compiles stages for a new size
                 size = next(sizes)

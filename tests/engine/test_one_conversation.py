@@ -31,11 +31,14 @@ def open_pipeline(crew: Crew, **options: Any) -> hp.Pipeline:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["save", "evaluate", "state_dict", "flush", "gradients"])
+@pytest.mark.parametrize(
+    "call", ["save", "evaluate", "predict", "state_dict", "flush", "gradients"]
+)
 def test_calls_between_two_results_lose_none(crew: Crew, call: str, tmp_path: Path) -> None:
     data = batches(12)
     arguments: dict[str, tuple[Any, ...]] = {
-        "save": (tmp_path,), "evaluate": data[0], "gradients": data[0],
+        "save": (tmp_path,), "evaluate": (data[:2],), "gradients": data[0],
+        "predict": (data[0][0],),
     }  # fmt: skip
     with open_pipeline(crew) as pipe:
         indices = []
@@ -112,7 +115,7 @@ def test_the_first_of_two_pipelines_on_a_crew_is_refused(crew: Crew) -> None:
         ({"microbatches": "4"}, "microbatches='4': give a whole number"),
         ({"microbatches": 2.0}, "microbatches=2.0: give a whole number"),
         ({"microbatches": True}, "microbatches=True: give a whole number"),
-        ({"micro_batches": 4}, "no option 'micro_batches'; did you mean 'microbatches'"),
+        ({"micro_batches": 4}, "no option 'micro_batches'; did you mean microbatches"),
         ({"accumulate": 0}, "accumulate=0: give a whole number"),
         ({"clip_norm": float("inf")}, "clip_norm=inf: give a finite number above 0"),
         ({"loss_scale": "big"}, "loss_scale='big': give a finite number above 0, or hp.LossScale"),
