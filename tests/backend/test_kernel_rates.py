@@ -90,8 +90,11 @@ def test_the_command_writes_figures_and_a_picture(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "producs"], "no set of kernels 'producs'; known: products"),
-        (["--device", "numpy:cpu:7"], "no device 'numpy:cpu:7'; there is numpy:cpu:0"),
+        (
+            ["--set", "producs"],
+            "no set of kernels 'producs'; did you mean products?",
+        ),
+        (["--device", "numpy:cpu:7"], "no device 'numpy:cpu:7'; did you mean numpy:cpu:0?"),
     ],
 )
 def test_refusals(arguments: list[str], message: str) -> None:

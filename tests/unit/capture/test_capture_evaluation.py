@@ -13,7 +13,7 @@ from capture_models import captured, make
 from torch import nn
 
 from hetpipe.capture import Captured
-from hetpipe.capture.program import COUNT, LOSS
+from hetpipe.capture.program import COUNT, LOSS, OUTPUT
 from hetpipe.errors import CaptureError
 
 SIZES = [8, 4]
@@ -112,10 +112,21 @@ def test_evaluation_stages_match_training_stages_without_gradients() -> None:
         assert passes.halves is None
         assert graph.update is None
         assert passes.saved_nbytes == 0
-        assert {slot.role for slot in passes.forward.outputs} <= {"cut", LOSS, COUNT}
+        assert {slot.role for slot in passes.forward.outputs} <= {"cut", LOSS, COUNT, OUTPUT}
         assert set(graph.parameters) <= set(other.parameters)
         assert set(graph.buffers) <= set(other.buffers)
         assert graph.parameters
+
+
+def test_inference_computes_only_the_output() -> None:
+    got = captured("repeated")
+    cuts = even_cuts(got, 3)
+    tables = [TABLES["core"]] * (len(cuts) + 1)
+    forwards = [
+        graph.passes[8].forward for graph in got.evaluation_graphs(cuts, tables, SIZES, False)
+    ]
+    assert {slot.role for forward in forwards for slot in forward.outputs} == {"cut", OUTPUT}
+    assert not any(slot.name.startswith("y") for forward in forwards for slot in forward.inputs)
 
 
 @pytest.mark.parametrize("training", [True, False])
