@@ -62,7 +62,7 @@ def _overview(boards: dict[str, Board]) -> Table:
 
 
 def _page(board: Board) -> Table:
-    """Return a table with a line for each number of a board, and one for its compiler."""
+    """Return a table with a line for each number of a board, its price and its compiler."""
     from hetpipe.report.tables import Table
 
     title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
@@ -84,6 +84,9 @@ def _value(board: Board, key: str) -> str:
     if key == "offline":
         assert board.offline is not None
         return board.offline.compiler
+    if key == "price":
+        assert board.price is not None
+        return f"{board.price.amount:g} {board.price.currency}, {board.price.date}"
     return _shown(key, _number(board, key))
 
 
@@ -103,6 +106,8 @@ def _shown(key: str, value: float) -> str:
         return format_nbytes(value)
     if key.endswith("_s"):
         return format_s(value)
+    if key.endswith("_w"):
+        return f"{value:g} W"
     if "dsp" in key:
         return f"{value:g} DSP"
     for part, unit in (("_Bps", "B/s"), ("_Hz", "Hz"), ("peak_flops", "FLOP/s")):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
 
 from hetpipe.errors import CostError
-from hetpipe.records import Name, Number, OneOf, Place, Positive, Source, read_text
+from hetpipe.records import Name, Number, OneOf, Parsed, Place, Positive, Source, read_text
 from hetpipe.toml import Lines, parse_toml
 from hetpipe.words import choices, near, short
 
 KINDS = ("gpu", "fpga", "cpu")
+CURRENCIES = ("USD", "EUR")
 EXECUTIONS = ("sync", "async")
 PEAK_DTYPES = ("float32", "float16", "bfloat16", "tensorfloat32")
 MAC_DTYPES = ("float32", "float16", "int16")
@@ -66,6 +68,15 @@ def _filled(text: str, names: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
+class Price:
+    """The maker's price of a board."""
+
+    amount: float
+    currency: str  # "USD" or "EUR"
+    date: str  # when it was announced: "2022-09-20"
+
+
+@dataclass(frozen=True)
 class Board:
     """A graphics card, an FPGA board or a processor, by its data sheet."""
 
@@ -79,6 +90,8 @@ class Board:
     launch_s: float  # fixed seconds of one kernel or pass
     host_Bps: float  # to the host, in one direction
     peer_Bps: float | None  # to an equal board by a direct link, in one direction; None: no link
+    power_w: float | None  # most watts; None: not stated
+    price: Price | None  # None: not stated
     fabric: Fabric | None  # of an FPGA
     offline: Offline | None  # for a board whose kernels are compiled beforehand
     sources: dict[str, str]  # source of each number, by its key in the file: "fabric.dsp"
@@ -110,6 +123,8 @@ def read_board(path: Path) -> Board:
         tables.launch_s.value,
         tables.host_Bps.value,
         tables.peer_Bps.value or None,
+        tables.power_w.value or None,
+        _price(tables.price),
         fabric,
         _offline(tables.offline),
         dict(_sources(data)),
@@ -172,6 +187,24 @@ class _Share:
 _ABSENT = _Number(0.0, "")
 
 
+def day_of(text: str) -> str:
+    """Return a date as 2022-09-20. Raises `CostError` for other text."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise CostError(f"{short(text)} is no date; write it as 2022-09-20") from None
+
+
+@dataclass(frozen=True)
+class _Price:
+    """A price and its source."""
+
+    amount: Annotated[float, Number(above=True)]
+    currency: Annotated[str, OneOf(CURRENCIES)]
+    date: Annotated[str, Parsed(day_of)]
+    source: Name
+
+
 @dataclass(frozen=True)
 class _Offline:
     """The [offline] table."""
@@ -195,6 +228,8 @@ class _Tables:
     launch_s: _Number
     host_Bps: _Number
     peer_Bps: _Number = field(default=_ABSENT, kw_only=True)
+    power_w: _Number = field(default=_ABSENT, kw_only=True)
+    price: _Price | None = field(default=None, kw_only=True)
     offline: _Offline | None = field(default=None, kw_only=True)
 
 
@@ -225,7 +260,7 @@ class _Fpga(_Tables):
 
 
 _NUMBERS = (
-    *("memory_nbytes", "memory_Bps", "launch_s", "host_Bps", "peer_Bps"),
+    *("memory_nbytes", "memory_Bps", "launch_s", "host_Bps", "peer_Bps", "power_w"),
     *("fabric.dsp", "fabric.clock_Hz", "fabric.on_chip_nbytes"),
     *("fabric.usable", "fabric.efficiency"),
     *(f"peak_flops.{dtype}" for dtype in PEAK_DTYPES),
@@ -247,6 +282,10 @@ def _fabric(table: _Fabric, source: Source) -> Fabric:
         table.usable.value,
         table.efficiency.value,
     )
+
+
+def _price(table: _Price | None) -> Price | None:
+    return None if table is None else Price(table.amount, table.currency, table.date)
 
 
 def _offline(table: _Offline | None) -> Offline | None:

@@ -53,6 +53,7 @@ def test_a_boards_page_has_every_number_with_its_unit_and_source() -> None:
         "launch_s": "10 us",
         "host_Bps": "15.75 GB/s",
         "peer_Bps": "12.5 GB/s",
+        "power_w": "225 W",
         "fabric.dsp": "9024 DSP",
         "fabric.clock_Hz": "236 MHz",
         "fabric.on_chip_nbytes": "42.6 MiB",
@@ -64,6 +65,12 @@ def test_a_boards_page_has_every_number_with_its_unit_and_source() -> None:
         "offline": "AMD Vitis 2022.1, the last that takes OpenCL C",
     }
     assert all(there.sources[key].startswith(row[1]) for key, row in rows.items())
+
+
+def test_a_page_has_power_and_price() -> None:
+    rows = cells(run_boards("rtx-4090"))
+    assert rows["power_w"][0] == "450 W"
+    assert rows["price"][0] == "1599 USD, 2022-09-20"
 
 
 def json_of(*arguments: str) -> Any:
@@ -79,6 +86,8 @@ def test_the_json_holds_all_data_of_a_board() -> None:
     (one,) = json_of("vcu129")["boards"]
     assert one in every["boards"]
     assert one["fabric"]["dsp"] == 12288
+    (card,) = json_of("rtx-4090")["boards"]
+    assert card["price"] == {"amount": 1599.0, "currency": "USD", "date": "2022-09-20"}
     assert one["sources"]["fabric.dsp"] == boards()["vcu129"].sources["fabric.dsp"]
 
 

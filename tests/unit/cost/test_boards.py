@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from mutations import spoilt
 
-from hetpipe.cost.board import Board, Fabric, board, boards, read_board
+from hetpipe.cost.board import Board, Fabric, Price, board, boards, read_board
 from hetpipe.errors import CostError
 from hetpipe.toml import Lines
 
@@ -27,6 +27,11 @@ else:
 GPUS = (
     *("v100-pcie-16", "v100-pcie-32", "v100-sxm-16", "v100-sxm-32", "p100", "t4"),
     *("rtx-2080-ti", "gtx-1080-ti", "titan-x", "a100-40", "a100-80", "h100", "h200"),
+    *("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090", "rtx-4060", "rtx-4070", "rtx-4080"),
+    *("rtx-4090", "rtx-5070", "rtx-5080", "rtx-5090", "rtx-a4000", "rtx-a5000", "rtx-a6000"),
+    *("rtx-6000-ada", "a10", "l4", "l40s", "b200", "mi210", "mi250x", "mi300x", "mi325x"),
+    *("arc-a770", "arc-b580", "gaudi-3", "jetson-agx-orin", "jetson-orin-nano"),
+    *("m1-ultra", "m2-max", "m2-ultra"),
 )
 FPGAS = (
     *("vcu118", "vcu129", "vck190", "alveo-u50", "u200", "u250", "u280", "u55c"),
@@ -63,6 +68,8 @@ memory_Bps = { value = 900e9, source = "the card's data sheet" }
 launch_s = { value = 5e-6, source = "measured on the card" }
 host_Bps = { value = 16e9, source = "the card's data sheet" }
 peer_Bps = { value = 50e9, source = "the card's data sheet" }
+power_w = { value = 300, source = "the card's data sheet" }
+price = { amount = 999.5, currency = "EUR", date = "2024-02-29", source = "the shop's bill" }
 peak_flops.float32 = { value = 15.7e12, source = "the card's data sheet" }
 """
 
@@ -84,23 +91,23 @@ def numbers(node: object, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def raw_values(table: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values of a TOML file's keys; a number and its source are one value."""
+    """Yield the values of a TOML file's keys; a value and its source are one value."""
     for value in table.values():
-        if isinstance(value, dict) and set(value) != {"value", "source"}:
+        if isinstance(value, dict) and "source" not in value:
             yield from raw_values(value)
         else:
             yield value
 
 
-def test_the_boards_of_papers_and_data_centers_exist() -> None:
+def test_the_included_boards_are_known() -> None:
     assert set(boards()) == set(IDS)
 
 
 @pytest.mark.parametrize("id", IDS)
 def test_every_number_has_a_source(id: str) -> None:
     there = board(id)
-    compiler = {"offline"} if there.offline is not None else set()
-    assert set(there.sources) == {key for key, _ in numbers(there)} | compiler
+    others = {key for key in ("offline", "price") if getattr(there, key) is not None}
+    assert set(there.sources) == {key for key, _ in numbers(there)} | others
     raw = tomllib.loads((files("hetpipe.boards") / f"{id}.toml").read_text(encoding="utf-8"))
     for value in raw_values(raw):
         if isinstance(value, dict):
@@ -110,15 +117,16 @@ def test_every_number_has_a_source(id: str) -> None:
 
 
 PLAUSIBLE = {
-    "memory_nbytes": (4e9, 200e9),
-    "memory_Bps": (20e9, 6e12),
+    "memory_nbytes": (4e9, 300e9),
+    "memory_Bps": (20e9, 10e12),
     "launch_s": (1e-6, 50e-6),
-    "host_Bps": (5e9, 64e9),
-    "peer_Bps": (10e9, 500e9),
-    "peak_flops.float32": (0.5e12, 100e12),
-    "peak_flops.tensorfloat32": (100e12, 600e12),
-    "peak_flops.float16": (10e12, 1e15),
-    "peak_flops.bfloat16": (300e12, 1e15),
+    "host_Bps": (5e9, 400e9),
+    "peer_Bps": (10e9, 900e9),
+    "power_w": (20, 1000),
+    "peak_flops.float32": (0.5e12, 300e12),
+    "peak_flops.tensorfloat32": (10e12, 1.2e15),
+    "peak_flops.float16": (10e12, 2.3e15),
+    "peak_flops.bfloat16": (20e12, 2.3e15),
     "fabric.dsp": (1000, 20000),
     "fabric.clock_Hz": (200e6, 400e6),
     "fabric.on_chip_nbytes": (20e6, 80e6),
@@ -140,10 +148,64 @@ def test_numbers_are_plausible(id: str) -> None:
     assert there.execution == ("async" if there.kind == "fpga" else "sync")
     assert (there.fabric is None) == bool(there.peak_flops) == (there.kind != "fpga")
     if there.kind == "gpu":
-        assert 5 < there.peak_flops["float32"] / there.memory_Bps < 30
+        assert 5 < there.peak_flops["float32"] / there.memory_Bps < 120
         assert there.host_Bps < (there.peer_Bps or there.memory_Bps) < there.memory_Bps * 1.01
     else:
         assert there.host_Bps < there.memory_Bps
+
+
+@pytest.mark.parametrize("id", GPUS)
+def test_shorter_dtypes_are_not_slower(id: str) -> None:
+    peaks = board(id).peak_flops
+    exact, rough = peaks["float32"], peaks.get("tensorfloat32")
+    halves = {peaks[dtype] for dtype in ("float16", "bfloat16") if dtype in peaks}
+    assert all(half >= (rough or exact) >= exact for half in halves)
+    if id != "gaudi-3":
+        assert len(halves) < 2, "both have the same rate"
+        assert rough is None or list(halves) == [pytest.approx(2 * rough, rel=0.02)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "factor"),
+    [
+        ([id for id in GPUS if re.fullmatch(r"rtx-[345]0\d0", id)], 2),
+        (["rtx-a4000", "rtx-a5000", "rtx-a6000", "rtx-6000-ada", "a10", "l4", "l40s"], 4),
+    ],
+)
+def test_rates_are_without_sparsity_and_with_sums_in_float32(ids: list[str], factor: int) -> None:
+    """Makers also publish two and four times these rates."""
+    for id in ids:
+        peaks = board(id).peak_flops
+        assert peaks["float16"] == pytest.approx(factor * peaks["float32"], rel=0.02), id
+
+
+GT_PER_S = {3: 8, 4: 16, 5: 32}
+"""Transfers of a lane in each second, by generation of PCI Express; 128 of 130 bits are data."""
+
+
+def test_links_to_the_host_have_the_rate_of_their_generation() -> None:
+    found = []
+    for id in IDS:
+        there = board(id)
+        text = there.sources["host_Bps"]
+        match = re.match(r"PCI Express (\d)\.0 base specification: (\d+) lanes of (\d+) GT/s", text)
+        if match is not None:
+            generation, lanes, GT = map(int, match.groups())
+            assert GT_PER_S[generation] == GT
+            assert there.host_Bps == pytest.approx(GT * 1e9 * lanes * 128 / 130 / 8, rel=1e-3)
+            found.append((generation, lanes))
+        else:
+            assert text.startswith("estimate: ")
+    assert set(found) == {(3, 16), (4, 8), (4, 16), (5, 16)}
+
+
+def test_prices_are_in_order() -> None:
+    prices = {id: there.price for id, there in boards().items() if there.price is not None}
+    assert all(100 <= price.amount <= 3000 for price in prices.values())
+    assert all("2016" < price.date < "2026" for price in prices.values())
+    for series in (3, 4, 5):
+        amounts = [prices[f"rtx-{series}0{card}0"].amount for card in (7, 8, 9)]
+        assert amounts == sorted(amounts)
 
 
 def test_no_plausible_range_hides_a_unit_error() -> None:
@@ -213,6 +275,10 @@ def test_a_users_folder(path: Path) -> None:
     assert own["own-card"].peak_flops == {"float32": 15.7e12}
     assert own["own-card"].peer_Bps == 50e9
     assert own["own-board"].peer_Bps is None
+    assert own["own-card"].power_w == 300.0
+    assert own["own-card"].price == Price(999.5, "EUR", "2024-02-29")
+    assert own["own-card"].sources["price"] == "the shop's bill"
+    assert (own["own-board"].power_w, own["own-board"].price) == (None, None)
 
 
 def test_a_missing_folder_is_refused(path: Path) -> None:
@@ -245,8 +311,13 @@ def test_a_missing_folder_is_refused(path: Path) -> None:
         (FPGA, "float32", "float23", 18, "has an unknown key 'float23'; did you mean float"),
         (FPGA, "float32", "float16", 17, "fabric.dsp_per_mac lacks the key 'float32'"),
         (FPGA, "name", "cores = 4\nname", 2, "unknown key 'cores'; known: name, kind, execution"),
-        (GPU, "peak_flops.float32", "peak_flops.int8", 9, "peak_flops has an unknown key 'int8'"),
-        (GPU, "peak_flops", "fabric.dsp = 1\npeak_flops", 9, "unknown key 'fabric'; known: name"),
+        (GPU, "value = 300,", "value = 0,", 9, "power_w.value is 0, it should be above 0"),
+        (GPU, '"EUR"', '"euro"', 10, "price.currency is 'euro', it should be 'USD' or 'EUR'"),
+        (GPU, "02-29", "2-29", 10, "price.date.*'2024-2-29' is no date; write it as 2022-09-20"),
+        (GPU, "2024-02-29", "2023-02-29", 10, "price.date.*'2023-02-29' is no date"),
+        (GPU, "amount = 999.5,", "", 10, "price lacks the key 'amount'"),
+        (GPU, "peak_flops.float32", "peak_flops.int8", 11, "peak_flops has an unknown key 'int8'"),
+        (GPU, "peak_flops", "fabric.dsp = 1\npeak_flops", 11, "unknown key 'fabric'; known: name"),
         (GPU, "peak_flops.float32", "peak", 1, "lacks the key 'peak_flops'"),
         (GPU, "900e9,", "900e9", 5, "Unclosed inline table"),
     ],
@@ -286,7 +357,7 @@ def test_a_damaged_file_gives_one_error_with_its_place(path: Path, text: str) ->
     [("v100", "v100-sxm-32"), ("Alveo-U280", "did you mean u280"), ("vcu119", "vcu118")],
 )
 def test_the_error_of_an_unknown_board_suggests_similar_names(id: str, near: str) -> None:
-    with pytest.raises(CostError, match=f"no board '{id}'.*{near}.*`hetpipe boards` lists all 25"):
+    with pytest.raises(CostError, match=f"no board '{id}'.*{near}.*`hetpipe boards` lists all 56"):
         board(id)
 
 
