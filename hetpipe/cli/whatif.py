@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from hetpipe.cli.study import (
     SubjectOptions,
     cluster_from,
 )
+
+if TYPE_CHECKING:
+    from hetpipe.study.changes import Alternative
 
 
 def command(
@@ -48,11 +51,17 @@ def command(
     options = choices.options(subject)
     with progress_bar("planning"):
         answer = whatif(subject, members, changes, options, planner or "auto")
-    columns = ["change", "step", "of the step now", "devices", "stages", "schedule"]
-    table = Table(f"{subject.name}, mini-batches of {subject.mini_batch}", columns, columns[1:5])
-    for row in (answer.now, *answer.changes):
+    rows = (answer.now, *answer.changes)
+    numbers = ["step", "of the step now", "devices", "stages"]
+    rates = list(dict.fromkeys(column for row in rows for column in _rates(row)))
+    table = Table(
+        f"{subject.name}, mini-batches of {subject.mini_batch}",
+        ["change", *numbers, "schedule", *rates],
+        [*numbers, *rates],
+    )
+    for row in rows:
         if row.plan is None:
-            table.add_row(row.change, "no plan")
+            table.add_row(row.change or "as it is", "no plan")
             continue
         table.add_row(
             row.change or "as it is",
@@ -61,9 +70,22 @@ def command(
             str(len(set(row.plan.all_devices))),
             str(len(row.plan.stages)),
             row.plan.schedule,
+            *(_rates(row).get(column, "-") for column in rates),
         )
     output.console.print(table)
-    for row in (answer.now, *answer.changes):
+    for row in rows:
         if row.why_not:
             output.text(f"{row.change or 'as it is'}: {row.why_not}")
     output.finish(answer.to_json())
+
+
+def _rates(row: Alternative) -> dict[str, str]:
+    """Return the throughput per watt and per price, by column; only what the boards state."""
+    from hetpipe.report.tables import format_rate
+
+    rates = {}
+    if (per_J := row.samples_per_J) is not None:
+        rates["throughput per W"] = format_rate(per_J)
+    if (per_price := row.samples_per_s_per_price) is not None:
+        rates[f"throughput per 1000 {row.expense.currency}"] = format_rate(1000 * per_price)
+    return rates

@@ -14,6 +14,7 @@ from hetpipe.cost.board import board as find_board
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.study.expense import UNSTATED, Expense, expense_of
 from hetpipe.study.subject import Subject
 from hetpipe.study.subject import plan as planned
 
@@ -30,6 +31,20 @@ class Alternative:
     change: str  # empty: the unchanged cluster
     plan: Plan | None
     why_not: str = ""
+    expense: Expense = UNSTATED  # of the cluster after the change
+
+    @property
+    def samples_per_J(self) -> float | None:
+        """Samples per second and watt; None if the power is unknown."""
+        return self._samples_per_s_per(self.expense.power_w)
+
+    @property
+    def samples_per_s_per_price(self) -> float | None:
+        """Samples per second and unit of the currency; None if the price is unknown."""
+        return self._samples_per_s_per(self.expense.price)
+
+    def _samples_per_s_per(self, total: float | None) -> float | None:
+        return None if self.plan is None or total is None else self.plan.samples_per_s / total
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,11 @@ class WhatIf:
                     "step_s": None if row.plan is None else row.plan.step_s,
                     "factor": self.factor(row),
                     "why_not": row.why_not,
+                    "power_w": row.expense.power_w,
+                    "samples_per_J": row.samples_per_J,
+                    "price": row.expense.price,
+                    "currency": row.expense.currency,
+                    "samples_per_s_per_price": row.samples_per_s_per_price,
                     "plan": None if row.plan is None else row.plan.to_json(),
                 }
                 for row in (self.now, *self.changes)
@@ -78,7 +98,8 @@ def whatif(
 
     def alternative(change: str, there: Cluster) -> Alternative:
         try:
-            return Alternative(change, planned(subject, there, options, planner)[0])
+            plan, _ = planned(subject, there, options, planner)
+            return Alternative(change, plan, expense=expense_of(there))
         except HetpipeError as error:
             return Alternative(change, None, str(error))
 
