@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.errors import HetpipeError
+from hetpipe.optim.check import OPTIMIZERS
 from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.pipeline.options import UpdateOptions
     from hetpipe.zoo.workload import Workload
 
-OPTIMIZERS = (
-    "adadelta", "adagrad", "adam", "adamax", "adamw", "lamb", "lion", "nadam", "rmsprop", "sgd",
-)  # fmt: skip
-OURS = ("lamb", "lion")  # torch lacks these
 PRECISIONS = ("bfloat16", "float16")
 
 
@@ -76,7 +73,10 @@ class RecipeOptions:
         """The reason why torch cannot train in the same way, or ""."""
         if self.precision is not None:
             return f"passes compute in {self.precision}"
-        return f"torch has no optimizer {self.optimizer}" if self.optimizer in OURS else ""
+        from hetpipe.optim.torch_optimizer import CLASSES  # it loads torch
+
+        has_same = self.optimizer in (None, *CLASSES)
+        return "" if has_same else f"torch has no optimizer {self.optimizer}"
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import Content, forwards_of, host_dtype, streams
+from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
 
 PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
@@ -271,7 +271,7 @@ def _feeds_of(stage: StageGraphs) -> dict[tuple[Content, int], list[Slot]]:
     found: dict[tuple[Content, int], dict[str, Slot]] = {}
     programs = [
         (content, samples, program)
-        for content in (Content.EVALUATION, Content.INFERENCE)
+        for content in IN_EVAL
         for samples, program in forwards_of(stage, content).items()
     ]
     for samples, passes in stage.passes.items():

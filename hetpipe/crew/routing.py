@@ -11,6 +11,7 @@ from hetpipe.wire.row_messages import find_axes, kind_of, rows_of
 from hetpipe.wire.shares import Replica, Shares, overlap
 from hetpipe.wire.wire import (
     GRADIENTS,
+    IN_EVAL,
     Axes,
     Content,
     Kind,
@@ -110,7 +111,7 @@ class _Crossing:
                         Content.BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
                     )
                     yield (there, here), kind, tangents
-            for content in (Content.EVALUATION, Content.INFERENCE):
+            for content in IN_EVAL:
                 sides = forwards_of(left, content), forwards_of(right, content)
                 sender, receiver = sides[0].get(counts[0]), sides[1].get(counts[1])
                 if sender is not None and receiver is not None:

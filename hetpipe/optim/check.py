@@ -12,9 +12,10 @@ from hetpipe.optim.rule import Optimizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OURS = (
+OPTIMIZERS = (
     "adadelta", "adagrad", "adam", "adamax", "adamw", "lamb", "lion", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
+"""The names of hetpipe's optimizers."""
 
 
 def check_optimizer(value: object, parameters: Mapping[str, Tensor]) -> Optimizer:
@@ -47,7 +48,7 @@ def _cure(value: object) -> str:
         return f"write torch.optim.{value.__name__}(model.parameters())"
     if name := _ours(value):
         return f"write hp.optim.{name}(lr=1e-3)"
-    return f"write hp.optim.adamw(lr=1e-3), or another of {', '.join(_OURS)}"
+    return f"write hp.optim.adamw(lr=1e-3), or another of {', '.join(OPTIMIZERS)}"
 
 
 def _of_torch(value: object) -> bool:
@@ -61,4 +62,4 @@ def _ours(value: object) -> str:
     """Return the name of a function of `hp.optim` that was passed without a call, or ""."""
     inside = str(getattr(value, "__module__", "")).startswith("hetpipe.optim")
     name = str(getattr(value, "__name__", ""))
-    return name if inside and callable(value) and name in _OURS else ""
+    return name if inside and callable(value) and name in OPTIMIZERS else ""

@@ -18,15 +18,20 @@ from hetpipe.optim.torch_scheduler import rates_of
 if TYPE_CHECKING:
     from hetpipe.optim.rule import LearningRate
 
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+}
+"""torch's optimizers by the name of the same optimizer in hetpipe."""
 _MAKERS: dict[type, Callable[..., Optimizer]] = {
-    torch.optim.SGD: sgd,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.NAdam: nadam,
-    torch.optim.Adamax: adamax,
-    torch.optim.RMSprop: rmsprop,
-    torch.optim.Adagrad: adagrad,
-    torch.optim.Adadelta: adadelta,
+    CLASSES[make.__name__]: make
+    for make in (sgd, adam, adamw, nadam, adamax, rmsprop, adagrad, adadelta)
 }
 _WITHOUT_EFFECT = {"lr", "foreach", "fused", "capturable", "differentiable"}
 

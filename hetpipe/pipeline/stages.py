@@ -16,7 +16,7 @@ from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import Content
+from hetpipe.wire.wire import IN_EVAL, Content
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -182,8 +182,7 @@ class Stages:
         self._crew.pass_limit_s = setup.passes.pass_limit_s
         self._progress = progress
         self.plan = setup.plan
-        contents = (Content.FORWARD, Content.EVALUATION, Content.INFERENCE)
-        self.sizes: dict[Content, set[int]] = {content: set() for content in contents}
+        self.sizes: dict[Content, set[int]] = {c: set() for c in (Content.FORWARD, *IN_EVAL)}
         """The sizes of micro-batches in use, by their forwards."""
         self.schedules: Schedules
         self.streaming: Streaming | None

@@ -12,23 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetpipe.capture.export.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
+from hetpipe.optim.torch_optimizer import CLASSES
 from hetpipe.pipeline.batches import micro_sizes
 from hetpipe.pipeline.options import UpdateOptions
 
 Tree = Any  # a tensor, or tuples, lists and dicts of tensors
 PLAIN = UpdateOptions()
-
-
-_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "nadam": torch.optim.NAdam,
-    "adamax": torch.optim.Adamax,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "adadelta": torch.optim.Adadelta,
-}
 
 
 class Eager:
@@ -111,12 +100,12 @@ def torch_optimizer(
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer for a rule of `hetpipe.optim`, with a group for each group of the
     rule. Raises `HetpipeError` if torch has no such optimizer."""
-    if rule.name not in _CLASSES:
+    if rule.name not in CLASSES:
         raise HetpipeError(
-            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(_CLASSES)}, "
+            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(CLASSES)}, "
             "or --no-check"
         )
-    make = _CLASSES[rule.name]
+    make: Callable[..., torch.optim.Optimizer] = CLASSES[rule.name]
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": each.lr_at(1), **_settings(each, make)} for each in rule.rules
     ]

@@ -62,8 +62,12 @@ class Content(str, Enum):
         return Content(f"s{letter}")
 
 
+IN_EVAL = (Content.EVALUATION, Content.INFERENCE)
+"""The contents of forwards in eval mode."""
+
+
 def forwards_of(stage: StageGraphs, content: Content) -> Mapping[int, Program]:
-    """Return a stage's forwards in eval mode, by number of samples: EVALUATION or INFERENCE."""
+    """Return a stage's forwards in eval mode, by number of samples; see `IN_EVAL`."""
     return stage.evaluation if content is Content.EVALUATION else stage.inference
 
 

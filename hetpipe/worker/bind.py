@@ -32,7 +32,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.sdk.graph import graph_outputs
-from hetpipe.wire.wire import Content, forwards_of
+from hetpipe.wire.wire import IN_EVAL, forwards_of
 
 Key = tuple[str, str]
 """Role and name of a slot."""
@@ -135,7 +135,7 @@ class StageBinding:
         self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
         self.forwards = {
             content: {samples: self.bind(p) for samples, p in forwards_of(graphs, content).items()}
-            for content in (Content.EVALUATION, Content.INFERENCE)
+            for content in IN_EVAL
         }
         """Forwards in eval mode, by content of their messages and by number of samples."""
         update = graphs.update
