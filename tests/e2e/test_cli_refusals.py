@@ -48,7 +48,7 @@ REFUSED = [
     (("train", "mlp", "--optimizer", "sgd"), "add --lr, for instance --lr 0.05"),
     (("train", "mlp", "--precision", "float32"), "no precision 'float32'; did you mean float16 or"),
     (("train", "mlp", "--clip-norm", "0"), "clip_norm=0.0: give a finite number above 0"),
-    ((*WHATIF, "--change", "+a100"), "no board 'a100'; did you mean a100-40 or a100-80?"),
+    ((*WHATIF, "--change", "+a100"), "no board 'a100'; did you mean a10, a100-40 or a100-80?"),
     ((*WHATIF, "--change", "v100-sxm-16.0=t5"), "no board 't5'"),
     ((*WHATIF, "--change", "+t4@b.7"), "t4.0: no server 'b.7'; did you mean b.1 or b.0?"),
     ((*WHATIF, "--change", "-t4.0"), "no device 't4.0'"),
