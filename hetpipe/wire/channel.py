@@ -2,7 +2,9 @@
 memory (stations 3 and 15 of docs/life-of-a-micro-batch.md).
 
 The memory is an anonymous file whose descriptor travels with the message. It has no name, so the
-system frees it even if both processes die.
+system frees it even if both processes die. A channel keeps a few files, since the first write to a
+page of new memory costs more than the copy: the receiver copies a message out of such a file, and
+marks the file free for another message.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 INLINE_NBYTES = 32 * 1024
 MAX_FDS = 250  # the kernel allows 253 descriptors per message
 ALIGN = 64
+KEPT_NBYTES = 64 * 1024**2
+"""The largest message in a file that the channel keeps; a larger one gets a file for itself."""
+KEPT_FILES = 4
 
-# Bytes of the body, number of parts (pickle and buffers), whether the body is in a file.
+# Bytes of the body, number of parts (pickle and buffers), where the body is.
 _HEAD = struct.Struct("<QIB")
+INLINE, OWN_FILE, KEPT_FILE = range(3)
+FREE, TAKEN = 0, 1  # the first byte of a kept file; the body begins at `ALIGN`
 
 
 def anonymous_file(nbytes: int) -> int:
@@ -47,6 +56,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
+        self._files = _KeptFiles()
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for `multiprocessing.connection.wait`."""
@@ -60,24 +70,27 @@ class Channel:
         sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
         parts.insert(0, sizes)
         nbytes = sum(aligned(len(part)) for part in parts)
-        in_file = nbytes > INLINE_NBYTES
-        all_fds = list(fds)
-        if in_file:
+        place, all_fds, body = INLINE, list(fds), bytearray(0)
+        if nbytes <= INLINE_NBYTES:
+            body = bytearray(nbytes)
+            _lay_out(parts, body)
+        elif (kept := self._files.take(ALIGN + nbytes)) is not None:
+            place = KEPT_FILE
+            all_fds.append(os.dup(kept.fd))
+            _lay_out(parts, memoryview(kept.memory)[ALIGN:])
+        else:
+            place = OWN_FILE
             all_fds.append(anonymous_file(nbytes))
             with mmap.mmap(all_fds[-1], nbytes) as memory:
                 _lay_out(parts, memory)
-            body: Any = b""
-        else:
-            body = bytearray(nbytes)
-            _lay_out(parts, body)
-        frame = _HEAD.pack(nbytes, len(parts) - 1, in_file)
+        frame = _HEAD.pack(nbytes, len(parts) - 1, place)
         try:
             with self._sending:
                 sent = socket.send_fds(self._socket, [frame, body], all_fds)
                 self._socket.sendall(frame[sent:])
                 self._socket.sendall(memoryview(body)[max(sent - len(frame), 0) :])
         finally:
-            if in_file:
+            if place != INLINE:
                 os.close(all_fds[-1])
 
     def receive(self) -> tuple[Any, list[int]]:
@@ -87,19 +100,19 @@ class Channel:
             frame += self._exactly(_HEAD.size - len(frame)) if frame else b""
             if not frame:
                 raise EOFError
-            nbytes, count, in_file = _HEAD.unpack(frame)
-            body: Any = memoryview(b"") if in_file else memoryview(self._exactly(nbytes))
+            nbytes, count, place = _HEAD.unpack(frame)
+            body: Any = memoryview(self._exactly(nbytes) if place == INLINE else b"")
         except OSError as error:
             raise EOFError from error
-        if in_file:
-            fd = fds.pop()
-            body = memoryview(mmap.mmap(fd, nbytes))
-            os.close(fd)
+        if place != INLINE:
+            body = (_copied if place == KEPT_FILE else _mapped)(fds[-1], nbytes)
+            os.close(fds.pop())
         return _unpack(body, count), list(fds)
 
     def close(self) -> None:
         """Close this end; `receive` at the other end then raises `EOFError`."""
         self._socket.close()
+        self._files = _KeptFiles()
 
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
@@ -110,6 +123,55 @@ class Channel:
                 raise EOFError
             view = view[got:]
         return data
+
+
+class _KeptFile:
+    """Shared memory for one message after another."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = anonymous_file(nbytes)
+        self.memory = mmap.mmap(self.fd, nbytes)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class _KeptFiles:
+    """The files of a channel's sending end."""
+
+    def __init__(self) -> None:
+        self._files: list[_KeptFile] = []
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int) -> _KeptFile | None:
+        """Take a free file of at least this size; None if the other end still has to read all."""
+        if nbytes > KEPT_NBYTES:
+            return None
+        with self._taking:
+            free = [file for file in self._files if file.memory[0] == FREE]
+            found = next((file for file in free if len(file.memory) >= nbytes), None)
+            if found is None:
+                if len(self._files) == KEPT_FILES:
+                    if not free:
+                        return None
+                    self._files.remove(free[0])
+                self._files.append(found := _KeptFile(nbytes))
+            found.memory[0] = TAKEN
+            return found
+
+
+def _copied(fd: int, nbytes: int) -> memoryview:
+    """Return a copy of the message in a kept file, and mark the file free."""
+    body = np.empty(nbytes, np.uint8).data
+    begin = 0
+    while begin < nbytes:  # the system may read less than asked for
+        begin += os.preadv(fd, [body[begin:]], ALIGN + begin)
+    os.pwrite(fd, bytes([FREE]), 0)
+    return body
+
+
+def _mapped(fd: int, nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(fd, nbytes))
 
 
 def _lay_out(parts: Sequence[Any], memory: Any) -> None:

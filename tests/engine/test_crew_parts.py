@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from hetpipe.papers.overhead import measure_empty_action
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.complete import closing
 from hetpipe.schedule.generators import generate
-from hetpipe.wire.channel import INLINE_NBYTES, Channel
+from hetpipe.wire.channel import INLINE_NBYTES, KEPT_FILES, KEPT_NBYTES, Channel
 from hetpipe.wire.messages import Beat, Failure, Losses, Reply
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import arrays_in, packed_nbytes
@@ -39,7 +40,15 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, INLINE_NBYTES // 8, 1 << 20])
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    left, right = pair()
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, INLINE_NBYTES // 8, 1 << 20, KEPT_NBYTES // 8])
 def test_channel_carries_arrays_of_any_size(count: int) -> None:
     left, right = pair()
     sent = {"a": np.arange(count, dtype=np.float64), "b": np.float32(1.5), "c": np.array(True)}
@@ -53,11 +62,45 @@ def test_channel_carries_arrays_of_any_size(count: int) -> None:
     assert found["b"] == 1.5
     assert found["c"].shape == ()
     del found  # the arrays own the memory
-    assert len(os.listdir("/proc/self/fd")) == before
     left.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
     with pytest.raises(EOFError):
         right.receive()
     right.close()
+
+
+def test_a_message_stays_valid_while_its_file_carries_others(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    found = []
+    for number in range(2 * KEPT_FILES):
+        left.send(np.full(INLINE_NBYTES, number))
+        found.append(right.receive()[0])
+    assert [set(array.tolist()) for array in found] == [{n} for n in range(2 * KEPT_FILES)]
+
+
+def test_messages_that_nobody_has_read_yet_have_files_for_themselves(
+    ends: tuple[Channel, Channel],
+) -> None:
+    left, right = ends
+    count = 2 * KEPT_FILES
+    for number in range(count):
+        left.send(np.full(INLINE_NBYTES * (1 + number % 3), number))
+    assert [set(right.receive()[0].tolist()) for _ in range(count)] == [{n} for n in range(count)]
+
+
+def test_a_channel_writes_messages_of_like_size_in_one_file(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    before = memory_files()
+    for nbytes in range(4 * INLINE_NBYTES, 2 * INLINE_NBYTES, -1024):
+        left.send(np.zeros(nbytes, np.uint8))
+        right.receive()
+    assert memory_files() == before + 2  # the file, and its mapping
+
+
+def memory_files() -> int:
+    """Return the number of this process's descriptors of anonymous files."""
+    entries = [*os.scandir("/proc/self/fd")]
+    return sum("memfd:hetpipe" in os.readlink(entry) for entry in entries if entry.is_symlink())
 
 
 def test_channel_passes_descriptors() -> None:
