@@ -80,7 +80,7 @@ def _tested(result: dict[str, Any]) -> str:
         return f"self-test failed: {result['message']}"
     return (
         f"{result['message']}; {result['gflops_matmul']:.3g} GFLOP/s, copies "
-        f"{result['copy_Bps'] / 1e9:.3g} GB/s"
+        f"{result['copy_Bps'] / 1e9:.3g} GB/s (best of {result['bursts']}, measured)"
     )
 
 

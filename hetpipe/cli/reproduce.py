@@ -24,12 +24,14 @@ def command(
 
     HETPIPE_DATA names the folder of the published profiles and figures.
     """
-    from hetpipe.papers.reproduced.table import reproduce
+    from hetpipe.papers.reproduced.table import check_names, data_folder, reproduce
     from hetpipe.report.tables import Table
 
     output = Output(json)
+    check_names(paper, table)
+    folder = data_folder()
     with progress_bar("planning"):
-        tables = reproduce(paper, table)
+        tables = reproduce(paper, table, folder)
     for each in tables:
         shown = Table(
             f"{each.paper}, table {each.name}: {each.title}",

@@ -60,7 +60,7 @@ def command(
     ] = True,
     check_steps: Annotated[
         int, typer.Option("--check-steps", min=1, help="The number of first steps to compare.")
-    ] = 20,
+    ] = 3,
     picture: Annotated[
         Path | None,
         typer.Option(

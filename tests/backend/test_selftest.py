@@ -8,7 +8,8 @@ import pytest
 from found_devices import infos, opened
 from hetpipe.backends.numpy import NumpyDevice
 
-from hetpipe.check.selftest import selftest
+from hetpipe.check import selftest as module
+from hetpipe.check.selftest import BURSTS, selftest
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
 
@@ -57,3 +58,15 @@ def test_a_lossy_copy_is_found() -> None:
     result = selftest(Forgetful(opened("numpy:cpu:0").info))
     assert not result.ok
     assert "came back changed" in result.message
+
+
+def test_the_rates_are_the_best_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disturbance of one burst must not lower the figures."""
+    fast_s, slow_s = 1e-3, 1.0
+    bursts_s = iter([slow_s, slow_s, fast_s, slow_s, slow_s, fast_s])  # copies, products, copies...
+    monkeypatch.setattr(module, "_fastest_s", lambda call: next(bursts_s))
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    result = selftest(opened("numpy:cpu:0"))
+    assert result.bursts == BURSTS == 3
+    assert result.copy_Bps == pytest.approx(2 * 4096 / fast_s)
+    assert result.gflops_matmul == pytest.approx(2 * 16**3 / fast_s / 1e9)

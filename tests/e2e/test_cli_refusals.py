@@ -159,6 +159,14 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     assert "the costs are of Other with 1 layers, mlp has 6 layers, and layer 0" in done.stderr
 
 
+def test_missing_figures_of_papers_are_reported_before_any_work(tmp_path: Path) -> None:
+    for paper, reason in (("dapple", "HETPIPE_DATA is unset"), ("daple", "did you mean dapple?")):
+        done = command(tmp_path, "reproduce", paper, environment={"HETPIPE_DATA": ""})
+        assert done.returncode == 1
+        assert reason in done.stderr
+        assert "planning" not in done.stderr
+
+
 def test_a_rank_of_torchrun_is_refused(tmp_path: Path) -> None:
     """Otherwise each rank would train the whole model."""
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}

@@ -60,19 +60,8 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
     `data` is the folder of published data, by default the folder that HETPIPE_DATA names. Raises
     `HetpipeError` for an unknown paper or table, or without the data.
     """
-    if paper not in PAPERS:
-        raise HetpipeError(f"no paper {paper!r}; {choices(paper, PAPERS)}")
-    if name is not None and name not in PAPERS[paper]:
-        raise HetpipeError(
-            f"no table {name!r} of {paper} can be reproduced; {choices(name, PAPERS[paper])}"
-        )
-    folder = data or _data()
-    for part in ("profiles", "expected"):
-        if not (folder / part).is_dir():
-            raise HetpipeError(
-                f"{folder} has no folder {part}/ of published data: set {DATA} to the folder with "
-                "profiles/ and expected/"
-            )
+    check_names(paper, name)
+    folder = data_folder(data)
     makers: Mapping[str, Maker] = import_module(f"hetpipe.papers.reproduced.{paper}").TABLES
     tables = []
     for each in PAPERS[paper] if name is None else (name,):
@@ -81,17 +70,37 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
     return tables
 
 
-def expected(data: Path, paper: str) -> dict[str, Any]:
-    """Return the published figures of a paper. Raises `HetpipeError` if they are missing."""
-    path = data / "expected" / f"{paper}.toml"
-    return parse_toml(read_text(path, HetpipeError), path, HetpipeError)
+def check_names(paper: str, name: str | None) -> None:
+    """Raise `HetpipeError` for an unknown paper or table."""
+    if paper not in PAPERS:
+        raise HetpipeError(f"no paper {paper!r}; {choices(paper, PAPERS)}")
+    if name is not None and name not in PAPERS[paper]:
+        raise HetpipeError(
+            f"no table {name!r} of {paper} can be reproduced; {choices(name, PAPERS[paper])}"
+        )
 
 
-def _data() -> Path:
-    folder = environment.path(DATA)
+def data_folder(data: Path | None = None) -> Path:
+    """Return the folder of published data, by default the folder that HETPIPE_DATA names.
+
+    Raises `HetpipeError` if it lacks profiles/ or expected/.
+    """
+    folder = data or environment.path(DATA)
     if folder is None:
         raise HetpipeError(
             f"{DATA} is unset: set it to the folder of the published profiles and figures, which "
             "has profiles/ and expected/"
         )
+    for part in ("profiles", "expected"):
+        if not (folder / part).is_dir():
+            raise HetpipeError(
+                f"{folder} has no folder {part}/ of published data: set {DATA} to the folder with "
+                "profiles/ and expected/"
+            )
     return folder
+
+
+def expected(data: Path, paper: str) -> dict[str, Any]:
+    """Return the published figures of a paper. Raises `HetpipeError` if they are missing."""
+    path = data / "expected" / f"{paper}.toml"
+    return parse_toml(read_text(path, HetpipeError), path, HetpipeError)
