@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster as Cluster
     from hetpipe.diagnosis.record import Diagnosis as Diagnosis
     from hetpipe.errors import HetpipeError as HetpipeError
+    from hetpipe.explain.explanation import Explanation as Explanation
     from hetpipe.pipeline.lossscale import LossScale as LossScale
     from hetpipe.pipeline.pipeline import Pipeline as Pipeline
     from hetpipe.plan.plan import Plan as Plan

@@ -13,8 +13,8 @@ from hetpipe.cli.study import DrawingOptions, cluster_from
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
+    from hetpipe.plan.simulation import Simulation
     from hetpipe.report.tables import Table
-    from hetpipe.study.simulation import Simulation
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     """Simulate a plan: step time, bubble and peak memory of each worker, bytes on each link."""
     from hetpipe.cost.importers import read_costs
     from hetpipe.plan.plan_file import read_plan
-    from hetpipe.study.simulation import simulate
+    from hetpipe.plan.simulation import simulate
 
     output = Output(json)
     drawing.check()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hetpipe.cluster.member import Member
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
+    from hetpipe.explain.explanation import Explanation
     from hetpipe.pipeline.rebalance import Rebalancer
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
@@ -87,6 +88,15 @@ class Facts:
     def effort(self) -> dict[str, int]:
         """Counts of exports, traces, compilations and so on that the start took."""
         return effort_of(self._captured, self._efforts)
+
+    def explain(self) -> Explanation:
+        """Tell where the time of a step goes, and which change would save time.
+
+        Before the first step everything is predicted. Nothing is measured, flushed or changed.
+        """
+        from hetpipe.pipeline.explaining import explain_training  # it loads rich
+
+        return explain_training(self._training, self._measurements, self._rebalancer.costs)
 
     @property
     def predicted(self) -> Timeline:

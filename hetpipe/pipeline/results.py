@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ class Result:
     took_s: float = 0.0
 
 
+HISTORY = 1000
+"""The number of latest results that are kept."""
+
+
 @dataclass(frozen=True)
 class HandedOut:
     """A mini-batch under way: its number, micro-batches, update and begin."""
@@ -48,6 +53,7 @@ class Results:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.history: deque[Result] = deque(maxlen=HISTORY)
         self._last_s = 0.0  # when the last result was made
 
     def make(
@@ -58,4 +64,6 @@ class Results:
         took_s, self._last_s = now_s - max(handed.begin_s, self._last_s), now_s
         rates = tuple(rule.lr_at(handed.update) for rule in self._optimizer.rules)
         more |= {"samples": sum(handed.samples), "update": handed.update}
-        return Result(handed.number, loss, versions, **more, rates=rates, took_s=took_s)
+        result = Result(handed.number, loss, versions, **more, rates=rates, took_s=took_s)
+        self.history.append(result)
+        return result

@@ -79,7 +79,7 @@ class Training:
         self.not_finite: str | None = None
         """The message of the first error about a mini-batch that was applied anyway."""
         self._handed_out: deque[HandedOut] = deque()
-        self._results = Results(setup.optimizer)
+        self.results = Results(setup.optimizer)
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
         self.stages.sizes[Content.FORWARD] |= set(micro_sizes(mini_batch, plan.microbatches))
@@ -146,7 +146,7 @@ class Training:
             if len(self._accumulated) == self.setup.updates.accumulate:
                 result = self.apply() or result
         versions = (version,) * len(self.plan.stages)
-        return self._results.make(handed, loss, versions, gradient_norm=result.gradient_norm)
+        return self.results.make(handed, loss, versions, gradient_norm=result.gradient_norm)
 
     def admit(self, x: Any, y: Any) -> None:
         """Hand in a mini-batch, under a schedule without flushes."""
@@ -180,7 +180,7 @@ class Training:
         except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
-        return self._results.make(handed, loss, result.versions, live_versions=result.live_versions)
+        return self.results.make(handed, loss, result.versions, live_versions=result.live_versions)
 
     def flush(self) -> None:
         """Apply all mini-batches that were handed in. All results must have been collected."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
 import rich.table
@@ -61,6 +61,14 @@ def console(stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = sys.maxsize
     return made
+
+
+def plain_text(table: Table, width: int) -> str:
+    """Return a table as text without colours, in lines of at most `width` characters."""
+    made = Console(file=StringIO(), width=width, emoji=False, color_system=None)
+    with made.capture() as captured:
+        made.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 class Table:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
+    from hetpipe.plan.simulation import simulate as simulate
     from hetpipe.study.changes import whatif as whatif
     from hetpipe.study.comparison import Comparison as Comparison
     from hetpipe.study.comparison import compare as compare
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hetpipe.study.largest import capacity as capacity
     from hetpipe.study.models import of_file as of_file
     from hetpipe.study.models import of_model as of_model
-    from hetpipe.study.simulation import simulate as simulate
     from hetpipe.study.subject import Subject as Subject
     from hetpipe.study.subject import plan as plan
 else:

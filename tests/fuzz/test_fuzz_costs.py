@@ -18,7 +18,7 @@ from hetpipe.cost import CostTable, read_costs
 from hetpipe.cost.table import VERSION, _Table
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.planner import make_plan
-from hetpipe.study.simulation import simulate
+from hetpipe.plan.simulation import simulate
 
 USE = (PlanError, CostError)
 

@@ -17,8 +17,8 @@ from invented import values
 from hetpipe.errors import CostError, HetpipeError, PlanError, ScheduleError
 from hetpipe.plan import Plan, read_plan, write_plan
 from hetpipe.plan.plan import VERSION
+from hetpipe.plan.simulation import simulate
 from hetpipe.schedule.rule import schedule_names
-from hetpipe.study.simulation import simulate
 
 USE: tuple[type[HetpipeError], ...] = (PlanError, ScheduleError, CostError)
 

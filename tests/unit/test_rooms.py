@@ -38,6 +38,7 @@ GROUND = {
     "check": {"sdk"},  # graphs and devices whose numbers it checks
     "cluster": {"check", "cost", "sdk"},  # devices are found and tested; boards have costs
     "cost": set(),
+    "explain": {"cluster", "cost", "plan", "report", "schedule", "sdk", "simulate"},
     "optim": set(),
     "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
     "report": {"cost", "schedule", "sdk", "simulate"},

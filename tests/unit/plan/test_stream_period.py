@@ -16,7 +16,7 @@ from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
-from hetpipe.study.simulation import simulate
+from hetpipe.plan.simulation import simulate
 
 
 def stream_period_s(plan, times, mini_batches):

@@ -24,10 +24,10 @@ from hetpipe.plan.planners.choice import plan as choose
 from hetpipe.plan.pricing import crossing, stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.plan.sharing import share_media
+from hetpipe.plan.simulation import simulate
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
-from hetpipe.study.simulation import simulate
 from hetpipe.study.subject import Subject, of_profile
 from hetpipe.study.subject import plan as planned
 
