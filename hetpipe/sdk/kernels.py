@@ -74,6 +74,45 @@ class Shipped:
     purpose: str
 
 
+@dataclass(frozen=True)
+class OutlineParameter:
+    """A parameter of a kernel, as the text of its source shows it.
+
+    `space` is global, constant, local or image, and empty for a number. `dtype` belongs to an
+    element, or to the number; it is empty if the text does not tell it.
+    """
+
+    name: str
+    text: str
+    """The declaration without qualifiers such as `restrict`."""
+    space: str
+    dtype: str
+    fault: str = ""
+    """The reason why no argument can be passed; empty if one can."""
+    width: int = 1
+    """Elements of a vector."""
+    rank: int = 0
+    """Dimensions of an image."""
+    uses: frozenset[str] = frozenset()
+    """Uses in the kernel's body: `read`, `written`, and `passed` if its address goes elsewhere."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The outline of a kernel: its parameters, and its work-items."""
+
+    function: str
+    parameters: tuple[OutlineParameter, ...]
+    dimensions: int = 1
+    """Dimensions of the global size."""
+    local_size: tuple[int | None, ...] = ()
+    """The local size that the kernel requires; None for a macro whose number is unknown."""
+    bounds: tuple[str, ...] = ()
+    """Names of whole numbers with which the kernel compares, so that work-items may exceed them."""
+    in_groups: bool = False
+    """Whether the kernel uses work-groups: local memory, local ids or barriers."""
+
+
 class KernelRunner(ABC):
     """Runs single kernels in a backend's language, for `hetpipe kernels`.
 
@@ -86,6 +125,13 @@ class KernelRunner(ABC):
     @abstractmethod
     def functions(self, source: str) -> Sequence[str]:
         """Return the names of the kernels in a source, in order."""
+
+    def outline(self, source: str, function: str, options: Sequence[str] = ()) -> Outline | None:
+        """Return the outline of a kernel, compiled with `options`; default: None, not known.
+
+        Raises `BackendError` if the source does not declare the kernel.
+        """
+        return None
 
     @abstractmethod
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:

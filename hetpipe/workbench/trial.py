@@ -17,10 +17,12 @@ from hetpipe.errors import BackendError
 from hetpipe.records import read_text
 from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.host.references import backend_reference
-from hetpipe.sdk.host.registry import backend_names, devices_of, get_backend
+from hetpipe.sdk.host.registry import devices_of, get_backend
 from hetpipe.sdk.kernels import Flaw, KernelRunner
-from hetpipe.words import choices, words
+from hetpipe.words import choices, near, words
 from hetpipe.workbench.case import Run, call_of
+from hetpipe.workbench.missing import check_arguments, lacking
+from hetpipe.workbench.runners import runner_of, runners
 
 START_LIMIT_S = 60.0
 """Longest time from a process's start to its first case, and between cases."""
@@ -78,46 +80,32 @@ class Trial:
 def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -> Trial:
     """Read a source and its specification; without a function's name, take the only kernel.
 
-    Raises `BackendError` if a file is missing or wrong, or if the source lacks the kernel.
+    Raises `BackendError` if a file is missing or wrong, if the source lacks the kernel, or if the
+    kernel's parameters are not the arguments of the specification.
     """
-    runner = _runner_of(source)
-    spec, names = read_spec(spec_path), runner.functions(read_text(source, BackendError))
+    runner = runner_of(source)
+    text = read_text(source, BackendError)
+    names = runner.functions(text)
+    if not spec_path.exists():
+        raise BackendError(lacking(source, spec_path, runner, text))
+    spec = read_spec(spec_path)
     chosen = function or spec.function
     alone = [name for name in names if name not in spec.beside]
     if not chosen and len(alone) == 1:
         chosen = alone[0]
     if chosen not in names:
-        there = ", ".join(names) or "none"
         wanted = f"no kernel {chosen!r}" if chosen else f"{len(names)} kernels"
         raise BackendError(
-            f"{source} has {wanted}; write function = NAME in {spec_path} (kernels: {there})"
+            f"{source} has {wanted}; write function = NAME in {spec_path} "
+            f"({near(chosen, names)}kernels: {words(names)})"
         )
     if unknown := [name for name in spec.beside if name not in names or name == chosen]:
         raise BackendError(
             f"{spec_path}: `beside` names {words(unknown)}; it may name the kernels of {source} "
             f"except {chosen}, and the kernels are {words(names)}"
         )
+    check_arguments(spec, spec_path, runner, text, [chosen, *spec.beside])
     return Trial(source, spec_path, spec, chosen, seed)
-
-
-def runners() -> Iterator[tuple[str, KernelRunner]]:
-    """Yield the name and the runner of each backend that runs single kernels."""
-    for name in backend_names():
-        try:
-            runner = get_backend(name).kernel_runner()
-        except BackendError:
-            continue  # `hetpipe doctor` says why
-        if runner is not None:
-            yield name, runner
-
-
-def _runner_of(source: Path) -> KernelRunner:
-    """Return the runner for a file's suffix. Raises `BackendError` if no backend has a runner."""
-    known = [runner for _, runner in runners() if runner.suffix == source.suffix]
-    if not known:
-        suffixes = ", ".join(sorted({runner.suffix for _, runner in runners()})) or "none"
-        raise BackendError(f"no backend runs kernels of {source}; {suffixes} files can be run")
-    return known[0]
 
 
 def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:

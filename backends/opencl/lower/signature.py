@@ -25,6 +25,8 @@ QUALIFIERS = re.compile(
 VECTOR = re.compile(r"([a-z]+)(2|4|8|16)")
 """A vector type without a gap in memory: a vector of three elements takes the room of four."""
 DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
+TYPEDEF = re.compile(r"\btypedef\s+(\w+(?:[ \t]+\w+)?)\s+(\w+)\s*;")
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Parameter:
     points: bool
     constant: bool = False
     """Whether it is a pointer to constant elements."""
+    space: str = ""
+    """The address space of the elements: global, local or constant; empty for a number."""
 
     def __str__(self) -> str:
         return f"{self.ctype} {'*' if self.points else ''}{self.name}"
@@ -78,8 +82,10 @@ def _described(argument: Argument | None) -> str:
 @cache
 def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
     """Return the parameters in order. Raises `BackendError` if the source has no such kernel."""
-    source = re.sub(r"//[^\n]*", "", kernel.source).replace("\\\n", " ")
-    macros: dict[str, tuple[list[str] | None, str]] = {}
+    source = uncommented(kernel.source).replace("\\\n", " ")
+    macros: dict[str, tuple[list[str] | None, str]] = {
+        name: (None, ctype) for ctype, name in TYPEDEF.findall(source)
+    }
     for option in kernel.options:
         name, _, body = option.removeprefix("-D").partition("=")
         macros[name] = (None, body or "1")
@@ -87,7 +93,8 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
     head = re.search(rf"\b(?:__)?kernel\b[^;{{}}]*?\bvoid\s+{kernel.name}\s*\(", text)
     if head is None:
         raise BackendError(f"the source of kernel {kernel.name} does not declare it")
-    return tuple(map(_parameter, split(_expand(inside(text, head.end()), macros))))
+    found = _expand(inside(text, head.end()), macros).strip()
+    return () if found in ("", "void") else tuple(map(_parameter, split(found)))
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
@@ -100,7 +107,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
         elif word == "#else":
             kept[-1] = not kept[-1]
         elif word == "#endif":
-            kept.pop()
+            kept = kept[:-1] or [True]
         elif all(kept):
             if (define := DEFINE.match(line.strip())) is not None:
                 name, names, body = define.groups()
@@ -110,11 +117,11 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
                 yield line
 
 
-def inside(text: str, begin: int) -> str:
+def inside(text: str, begin: int, pair: str = "()") -> str:
     """Return the text from `begin`, just after an opening parenthesis, to the closing one."""
-    depth = 1
+    depth, steps = 1, {pair[0]: 1, pair[1]: -1}
     for end in range(begin, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        depth += steps.get(text[end], 0)
         if depth == 0:
             return text[begin:end]
     return text[begin:]
@@ -127,7 +134,7 @@ def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> st
             continue
         while (call := re.search(rf"\b{name}\s*\(", text)) is not None:
             argument_list = inside(text, call.end())
-            actual = dict(zip(formal, split(argument_list), strict=True))
+            actual = dict(zip(formal, split(argument_list), strict=False))
             filled = replaced(body, actual).replace("##", "")
             text = text[: call.start()] + filled + text[call.end() + len(argument_list) + 1 :]
     return text
@@ -144,9 +151,17 @@ def split(text: str) -> list[str]:
 
 
 def _parameter(text: str) -> Parameter:
-    *ctype, name = QUALIFIERS.sub(" ", text).replace("*", " ").split()
+    *ctype, name = QUALIFIERS.sub(" ", text).replace("*", " ").split() or ["?"]
     before, star, _ = text.partition("*")
-    return Parameter(name, " ".join(ctype), bool(star), bool(star) and "const" in before.split())
+    space = next((each for each in ("local", "constant", "global") if each in before), "")
+    return Parameter(
+        name, " ".join(ctype) or "?", bool(star), bool(star) and "const" in before.split(), space
+    )
+
+
+def uncommented(source: str) -> str:
+    """Return the source with comments replaced by blanks; line numbers stay the same."""
+    return COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
 
 
 C_TYPES = {

@@ -24,28 +24,25 @@ from hetpipe.sdk.kernels import (
     KernelFaultError,
     KernelRunner,
     LocalMemory,
+    Outline,
     Shipped,
 )
 
 from ..lower.launch import Kernel
-from ..lower.signature import Parameter, parameters
+from ..lower.signature import Parameter, parameters, uncommented
 from ..platform.driver import driver, quiet
 from ..platform.runtimes import Runtime
 from ..platform.tuning import VARIABLE, candidates, keep, text_of, tuning_of
+from .elements import CTYPES, ELEMENTS
 from .images import ImageRoom, is_image
 from .oclgrind_log import flaws_of
+from .outline import outline_of
 
 KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
 ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
 """Line of an error in a compiler's log, in the formats of clang and PoCL."""
 GUARD = 0xFF
 """Value of each byte in a guard; floats of these bytes are NaN."""
-CTYPES = {
-    "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32,
-    "uint": np.uint32, "unsigned": np.uint32, "unsigned int": np.uint32, "long": np.int64,
-    "ulong": np.uint64, "float": np.float32, "double": np.float64,
-}  # fmt: skip
-ELEMENTS = {**{name: np.dtype(kind).name for name, kind in CTYPES.items()}, "half": "float16"}
 FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # `half *` needs no extension
     (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
@@ -67,7 +64,10 @@ class OpenCLRunner(KernelRunner):
         self._opened: dict[str, _Opened] = {}
 
     def functions(self, source: str) -> Sequence[str]:
-        return KERNEL.findall(_without_comments(source))
+        return KERNEL.findall(uncommented(source))
+
+    def outline(self, source: str, function: str, options: Sequence[str] = ()) -> Outline:
+        return outline_of(source, function, options)
 
     def shipped(self) -> Sequence[Shipped]:
         root, kernels = files("hetpipe.kernels"), []
@@ -113,7 +113,7 @@ class OpenCLRunner(KernelRunner):
             rf"\b{name}\s*\[[^;]*\]\s*[-+*/|&^]?=[^=]|\bvstore\w*\s*\([^;]*\b{name}\b|"
             rf"\batomic_\w+\s*\([^;]*\b{name}\b|\*\s*{name}\b\s*[-+*/]?=[^=]"
         )
-        text = _without_comments(source)
+        text = uncommented(source)
         heads = [(head.start(), head[1]) for head in KERNEL.finditer(text)]
         begin = next((at for at, head in heads if head == function), 0)
         end = next((at for at, _ in heads if at > begin), len(text))
@@ -211,7 +211,7 @@ class _Opened:
         tests for an extension by `#if` or `#ifdef` does not need it.
         """
         extensions = self._context.devices[0].extensions.split()
-        text = _without_comments(source)
+        text = uncommented(source)
         there = {*extensions, *CONDITION.findall(text)}
         for words, names in FEATURES:
             if (found := words.search(text)) and not there.intersection(names):
@@ -315,9 +315,3 @@ def _argument(
     form = value.dtype.name + " array" if isinstance(value, np.ndarray) else type(value).__name__
     text = f"the source declares {parameter}, the specification gives {parameter.name} as {form}"
     raise KernelFaultError(Flaw("wrong arguments", call.function, text))
-
-
-def _without_comments(source: str) -> str:
-    """Return the source with comments replaced by blanks; line numbers stay the same."""
-    pattern = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-    return pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)

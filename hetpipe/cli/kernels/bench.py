@@ -82,7 +82,7 @@ def processors(named: list[str]) -> list[DeviceInfo]:
     """
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
-    from hetpipe.workbench.trial import runners
+    from hetpipe.workbench.runners import runners
 
     if named:
         found = {

@@ -11,7 +11,7 @@ from hetpipe.cli.output import Output
 def command(json: JsonOption = None) -> None:
     """Show the kernels that come with backends, by backend and file."""
     from hetpipe.report.tables import Table
-    from hetpipe.workbench.trial import runners
+    from hetpipe.workbench.runners import runners
 
     output = Output(json)
     kernels = {name: runner.shipped() for name, runner in runners()}

@@ -39,6 +39,9 @@ def command(
         list[int] | None, typer.Option(help="A case's number, from 0; repeatable.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
+    init: Annotated[
+        bool, typer.Option("--init", help="Write a draft of the specification, and test nothing.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.
@@ -49,7 +52,11 @@ def command(
     from hetpipe.errors import HetpipeError
 
     if source is None:
+        if init:
+            raise HetpipeError("--init drafts for a kernel: hetpipe kernels test FILE --init")
         return _operators(device or [], json)
+    if init:
+        return _draft(source, spec or source.with_suffix(".toml"), function, json)
     from hetpipe.workbench.trial import check_sizes, devices_for, outcomes, trial_of
 
     output = Output(json)
@@ -77,12 +84,26 @@ def command(
     return None
 
 
+def _draft(source: Path, spec: Path, function: str, json: str | None) -> None:
+    """Write a draft of a specification, and say what to do with it."""
+    from hetpipe.sdk.formats.kernelspec import UNFILLED
+    from hetpipe.workbench.missing import write_draft
+
+    output = Output(json)
+    name = write_draft(source, spec, function)
+    output.text(
+        f"wrote {spec}, a draft for kernel {name}: replace each {UNFILLED}, check the guesses, "
+        f"and then run hetpipe kernels test {source} --spec {spec}"
+    )
+    output.finish({"kernel": name, "specification": str(spec)})
+
+
 def _operators(device_ids: list[str], json: str | None) -> None:
     """Check the operators of these devices; without ids, of all devices with kernels."""
     from hetpipe.cli.conform import LevelName, conform
     from hetpipe.errors import BackendError
     from hetpipe.sdk.host.registry import devices_of
-    from hetpipe.workbench.trial import runners
+    from hetpipe.workbench.runners import runners
 
     found = {info.id: info for name, _ in runners() for info in devices_of(name)}
     if unknown := [device_id for device_id in device_ids if device_id not in found]:

@@ -134,6 +134,10 @@ def _value(tree: ast.expr, sizes: Mapping[str, int]) -> int:
 
 VALUES = ("normal", "uniform", "integers", "zeros", "ones", "arange")
 CLASSES = ("exact", "ulp", "sum")
+DTYPES = (*DTYPE_NBYTES, "uint16", "uint32", "uint64")
+"""A training has no tensors of the last three dtypes, but a kernel may be tested with them."""
+UNFILLED = "FILL IN"
+"""Text that a draft has where the user must write a value."""
 _CURES = {
     "argument": "write each argument as a table: [argument.x]",
     "case": "write the sizes of each case as a table: [[case]]",
@@ -151,7 +155,7 @@ class Argument:
     """
 
     shape: tuple[Size, ...] | None = None
-    dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))] = "float32"
+    dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Kind of an input's values. A tensor with `values` and `output` is read and written."""
     scale: Annotated[float, Number(1e-30, 1e30)] | None = None
@@ -270,8 +274,8 @@ class KernelSpec:
             raise BackendError("no argument is an output; write output = true in one")
         if bool(self.expect) == bool(self.reference):
             raise BackendError(
-                "it needs a table [expect] with an expression for each output, or reference = "
-                '"FILE.py:FUNCTION", but not both'
+                f"it needs a table [expect] with an expression for {words(outputs)}, such as "
+                f'{outputs[0]} = "2 * x", or reference = "FILE.py:FUNCTION", but not both'
             )
         for table in ("expect", "tolerance"):
             if unknown := [name for name in getattr(self, table) if name not in outputs]:
@@ -328,6 +332,15 @@ def read_spec(path: Path) -> KernelSpec:
     """Read the specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
     text = read_text(path, BackendError)
     data = parse_toml(text, path, BackendError)  # refuses texts that are nested too deeply
+    places = [
+        f"  {path}:{number}: {line.strip()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if UNFILLED in line.partition("#")[0]
+    ]
+    if places:
+        raise BackendError(
+            "\n".join((f"{path} is a draft; replace {UNFILLED!r} in these lines:", *places))
+        )
     lines = Lines(text)
     source = Source(
         "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES
