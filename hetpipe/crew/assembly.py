@@ -35,6 +35,7 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
+from hetpipe.worker.bind import Key
 
 PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
@@ -223,6 +224,32 @@ class Assembly:
                 raise HetpipeError(f"no {role} {name!r}; there are {len(owner)}: {_some(owner)}")
             owned.setdefault(owner[name], []).append(name)
         return dict(sorted(owned.items()))
+
+    @property
+    def tied(self) -> dict[str, int]:
+        """The stage that owns each trained parameter of several stages."""
+        entries = (entry for replicas in self.stages for entry in replicas[0].tied)
+        return {name: owner for name, owner, _ in entries}
+
+    def received(self, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
+        """Return, by stage, the tied parameters among `values` that other stages own."""
+        shares, owner = self.by_stage(PARAM, values), self.tied
+        return {
+            stage: {name: value for name, value in share.items() if owner[name] != stage}
+            for stage, share in shares.items()
+        }
+
+    def swaps(self, state: str) -> dict[int, tuple[tuple[Key, Key], ...]]:
+        """Return, by stage, the slots of the state `state`, each with its parameter's slot."""
+        begin = f"{state}/"
+        return {
+            stage: tuple(
+                ((STATE, name), (PARAM, name.removeprefix(begin)))
+                for name in names
+                if name.startswith(begin)
+            )
+            for stage, names in self.owners(STATE, None).items()
+        }
 
     def kept(self, stage: int) -> list[tuple[str, str]]:
         """Return the role and the name of each value of a stage that can be read."""

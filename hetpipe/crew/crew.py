@@ -253,26 +253,34 @@ class Crew(Workers):
                 worker = self._index[self._placement.members[stage][replica]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(stage_names)))
                 merged.update(self._control.gather([worker])[0])
-        order = (
-            names
-            if names is not None
-            else [name for stage_names in owners.values() for name in stage_names]
-        )
-        return {name: merged[name] for name in order}
+        return {name: merged[name] for name in (merged if names is None else names)}
 
     def write(self, role: str, values: Mapping[str, Array]) -> None:
         """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
 
         A tied gradient is a sum over stages: the owner gets the value, all other stages get zero.
         """
+        for stage, share in self._loaded().by_stage(role, values).items():
+            self._tell(stage, say.Write(stage, role, share))
+
+    def swap(self, state: str) -> None:
+        """Exchange every parameter with its state `state`, if it has one; twice changes nothing.
+
+        The other stages that read a tied parameter get the owner's value.
+        """
         assembly = self._loaded()
-        shares = assembly.by_stage(role, values)
+        for stage, pairs in assembly.swaps(state).items():
+            self._tell(stage, say.Swap(stage, pairs))
+        for stage, values in assembly.received(self.read(PARAM, [*assembly.tied])).items():
+            self._tell(stage, say.Write(stage, PARAM, values))
+
+    def _tell(self, stage: int, message: say.Write | say.Swap) -> None:
+        """Send a message to the replicas of a stage, one after another."""
         with self._conversation():
-            for stage, share in shares.items():
-                for member in self._placement.members[stage]:
-                    worker = self._index[member]
-                    self._fleet.send(worker, say.Write(stage, role, share))
-                    self._control.gather([worker])
+            for member in self._placement.members[stage]:
+                worker = self._index[member]
+                self._fleet.send(worker, message)
+                self._control.gather([worker])
 
     def _loaded(self) -> Assembly:
         self._control.check()

@@ -18,10 +18,13 @@ OPTIMIZERS = (
 """The names of hetpipe's optimizers."""
 
 
-def check_optimizer(value: object, parameters: Mapping[str, Tensor]) -> Optimizer:
+def check_optimizer(
+    value: object, parameters: Mapping[str, Tensor], ema: float | None = None
+) -> Optimizer:
     """Return `value`, an optimizer of hetpipe or of torch, as an optimizer for these parameters.
 
-    `parameters` are the parameters of model and loss, by name. Raises `HetpipeError` for everything
+    `parameters` are the parameters of model and loss, by name. With `ema`, a decay, the optimizer
+    also averages them. Raises `HetpipeError` for everything
     else, with the line to write, and for an optimizer of torch that does not fit, see `from_torch`.
     """
     if not isinstance(value, type) and _of_torch(value):
@@ -29,7 +32,12 @@ def check_optimizer(value: object, parameters: Mapping[str, Tensor]) -> Optimize
 
         value = from_torch(value)  # type: ignore[arg-type]
     if isinstance(value, Optimizer):
-        return value.named(parameters)
+        named = value.named(parameters)
+        if ema is None:
+            return named
+        from hetpipe.optim.average import with_average  # it loads torch
+
+        return with_average(named, ema)
     raise HetpipeError(f"optimizer is {_describe(value)}; {_cure(value)}")
 
 

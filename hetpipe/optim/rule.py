@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     NameFilter = Callable[[str], bool]
 
 
+AVERAGE = "average"
+"""The name of the state with the moving average of the weights, see `hetpipe.optim.average`."""
+
+
 class Group(NamedTuple):
     """Parameters with their own rule: the parameters whose names `picks` accepts."""
 

@@ -129,21 +129,21 @@ class Delivery:
         if failure is not None:
             raise failure
 
-    def predict(self, xs: Iterable[Any]) -> Iterator[Any]:
+    def predict(self, xs: Iterable[Any], ema: bool) -> Iterator[Any]:
         """Yield the model's output in eval mode for each x."""
         captured = self._training.setup.captured
         batches = ((captured.leaves(x), None) for x in xs)
-        forwards = Forwards(self._training, Content.INFERENCE, keeps_output=True)
+        forwards = Forwards(self._training, Content.INFERENCE, True, ema)
         for _, result, _ in self._results_in_eval("predict", forwards, batches):
             yield captured.output.rebuild(result.outputs)
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric]
+        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric], ema: bool
     ) -> Evaluation:
         """Return the mean loss and metrics of mini-batches in eval mode."""
         captured, means = self._training.setup.captured, Means(metrics)
         pairs = ((captured.leaves(x, y), y) for x, y in batches)
-        forwards = Forwards(self._training, Content.EVALUATION, keeps_output=bool(metrics))
+        forwards = Forwards(self._training, Content.EVALUATION, bool(metrics), ema)
         found = self._results_in_eval("evaluate", forwards, pairs)
         for number, (request, result, y) in enumerate(found):
             means.add(request, result, number)
@@ -164,6 +164,7 @@ class Delivery:
             with self._guard(call):
                 if self._forwards is not forwards:
                     self.settle()
+                    forwards.begin()
                     self._forwards = forwards
                 forwards.admit(leaves)
                 found = forwards.take()
@@ -178,7 +179,7 @@ class Delivery:
 
     def _end_forwards(self) -> None:
         if self._forwards is not None:
-            self._forwards.settle()
+            self._forwards.end()
             self._forwards = None
 
     def _move_if_due(self) -> None:

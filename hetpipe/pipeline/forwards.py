@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NoMeanError
+from hetpipe.pipeline.average import check_average, swap_average
 from hetpipe.pipeline.batches import mean_loss, micro_sizes, parts_of, rows_of, slices
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.schedules import FORWARDS
@@ -45,13 +46,30 @@ collects mini-batches."""
 
 
 class Forwards:
-    """The forwards of mini-batches; up to `WINDOW` are under way."""
+    """The forwards of mini-batches; up to `WINDOW` are under way.
 
-    def __init__(self, training: Training, content: Content, keeps_output: bool) -> None:
-        self._training = training
+    Between `begin` and `end` no other call may use the weights: with `ema` the average of the
+    weights is in their place. Raises `HetpipeError` if there is no average.
+    """
+
+    def __init__(self, training: Training, content: Content, keeps_output: bool, ema: bool) -> None:
+        if ema:
+            check_average(training)
+        self._training, self._ema = training, ema
         self._content, self._keeps_output = content, keeps_output
         self._under_way: deque[StepRequest] = deque()
         self._results: deque[tuple[StepRequest, StepResult]] = deque()
+
+    def begin(self) -> None:
+        """Prepare the weights. The training must be at rest."""
+        if self._ema:
+            swap_average(self._training)
+
+    def end(self) -> None:
+        """Wait until no mini-batch is under way, and put the weights back."""
+        self.settle()
+        if self._ema:
+            swap_average(self._training)
 
     def admit(self, leaves: Mapping[str, Array]) -> None:
         """Begin the forwards of a mini-batch."""

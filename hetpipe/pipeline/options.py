@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     clip_each: bool
     accumulate: int
     loss_scale: float | LossScale | None
+    ema: float | None
     changed: Sequence[str]
 
 
@@ -203,6 +204,8 @@ class UpdateOptions:
     accumulate: int = 1
     """The number of mini-batches whose mean gradient makes one update."""
     loss_scale: float | LossScale | None = None
+    ema: float | None = None
+    """The decay of an exponential moving average of the weights; None keeps no average."""
     changed: Sequence[str] = ()
     """Names of settings that may differ from the checkpoint's settings."""
 
@@ -212,6 +215,11 @@ class UpdateOptions:
         _check_count("accumulate", self.accumulate)
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise HetpipeError(f"clip_norm={self.clip_norm!r}: give a finite number above 0")
+        if self.ema is not None and not (_is_positive(self.ema) and self.ema < 1):
+            raise HetpipeError(
+                f"ema={self.ema!r}: give the decay of the average, a number above 0 and below 1 "
+                "such as 0.999, or leave it out"
+            )
         rule = self.loss_scale
         if not (rule is None or isinstance(rule, LossScale) or _is_positive(rule)):
             raise HetpipeError(

@@ -17,6 +17,7 @@ from hetpipe.environment import refuse_ranks
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.optim.check import check_optimizer
+from hetpipe.pipeline.average import averaged
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
 from hetpipe.pipeline.facts import Facts
@@ -82,7 +83,7 @@ class Pipeline(Facts):
         refuse_ranks()
         planned, passes, updates = records_of(options)
         check_capturable(model)
-        rule = check_optimizer(optimizer, NamedTensors(model, loss_fn).parameters)
+        rule = check_optimizer(optimizer, NamedTensors(model, loss_fn).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
         progress = progress or (lambda text, done, total: None)
         mini_batch = Example(*example).samples
@@ -140,28 +141,33 @@ class Pipeline(Facts):
             self._crew.set_speed(member, speed)
 
     def evaluate(
-        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric] | None = None
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        metrics: Mapping[str, Metric] | None = None,
+        *,
+        ema: bool = False,
     ) -> Evaluation:
         """Return the mean loss and metrics of the mini-batches `(x, y)`, in eval mode.
 
         A metric is a function of the model's output and `y` that returns a mean over samples, or an
-        object with `update(output, y)` and `compute()`. Flushes, and compiles stages for each new
-        size of a mini-batch.
+        object with `update(output, y)` and `compute()`. With `ema` the average of the weights
+        computes. Flushes, and compiles stages for each new size of a mini-batch.
         """
-        return self._delivery.evaluate(batches, {} if metrics is None else metrics)
+        return self._delivery.evaluate(batches, {} if metrics is None else metrics, ema)
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Any, *, ema: bool = False) -> Any:
         """Return the model's output for `x` in eval mode, on the CPU, in the model's own structure.
 
-        Flushes, and compiles stages for each new number of samples. Raises `HetpipeError` if the
-        output has a tensor whose first dimension is not the samples.
+        With `ema` the average of the weights computes. Flushes, and compiles stages for each new
+        number of samples. Raises `HetpipeError` if the output has a tensor whose first dimension is
+        not the samples.
         """
-        (output,) = self._delivery.predict([x])
+        (output,) = self._delivery.predict([x], ema)
         return output
 
-    def predict_batches(self, xs: Iterable[Any]) -> Iterator[Any]:
+    def predict_batches(self, xs: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
         """Yield `predict(x)` for each x. The pipeline works on later ones meanwhile."""
-        yield from self._delivery.predict(xs)
+        yield from self._delivery.predict(xs, ema)
 
     def flush(self) -> None:
         """Wait until all mini-batches are applied, and apply accumulated gradients."""
@@ -187,12 +193,19 @@ class Pipeline(Facts):
         with self._delivery.at_rest("state_dict"):
             return self._state.read(self._training)
 
-    def copy_to(self, model: torch.nn.Module) -> None:
+    def ema_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return `state_dict` with the average of each parameter in its place; buffers are not
+        averaged. Raises `HetpipeError` without the option `ema`."""
+        with self._delivery.at_rest("ema_state_dict"), averaged(self._training):
+            return self._state.read(self._training)
+
+    def copy_to(self, model: torch.nn.Module, *, ema: bool = False) -> None:
         """Copy the present parameters and buffers into a model, such as the one in training.
 
-        Raises `HetpipeError` if the model has other names or shapes.
+        With `ema` copies the average of the parameters. Raises `HetpipeError` if the model has
+        other names or shapes.
         """
-        load_state(model, self.state_dict())
+        load_state(model, self.ema_state_dict() if ema else self.state_dict())
 
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the loss's parameters and buffers, if it has any, under their original names. In

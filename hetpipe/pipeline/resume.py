@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -13,6 +13,7 @@ import numpy as np
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint, save
 from hetpipe.errors import CheckpointError, PlanError
+from hetpipe.optim.rule import AVERAGE
 from hetpipe.pipeline.lossscale import ScaleState, Scaling
 from hetpipe.plan.plan import Plan
 from hetpipe.records import Count, Entries, Source
@@ -158,11 +159,33 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
         plan = Plan.from_json(record.plan)
     except PlanError as error:
         raise CheckpointError(f"the checkpoint: {error}") from error
-    return Progress(record.step, record.updates, plan, record.loss_scale, record.settings)
+    settings = {"ema": None, **record.settings}
+    return Progress(record.step, record.updates, plan, record.loss_scale, settings)
 
 
 Kept = Mapping[str, Mapping[str, Any]]
 """Values by role and name."""
+
+
+def fit_average(checkpoint: Checkpoint, stages: Sequence[StageGraphs]) -> Checkpoint:
+    """Return the checkpoint for a training whose option `ema` may have changed.
+
+    An average that the checkpoint lacks begins with the checkpoint's parameters. An average that
+    the stages lack is left out.
+    """
+    slots = [slot for stage in stages if stage.update for slot in stage.update.inputs]
+    needed = {slot.name for slot in slots if slot.role == STATE and _is_average(slot.name)}
+    states, params = checkpoint.tensors[STATE], checkpoint.tensors[PARAM]
+    if needed and not any(map(_is_average, states)):
+        parameters = {name: name.partition("/")[2] for name in needed}
+        states = {**states, **{n: params[p] for n, p in parameters.items() if p in params}}
+    elif not needed:
+        states = {name: value for name, value in states.items() if not _is_average(name)}
+    return replace(checkpoint, tensors={**checkpoint.tensors, STATE: states})
+
+
+def _is_average(state: str) -> bool:
+    return state.startswith(f"{AVERAGE}/")
 
 
 def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
@@ -201,7 +224,7 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 def _described(optimizer: Optimizer) -> dict[str, Any]:
     """Return the properties of an optimizer that decide which state it has."""
     slots = dict.fromkeys(slot for rule in optimizer.rules for slot in rule.state)
-    return {"name": optimizer.name, "state": list(slots)}
+    return {"name": optimizer.name, "state": [slot for slot in slots if slot != AVERAGE]}
 
 
 def _text(described: Any) -> str:

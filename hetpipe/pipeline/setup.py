@@ -66,6 +66,7 @@ class Setup:
             "clip_each": updates.clip_each,
             "accumulate": updates.accumulate,
             "loss_scale": asdict(rule) if isinstance(rule, LossScale) else rule,
+            "ema": updates.ema,
             **{f"optimizer.{name}": value for name, value in optimizer.settings.items()},
             "optimizer.groups": optimizer.members(captured.parameters),
         }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline.resume import check
+from hetpipe.pipeline.resume import check, fit_average
 from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
@@ -213,7 +213,9 @@ class Stages:
             tensors = {role: split(named) for role, named in values.tensors.items()}
             values = replace(values, tensors=tensors)
             if values.manifest:
-                check(values, [replicas[0] for replicas in traced.graphs], setup.optimizer)
+                stages = [replicas[0] for replicas in traced.graphs]
+                values = fit_average(values, stages)
+                check(values, stages, setup.optimizer)
             initial.update(values.tensors[PARAM])
             initial.update(values.tensors[BUFFER])
         members = [stage.devices for stage in self.plan.stages]

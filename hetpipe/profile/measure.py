@@ -174,6 +174,7 @@ def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str
             optimizer.name,
             *map(list, optimizer.settings.items()),
             *optimizer.members(captured.parameters),
+            *(list(rule.state) for rule in optimizer.rules),
         ],
         "versions": [hetpipe.__version__, torch.__version__, RULES],
         "members": [

@@ -256,6 +256,14 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Swap:
+    """Exchange the values of the slots of each pair; a slot is a role and a name."""
+
+    stage: int
+    pairs: tuple[tuple[tuple[str, str], tuple[str, str]], ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the worker."""
 

@@ -262,6 +262,10 @@ class Service:
         for name, value in message.values.items():
             self._stages[message.stage].put((message.role, name), value)
 
+    def _swap(self, message: say.Swap, fds: Sequence[int]) -> None:
+        for one, other in message.pairs:
+            self._stages[message.stage].store.swap(one, other)
+
     def _close_edges(self) -> None:
         for edge in self._edges:
             edge.close()
@@ -275,4 +279,5 @@ _COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
     say.Call: Service._call,
     say.Read: Service._read,
     say.Write: Service._write,
+    say.Swap: Service._swap,
 }

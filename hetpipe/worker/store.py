@@ -99,6 +99,11 @@ class Store:
         table[index] = self.upload(value)
         return table[index] if is_new else None
 
+    def swap(self, one: Key, other: Key) -> None:
+        """Exchange two values that have a buffer."""
+        (table, index), (others, other_index) = self._table(one), self._table(other)
+        table[index], others[other_index] = others[other_index], table[index]
+
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
         """Set the scalars that programs read, if they change. Return the buffers of new scalars."""
         new = []

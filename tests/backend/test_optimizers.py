@@ -13,6 +13,7 @@ from hetpipe import optim
 from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
 from hetpipe.optim import Optimizer
+from hetpipe.optim.average import with_average
 from hetpipe.sdk.host.registry import get_backend
 
 DEVICES = {info.id: info.backend for info in infos()}
@@ -35,6 +36,7 @@ RULES = {
     "adadelta": optim.adadelta(weight_decay=0.1),
     "lion": optim.lion(weight_decay=0.1),
     "lamb": optim.lamb(),
+    "averaged": with_average(optim.adamw(), 0.75),
 }
 VALID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("sum", "moved", "largest"), torch.abs),
