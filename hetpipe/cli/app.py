@@ -22,6 +22,7 @@ from hetpipe.cli import (
     papers,
     plan,
     profile,
+    report,
     reproduce,
     simulate,
     train,
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
-    reproduce, train, bench, matmul, zoo, new_backend, conform,
+    reproduce, train, report, bench, matmul, zoo, new_backend, conform,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(flat(module.command))

@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError
 from hetpipe.explain.advice import LEAST_GAIN, Advice, advise
+from hetpipe.explain.page import Page
 from hetpipe.explain.use import Activity, Traffic, Use, traffic
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Tables, nearest_table
 from hetpipe.plan.simulation import Simulation, simulate
-from hetpipe.report.tables import Table, format_nbytes, format_s, plain_text
+from hetpipe.report.tables import Table, format_nbytes, format_s, link_table, plain_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.simulate.timeline import Timeline
 
 WIDTH = 80
+LEAST_SHOWN = 0.005  # waits below this share of the step are not shown
 
 
 @dataclass(frozen=True)
@@ -51,23 +55,37 @@ class Explanation:
     """Where the time of a step goes. `str` gives a text, `to_html` writes a page with pictures.
 
     `devices` describes the measured timeline, or the predicted one before the first step.
-    `slowdowns` has, by device, the factor by which passes take longer while the other devices
-    compute. `advice` may be empty; then `why_no_advice` says why.
+    `costs` are the present costs. `advice` may be empty; then `why_no_advice` says why.
     """
 
     plan: Plan
     devices: tuple[Use, ...]
     transfers: tuple[Traffic, ...]
     memory: Mapping[str, DeviceMemory]
-    slowdowns: Mapping[str, float]
-    contention: float
-    """The share of the cores that other work used while the costs were measured; 0 if small."""
+    costs: CostTable | None
     simulation: Simulation | None
     """The predicted step; None without costs."""
     measured: Measured | None
     """None before the first step."""
     advice: tuple[Advice, ...]
     why_no_advice: str
+
+    @property
+    def timelines(self) -> dict[str, Timeline]:
+        """The measured and the predicted timeline, by label; only known ones."""
+        known = [] if self.measured is None else [self.measured.timeline]
+        known += [] if self.simulation is None else [self.simulation.timeline]
+        return {timeline.label: timeline for timeline in known}
+
+    @property
+    def slowdowns(self) -> dict[str, float]:
+        """By device, the factor by which passes take longer while the others compute."""
+        return {} if self.costs is None else _slowdowns(self.plan, self.costs)
+
+    @property
+    def contention(self) -> float:
+        """The share of the cores that other work used while costs were measured; 0 if small."""
+        return 0.0 if self.costs is None else self.costs.contention
 
     @property
     def predicted_s(self) -> float | None:
@@ -88,19 +106,39 @@ class Explanation:
         text = f"{top.device} computes for {_percent(top.computing)} of the step"
         device, loss, share = max(self._losses(), key=lambda each: each[2])
         if share < LEAST_GAIN:
-            return f"{text}, and no device loses {_percent(LEAST_GAIN)} or more for one cause"
-        return f"{text}, and the largest loss is {_percent(share)} of {device} for {loss}"
+            return f"{text}, and no device loses {_percent(LEAST_GAIN)} of it for one cause"
+        return f"{text}; the largest loss is {_percent(share)}, in which {device} {loss}"
 
     def _losses(self) -> Iterator[tuple[str, str, float]]:
         """Yield each device with each cause and its share."""
         for use in self.devices:
-            yield from ((use.device, f"waiting for {what}", s) for what, s in use.waits.items())
-            yield use.device, "messages under way", use.receiving
-            yield use.device, "sums over replicas", use.summing
-            yield use.device, "hetpipe's work and the end of the step", use.rest
+            yield from ((use.device, f"waits for {what}", s) for what, s in use.waits.items())
+            yield use.device, "receives messages", use.receiving
+            yield use.device, "sums gradients over replicas", use.summing
+            yield use.device, "waits for hetpipe's own work or the end of the step", use.rest
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page with a timeline to zoom, for any browser; it needs no network."""
+        self.page().write(path)
+
+    def page(self) -> Page:
+        """Return the contents of the page."""
+        tables = self.tables()
+        if self.costs is not None and self.costs.links:
+            tables.append(link_table(self.costs))
+        outcome = None if self.simulation is None else self.simulation.outcome
+        return Page(
+            self.title,
+            [self.step, *self.sentences()],
+            tables,
+            self.plan,
+            self.timelines,
+            dict(zip(outcome.workers, outcome.memory, strict=True)) if outcome else {},
+            () if self.measured is None else self.measured.losses,
+        )
 
     def _lines(self) -> Iterator[str]:
         for line in (self.title, self.step):
@@ -142,12 +180,16 @@ class Explanation:
         if predicted_s is None or measured_s is None:
             return f"{text}, and was not predicted"
         error = predicted_s / measured_s - 1
-        return f"{text}; {format_s(predicted_s)} predicted by the present costs ({error:+.0%})"
+        return (
+            f"{text}; {format_s(predicted_s)} predicted by the present costs ({100 * error:+.0f} %)"
+        )
 
     def tables(self) -> list[Table]:
         """Return the tables of devices, waits, memory and transfers."""
-        tables = [self._transfers()] if self.transfers else []
-        return [*self._uses(), self._memory(), *tables]
+        tables = [*self._uses(), self._memory()]
+        if self.transfers:
+            tables.append(self._transfers())
+        return tables
 
     def _notes(self) -> Iterator[str]:
         """Yield the slowdowns of devices by other work."""
@@ -174,7 +216,8 @@ class Explanation:
         waits = Table(f"Waits, {label}", ("device", "waits for", "share"), {"share"}, keys=2)
         for use in self.devices:
             for cause, share in sorted(use.waits.items(), key=lambda item: -item[1]):
-                waits.add_row(use.device, cause, _percent(share))
+                if share >= LEAST_SHOWN:
+                    waits.add_row(use.device, cause, _percent(share))
         if waits.rows:
             yield waits
 
@@ -231,8 +274,7 @@ def explain(
         () if activity is None else activity.uses(),
         (),
         _memory_of(plan, simulation, measured),
-        {} if table is None or simulation is None else _slowdowns(plan, table),
-        0.0 if table is None else table.contention,
+        table if simulation else None,
         simulation,
         measured,
         advice,

@@ -13,6 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from hetpipe.html import table_html
+
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, JustifyMethod, RenderResult
 
@@ -109,6 +111,12 @@ class Table:
             for number, row in enumerate(self.rows, 1):
                 part.add_row(*(row[index] for index in widths), end_section=number in self._ends)
             yield part
+
+    def _repr_html_(self) -> str:
+        numbers = [name for name, is_number in zip(self.columns, self._numbers, strict=True)
+                   if is_number]  # fmt: skip
+        rows = [[cell.plain for cell in row] for row in self.rows]
+        return table_html(self.title, self.columns, rows, numbers)
 
     def _parts(self, width: int) -> Iterator[dict[int, int]]:
         """Yield the columns of each part, by index, with their widths."""

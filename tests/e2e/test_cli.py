@@ -207,6 +207,15 @@ def test_train_reports_equality_with_torch(home: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_report_writes_a_page(home: Path) -> None:
+    fixed = ("--schedule", "1f1b", "--cuts", "4", "--microbatches", "4")
+    done = run(home, "report", "digits", "--steps", "3", "--devices", TWO, *fixed)
+    assert "bottleneck: pytorch:cpu:0" in done.stdout
+    assert "a page with the timeline is in report.html" in done.stdout
+    assert 'id="timeline"' in (home / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_workload_of_the_user(home: Path) -> None:
     """The model is in the working directory and has 64 training samples and no validation."""
     (home / "mine.py").write_text(

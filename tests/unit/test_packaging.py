@@ -58,6 +58,13 @@ def test_every_kernel_and_board_file_is_package_data() -> None:
         assert data == shipped
 
 
+def test_the_parts_of_the_page_are_package_data() -> None:
+    top = ROOT / "hetpipe" / "explain"
+    patterns = SETUPTOOLS["package-data"]["hetpipe.explain"]
+    shipped = {path.name for pattern in patterns for path in top.glob(pattern)}
+    assert shipped == {"page.html", "page.css", "page.js"}
+
+
 def test_the_headers_and_the_example_in_c_are_package_data() -> None:
     top = ROOT / "backends" / "native"
     patterns = SETUPTOOLS["package-data"]["hetpipe.backends.native"]
