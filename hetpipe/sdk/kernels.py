@@ -141,6 +141,14 @@ class KernelRunner(ABC):
         built or launched, but `DeviceLacksError` if the reason is a feature that the device lacks.
         """
 
+    def timed(self, device_id: str, call: KernelCall) -> Callable[[int], float]:
+        """Return a function that launches a call some times, and returns the seconds of a launch.
+
+        Copies do not count. Raises `KernelFaultError` and `DeviceLacksError` like `run`, and
+        `BackendError` if the backend measures no launches, which is the default.
+        """
+        raise BackendError(f"the backend of {device_id} measures no launches of kernels")
+
     @abstractmethod
     def shipped(self) -> Sequence[Shipped]:
         """Return the kernels that come with the backend."""

@@ -6,9 +6,10 @@ after its last run.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,20 @@ def main() -> None:
 
 def run_cases(
     send: Callable[[dict[str, Any]], None], reference: str, device_id: str, source_path: str,
-    spec_path: str, function: str, seed: str, *numbers: str,
+    spec_path: str, function: str, seed: str, cases: str,
 ) -> None:  # fmt: skip
-    """Run the cases one after the other, and send their results."""
+    """Run the cases one after the other, and send their results.
+
+    `cases` has their numbers, and the values of macros that replace the specification's, as JSON.
+    """
     load_reference(reference)
-    spec, path = read_spec(Path(spec_path)), Path(source_path)
+    chosen, path = json.loads(cases), Path(source_path)
+    spec = replace(read_spec(Path(spec_path)), define=chosen["define"])
     runner = get_backend(device_id.partition(":")[0]).kernel_runner()
     assert runner is not None, "the parent has asked"
     source = read_text(path, BackendError)
     bench = _Bench(runner, device_id, spec, Path(spec_path).parent, send)
-    for number in map(int, numbers):
+    for number in chosen["numbers"]:
         try:
             result = bench.case(
                 number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import queue
 import tempfile
@@ -225,11 +226,14 @@ def _process(
     A fault belongs to the first case without an outcome; after the last case, to the last one.
     """
     reference = backend_reference(device_id.partition(":")[0])
-    arguments = (reference, device_id, trial.source, trial.spec_path, trial.function, trial.seed)
+    arguments = (
+        reference, device_id, trial.source, trial.spec_path, trial.function, trial.seed,
+        json.dumps({"define": trial.spec.define, "numbers": list(numbers)}),
+    )  # fmt: skip
     child, has_ended = _idle_child(), False
     limit_s, done = START_LIMIT_S, 0
     try:
-        child.fork(*arguments, *numbers, environment=environment)
+        child.fork(*arguments, environment=environment)
         while True:
             message = child.receive(limit_s)
             if "begins" in message:

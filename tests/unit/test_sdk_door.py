@@ -31,7 +31,7 @@ from hetpipe.sdk.support import require_support
 from hetpipe.wire.transport import to_device
 from hetpipe.worker.blame import run_error
 
-CONTRACTS = {2: "7b2e0b08c3dfff9c", 3: "de7e7dbab68a111e"}
+CONTRACTS = {2: "7b2e0b08c3dfff9c", 3: "91484ad081e0cb9b"}
 """Fingerprints of the contract, by version."""
 
 

@@ -7,8 +7,9 @@ behind it, and a read there gives NaN. Under Oclgrind, which reports both, buffe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,11 @@ from .elements import CTYPES, ELEMENTS
 from .images import ImageRoom, is_image
 from .oclgrind_log import flaws_of
 from .outline import outline_of
+from .room import GUARD, Room
 
 KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
 ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
 """Line of an error in a compiler's log, in the formats of clang and PoCL."""
-GUARD = 0xFF
-"""Value of each byte in a guard; floats of these bytes are NaN."""
 FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # `half *` needs no extension
     (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
@@ -121,10 +121,16 @@ class OpenCLRunner(KernelRunner):
         return None if found is None else text.count("\n", 0, found.start()) + 1
 
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        return self._open(device_id).run(call)
+
+    def timed(self, device_id: str, call: KernelCall) -> Callable[[int], float]:
+        return self._open(device_id).timed(call)
+
+    def _open(self, device_id: str) -> _Opened:
         if device_id not in self._opened:
             cl_device, _ = self._find(device_id)
             self._opened[device_id] = _Opened(cl_device, device_id, self.checks(device_id))
-        return self._opened[device_id].run(call)
+        return self._opened[device_id]
 
 
 class _Opened:
@@ -139,36 +145,65 @@ class _Opened:
         self._programs: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def run(self, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        launch, rooms = self._prepared(call)
+        with _refusals(call):
+            launch(1)
+            arrays = {name: room.array() for name, room in rooms.items()}
+        damage = [room.damage(name, call.function) for name, room in rooms.items()]
+        return arrays, [flaw for flaw in damage if flaw is not None]
+
+    def timed(self, call: KernelCall) -> Callable[[int], float]:
+        launch, rooms = self._prepared(call)
+
+        def seconds(count: int, memory: object = rooms) -> float:
+            # `memory` lives as long as this function, because a kernel does not hold its arguments
+            with _refusals(call):
+                return launch(count) / count
+
+        return seconds
+
+    def _prepared(
+        self, call: KernelCall
+    ) -> tuple[Callable[[int], float], dict[str, Room | ImageRoom]]:
+        """Return a function that launches a call some times and returns all seconds; memory.
+
+        The seconds come from the device's events. If several kernels run at the same time, they
+        come from the clock of the host.
+        """
         cl = driver()
         launches = {call.function: (call.global_size, call.local_size), **call.beside}
         kernels = {name: self._kernel(call, name) for name in launches}
         declared = _declared(call, tuple(launches))
-        try:
+        with _refusals(call):
             rooms = self._rooms(call, declared)
             for name, kernel in kernels.items():
                 for at, parameter in enumerate(declared[name]):
                     kernel.set_arg(at, _argument(call, parameter, rooms))
             self._queue.finish()
-            queues = [self._queue, *(cl.CommandQueue(self._context) for _ in call.beside)]
-            for queue, (name, (global_size, local_size)) in zip(
-                queues, launches.items(), strict=True
-            ):
-                if 0 not in global_size:
-                    cl.enqueue_nd_range_kernel(queue, kernels[name], global_size, local_size)
-                queue.flush()
-            for queue in queues:
-                queue.finish()
-            arrays = {name: room.array() for name, room in rooms.items()}
-        except cl.Error as error:
-            sizes = f"global size {call.global_size}, local size {call.local_size}"
-            text = f"cannot be launched with {sizes}: {str(error).strip()}"
-            raise KernelFaultError(Flaw("wrong arguments", call.function, text)) from error
-        damage = [room.damage(name, call.function) for name, room in rooms.items()]
-        return arrays, [flaw for flaw in damage if flaw is not None]
+            timing = cl.command_queue_properties.PROFILING_ENABLE
+            queues = [cl.CommandQueue(self._context, properties=timing) for _ in launches]
+        work = [
+            (queue, kernels[name], *sizes)
+            for queue, (name, sizes) in zip(queues, launches.items(), strict=True)
+            if 0 not in sizes[0]
+        ]
+
+        def launch(count: int) -> float:
+            begin_s, events_s = time.perf_counter(), 0.0
+            for _ in range(count):
+                events = [cl.enqueue_nd_range_kernel(*each) for each in work]
+                for queue in queues:
+                    queue.flush()
+                for queue in queues:
+                    queue.finish()
+                events_s += sum(event.profile.end - event.profile.start for event in events) / 1e9
+            return events_s if len(queues) == 1 else time.perf_counter() - begin_s
+
+        return launch, rooms
 
     def _rooms(
         self, call: KernelCall, declared: Mapping[str, Sequence[Parameter]]
-    ) -> dict[str, _Room | ImageRoom]:
+    ) -> dict[str, Room | ImageRoom]:
         """Return memory for the arrays of a call: images where the source declares images."""
         images = {
             parameter.name: parameter.ctype.split()[-1]
@@ -176,13 +211,13 @@ class _Opened:
             for parameter in parameters
             if is_image(parameter)
         }
-        rooms: dict[str, _Room | ImageRoom] = {}
+        rooms: dict[str, Room | ImageRoom] = {}
         for name, value in call.arguments.items():
             if isinstance(value, np.ndarray) and name in images:
                 place = (self._context, self._queue, self._id)
                 rooms[name] = ImageRoom(place, call.function, name, images[name], value)
             elif isinstance(value, np.ndarray):
-                rooms[name] = _Room(self, value, name in call.inputs)
+                rooms[name] = Room(self, value, name in call.inputs)
         return rooms
 
     def _kernel(self, call: KernelCall, function: str) -> Any:
@@ -246,33 +281,15 @@ class _Opened:
         return content
 
 
-class _Room:
-    """Memory of one array."""
-
-    def __init__(self, opened: _Opened, array: Array, is_input: bool) -> None:
-        self._opened, self._array = opened, array
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._nbytes = array.nbytes
-        self._whole, self.part, self._guard = opened.buffer(array.nbytes, content, is_input)
-
-    @cached_property
-    def _content(self) -> Array:
-        return self._opened.read(self._whole, self._nbytes + 2 * self._guard)
-
-    def array(self) -> Array:
-        inside = self._content[self._guard : self._guard + self._nbytes]
-        return inside.view(self._array.dtype).reshape(self._array.shape).copy()
-
-    def damage(self, name: str, function: str) -> Flaw | None:
-        """Return a flaw for the first guard that the kernel has written to, or None."""
-        sides = (("before its beginning", 0), ("after its end", self._guard + self._nbytes))
-        for side, lo in sides:
-            hurt = np.flatnonzero(self._content[lo : lo + self._guard] != GUARD)
-            if hurt.size:
-                first = int(hurt[0]) if lo else self._guard - int(hurt[-1])
-                text = f"writes beyond {name}, {first} bytes {side} ({self._nbytes} bytes)"
-                return Flaw("out of bounds", function, text)
-        return None
+@contextmanager
+def _refusals(call: KernelCall) -> Iterator[None]:
+    """Raise `KernelFaultError` for an error of the driver in the block."""
+    try:
+        yield
+    except driver().Error as error:
+        sizes = f"global size {call.global_size}, local size {call.local_size}"
+        text = f"cannot be launched with {sizes}: {str(error).strip()}"
+        raise KernelFaultError(Flaw("wrong arguments", call.function, text)) from error
 
 
 def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[Parameter]]:
@@ -294,9 +311,7 @@ def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[
     return declared
 
 
-def _argument(
-    call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room | ImageRoom]
-) -> Any:
+def _argument(call: KernelCall, parameter: Parameter, rooms: Mapping[str, Room | ImageRoom]) -> Any:
     """Return the value of a parameter. Raises `KernelFaultError` if it has another type."""
     value = call.arguments[parameter.name]
     if isinstance(value, LocalMemory):

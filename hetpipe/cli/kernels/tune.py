@@ -1,7 +1,8 @@
-"""`hetpipe kernels tune`: measures ways to divide a kernel's work, and keeps the best one."""
+"""`hetpipe kernels tune`: measures ways to divide a kernel's work, of hetpipe or of the user."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,9 +20,39 @@ GAIN = 1.02  # the best way replaces the way in use if its share is larger by th
 
 
 def command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The file of a kernel of your own, such as my.cl."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="With FILE: values of a macro, such as TILE=8,16; repeatable. \\[default: the "
+            "specification's]",
+        ),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            help="With FILE: the specification, TOML.", show_default="the same name with .toml"
+        ),
+    ] = None,
+    function: Annotated[
+        str | None, typer.Option(help="With FILE: the kernel's name, if it has several.")
+    ] = None,
+    case: Annotated[
+        int | None, typer.Option(help="With FILE: the case to measure. \\[default: the largest]")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With FILE: write the best values into [define].")
+    ] = False,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="A device's id; repeatable. \\[default: the processors with kernels]"),
+        typer.Option(
+            help="A device's id; repeatable. \\[default: the processors with kernels; with FILE, "
+            "all devices that are not emulated]"
+        ),
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.001, help="Seconds of each kernel in a round.")
@@ -29,14 +60,42 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the ways take turns.")] = 3,
     json: JsonOption = None,
 ) -> None:
-    """Measure all ways to divide matrix products on one core, and keep the best for this user."""
+    """Measure all ways to divide matrix products on one core, and keep the best for this user.
+
+    With a file, measure a kernel of your own with each combination of its macros' values.
+    """
     from hetpipe.bench.machine import describe
-    from hetpipe.cli.kernels.bench import processors
 
     output = Output(json)
+    if source is None:
+        from hetpipe.cli.kernels.bench import processors
+
+        _check_no_file(grid=grid, spec=spec, function=function, case=case, keep=keep)
+        output.text(describe())
+        outcome = {
+            info.id: _tune(output, info, seconds, rounds) for info in processors(device or [])
+        }
+        return output.finish({"tunings": outcome})
+    from hetpipe.cli.kernels.tune_own import Effort, tune_own
+    from hetpipe.workbench.trial import devices_for, trial_of
+    from hetpipe.workbench.tuning import with_grid
+
+    trial = trial_of(source, spec or source.with_suffix(".toml"), function or "")
+    trial = with_grid(trial, grid or ())
+    named = devices_for(source, device) if device else []
     output.text(describe())
-    outcome = {info.id: _tune(output, info, seconds, rounds) for info in processors(device or [])}
-    output.finish({"tunings": outcome})
+    return tune_own(output, trial, named, Effort(case, seconds, rounds), keep)
+
+
+def _check_no_file(**options: object) -> None:
+    """Raise `HetpipeError` for an option that needs the file of a kernel."""
+    from hetpipe.errors import HetpipeError
+
+    for name, value in options.items():
+        if value:
+            raise HetpipeError(
+                f"--{name} is for a kernel of your own: hetpipe kernels tune FILE --{name} ..."
+            )
 
 
 def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_a_fault_belongs_to_the_case_without_an_outcome(
     children = map(FakeChild, processes)
     monkeypatch.setattr(trial, "_idle_child", lambda: next(children))
     monkeypatch.setattr(trial, "backend_reference", lambda name: name)
-    spec = SimpleNamespace(cases=[{}] * 8, time_limit_s=1)
+    spec = SimpleNamespace(cases=[{}] * 8, time_limit_s=1, define={})
     kernel: Any = SimpleNamespace(spec=spec, source="", spec_path="", function="f", seed=0)
     found = list(trial._run(kernel, "opencl:pocl:0", [4, 6, 7], {}))
     assert [outcome.case for outcome in found] == [4, 6, 7, 7][: len(flaws)]

@@ -1,0 +1,148 @@
+"""The values of a user's macros: wrong ones are excluded, the others measured, the best kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opencl_devices import IDS
+from typer.testing import CliRunner
+
+from hetpipe.cli.app import app
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.formats.kernelspec import read_spec
+from hetpipe.workbench.tuning import keep
+
+POCL = next((each for each in IDS if "pocl" in each), None)
+
+SOURCE = """\
+#ifndef TILE
+#define TILE 8
+#endif
+#define FIXED 1
+__kernel void twice(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    if (i < n && TILE != 13)
+        y[i] = (UNROLL + 1) * x[i];
+}
+"""
+SPEC = """\
+# mine
+global_size = ["round_up(n, TILE)"]
+local_size = ["TILE"]
+[define]
+TILE = [8, 16]  # work-items of a group
+UNROLL = [1]
+[argument.x]
+shape = ["n"]
+[argument.y]
+shape = ["n"]
+output = true
+[argument.n]
+value = "n"
+[expect]
+y = "2.0 * x"
+[[case]]
+n = 100000
+[[case]]
+n = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.cl"
+    path.write_text(SOURCE)
+    path.with_suffix(".toml").write_text(SPEC)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(POCL is None, reason="PoCL is not installed")
+def test_combinations_are_checked_and_measured(source: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app,
+        ["kernels", "tune", str(source), "--grid", "TILE=8,13,32", "--grid", "UNROLL=1,2",
+         "--device", str(POCL), "--rounds", "2", "--seconds", "0.001", "--keep",
+         "--json", str(tmp_path / "out.json")],
+        catch_exceptions=False,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["sizes"] == {"n": 100000}, "the largest case"
+    found = report["devices"][POCL]
+    right = [each["values"] for each in found["combinations"] if not each["excluded"]]
+    assert right == [{"TILE": 8, "UNROLL": 1}, {"TILE": 32, "UNROLL": 1}]
+    for each in found["combinations"]:
+        assert len(each["rounds_s"]) == (0 if each["excluded"] else 2)
+        assert all(seconds > 0 for seconds in each["rounds_s"])
+    assert found["first"] == right[0]
+    assert found["best"] == min(
+        (each for each in found["combinations"] if each["rounds_s"]),
+        key=lambda each: float(each["median_s"]),
+    )["values"]  # fmt: skip
+    assert "excluded  TILE=8, UNROLL=2: wrong result" in result.output
+    assert "excluded  TILE=13, UNROLL=1: not written" in result.output
+    assert "best: TILE=" in result.output
+    defined = read_spec(source.with_suffix(".toml")).define
+    assert {name: values[0] for name, values in defined.items()} == found["best"]
+    assert "]  # work-items of a group\n" in source.with_suffix(".toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "# a\n[define]\nTILE = [8, 16]  # b\nUNROLL = [1]\n[[case]]\nn = 1\n",
+            "# a\n[define]\nTILE = [16, 8]  # b\nUNROLL = [2, 1]\n[[case]]\nn = 1\n",
+        ),
+        ("a = 1  # a\n", "a = 1  # a\n\n[define]\nTILE = [16]\nUNROLL = [2]\n"),
+        (
+            "[define]\nUNROLL = [\n  1,\n  2,\n]\n",
+            "",  # the list has several lines
+        ),
+        ("[define]\nTILE = [16]\n", "[define]\nUNROLL = [2]\nTILE = [16]\n"),
+        ("define.TILE = [8]\n", ""),
+    ],
+)
+def test_the_best_values_become_the_first(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(before)
+    lines = keep(path, {"TILE": 16, "UNROLL": 2})
+    assert path.read_text() == (after or before)
+    assert (lines == "") == bool(after)
+    assert after or lines.startswith("[define]\nTILE = [16")
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--grid", "TIL=8"), "does not use the macro TIL, so its values make no difference; did"),
+        (("--grid", "FIXED=8"), "defines FIXED itself, which replaces each value of the grid"),
+        (("--grid", "TILE"), "--grid 'TILE': write NAME=VALUES"),
+        (("--grid", "TILE="), "--grid 'TILE=': write NAME=VALUES"),
+        (("--grid", "TILE=8,x"), "write NAME=VALUES with whole numbers"),
+        (("--grid", f"TILE={2**31}"), "is no int of OpenCL"),
+        (("--grid", "TILE=8", "--grid", "TILE=9"), "--grid names a macro twice"),
+        (("--grid", f"TILE={','.join(map(str, range(1, 202)))}"), "201 * 1 = 201 combinations, at"),
+        (("--grid", "n=8"), "define has n, which is a size of a case"),
+        (("--device", "opencl:poc:0"), "no device 'opencl:poc:0' runs .cl files"),
+        (("--case", "2", "--device", str(POCL)), "no case 2 in"),
+    ],
+)
+def test_wrong_grids_are_refused(source: Path, options: tuple[str, ...], reason: str) -> None:
+    result: Any = CliRunner().invoke(app, ["kernels", "tune", str(source), *options])
+    assert isinstance(result.exception, HetpipeError), result.output
+    assert reason in str(result.exception)
+
+
+def test_a_grid_needs_a_file_and_values(source: Path) -> None:
+    result: Any = CliRunner().invoke(app, ["kernels", "tune", "--grid", "TILE=8"])
+    assert "--grid is for a kernel of your own" in str(result.exception)
+    spec = SPEC.replace("[define]\nTILE = [8, 16]  # work-items of a group\nUNROLL = [1]\n", "")
+    source.with_suffix(".toml").write_text(spec)
+    result = CliRunner().invoke(app, ["kernels", "tune", str(source)])
+    assert "there is nothing to tune: give values of a macro" in str(result.exception)
