@@ -58,6 +58,7 @@ def command(
 ) -> None:
     """Compare the plans of all planners, and simple plans made by hand, in one simulator."""
     from hetpipe.plan.planners.choice import PLANNERS
+    from hetpipe.study.accuracy import error_note
     from hetpipe.study.comparison import BY_HAND, compare
 
     output = Output(json)
@@ -75,6 +76,8 @@ def command(
             measured=runs,
         )
     output.console.print(comparison_table(comparison))
+    if note := error_note(subject, [members]):
+        output.text(note)
     for row in comparison.rows:
         if row.why_not:
             output.text(f"{row.planner}: {row.why_not}")

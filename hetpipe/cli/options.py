@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.errors import ClusterError, HetpipeError, PlanError
+from hetpipe.words import choices
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -44,6 +45,25 @@ MicrobatchesOption = Annotated[
 ]
 MiniBatchOption = Annotated[
     int | None, typer.Option("--mini-batch", min=1, help="Samples per optimizer step.")
+]
+PRECISIONS = ("bfloat16", "float16")
+
+
+def _known_precision(name: str | None) -> str | None:
+    """Refuse an unknown precision before any work."""
+    if name not in (None, *PRECISIONS):
+        raise HetpipeError(f"no precision {name!r}; {choices(name, PRECISIONS)}")
+    return name
+
+
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="DTYPE",
+        callback=_known_precision,
+        help="Passes compute in bfloat16 or float16. \\[default: the model's own dtypes]",
+    ),
 ]
 
 

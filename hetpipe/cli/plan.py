@@ -68,11 +68,12 @@ def command(
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
     from hetpipe.plan.plan_file import write_plan
     from hetpipe.plan.pricing import predict
+    from hetpipe.study.accuracy import error_note
 
     output = Output(json)
     drawing.check()
     asked = read_options(pipeline, microbatches, mini_batch)
-    model = about.model
+    model, note = about.model, ""
     members = replace(where, devices=None, backends=None).make() if where.cluster else None
     if (
         about.profile
@@ -86,21 +87,25 @@ def command(
                 "--recompute or boards: leave out --costs"
             )
         members = members or where.make()
-        chosen = _studied(about.subject(mini_batch), members, planner or "auto", asked, recompute)
+        subject = about.subject(mini_batch)
+        chosen = _studied(subject, members, planner or "auto", asked, recompute)
+        note = error_note(subject, [members])
     elif model is None:
         raise PlanError("no model: give MODEL, or --profile FILE")
     elif costs is None:
-        chosen = _measured(model, where, mini_batch, asked)
+        chosen = _measured(model, where, mini_batch, asked, about.precision)
     else:
         options = {
             "--cluster": where.cluster, "--backends": where.backends,
-            "--emulate-speed": where.emulate_speed,
+            "--emulate-speed": where.emulate_speed, "--precision": about.precision,
         }  # fmt: skip
         for option in (option for option, value in options.items() if value):
-            raise PlanError(f"--costs {costs} already names the devices: leave out {option}")
+            raise PlanError(f"--costs {costs} has the costs of its devices: leave out {option}")
         chosen = _priced(model, costs, where.devices, mini_batch, asked)
     best, table = chosen
     output.text(str(best))
+    if note:
+        output.text(note)
     if out is not None:
         write_plan(out, best, table, model or "")
         output.text(f"written to {out}")
@@ -148,6 +153,7 @@ def _measured(
     where: ClusterOptions,
     mini_batch: int | None,
     asked: PlanOptions,
+    precision: str | None,
 ) -> tuple[Plan, CostTable]:
     """Return the plan and the costs of a pipeline that profiles its devices."""
     members = where.make()
@@ -155,7 +161,7 @@ def _measured(
     from hetpipe.train.training import open_pipeline
     from hetpipe.zoo.load import load_workload
 
-    options = asked.keywords | {"priced": True}
+    options = asked.keywords | {"priced": True, "precision": precision}
     with (
         progress_bar() as progress,
         open_pipeline(

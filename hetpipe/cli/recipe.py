@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.options import PrecisionOption
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.check import OPTIMIZERS
 from hetpipe.words import choices
@@ -14,8 +15,6 @@ from hetpipe.words import choices
 if TYPE_CHECKING:
     from hetpipe.pipeline.options import UpdateOptions
     from hetpipe.zoo.workload import Workload
-
-PRECISIONS = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,7 @@ class RecipeOptions:
         float | None,
         typer.Option("--lr", min=0, help="Learning rate. \\[default: the optimizer's]"),
     ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            "--precision",
-            metavar="DTYPE",
-            help="Passes compute in bfloat16 or float16. \\[default: the model's own dtypes]",
-        ),
-    ] = None
+    precision: PrecisionOption = None
     clip_norm: Annotated[
         float | None,
         typer.Option("--clip-norm", help="The largest norm of all gradients together."),
@@ -55,9 +47,6 @@ class RecipeOptions:
         if self.optimizer not in (None, *OPTIMIZERS):
             hint = choices(self.optimizer, OPTIMIZERS)
             raise HetpipeError(f"no optimizer {self.optimizer!r}; {hint}")
-        if self.precision not in (None, *PRECISIONS):
-            hint = choices(self.precision, PRECISIONS)
-            raise HetpipeError(f"no precision {self.precision!r}; {hint}")
         if self.optimizer == "sgd" and self.lr is None:
             raise HetpipeError("sgd has no usual learning rate: add --lr, for instance --lr 0.05")
         self.updates()  # checks the numbers

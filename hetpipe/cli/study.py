@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.cli.options import MicrobatchesOption, check_picture, split_names
+from hetpipe.cli.options import (
+    MicrobatchesOption,
+    PrecisionOption,
+    check_picture,
+    split_names,
+)
 from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError, HetpipeError
 
@@ -121,16 +126,23 @@ class SubjectOptions:
         ),
     ] = 1e-3
 
+    precision: PrecisionOption = None
+
     def __post_init__(self) -> None:
         if self.model is not None and self.profile is not None:
             raise HetpipeError(ONE_MODEL)
+        if self.precision is not None and self.profile is not None:
+            raise HetpipeError(
+                f"--precision {self.precision} changes the passes of a model, and --profile "
+                f"{self.profile} has only their times: leave out --precision"
+            )
 
     def subject(self, global_batch: int | None) -> Subject:
         """Return the subject of the study. Raises `HetpipeError`."""
         from hetpipe.study.models import of_file, of_model
 
         if self.model is not None:
-            return of_model(self.model, global_batch).subject
+            return of_model(self.model, global_batch, self.precision).subject
         if self.profile is not None:
             return of_file(
                 self.profile, self.samples, global_batch, self.profiled_on,

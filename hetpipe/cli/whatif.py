@@ -40,6 +40,7 @@ def command(
 ) -> None:
     """Show the step time after changes of a cluster."""
     from hetpipe.report.tables import Table, format_s
+    from hetpipe.study.accuracy import error_note
     from hetpipe.study.changes import changed, whatif
 
     output = Output(json)
@@ -73,6 +74,8 @@ def command(
             *(_rates(row).get(column, "-") for column in rates),
         )
     output.console.print(table)
+    if note := error_note(subject, (members, *(changed(members, each) for each in changes))):
+        output.text(note)
     for row in rows:
         if row.why_not:
             output.text(f"{row.change or 'as it is'}: {row.why_not}")

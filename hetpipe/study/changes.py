@@ -96,15 +96,16 @@ def whatif(
     """
     clusters = [(change, changed(cluster, change)) for change in changes]
 
-    def alternative(change: str, there: Cluster) -> Alternative:
+    def alternative(change: str, there: Cluster, known: Plan | None = None) -> Alternative:
         try:
-            plan, _ = planned(subject, there, options, planner)
+            plan, _ = planned(subject, there, options, planner, known)
             return Alternative(change, plan, expense=expense_of(there))
         except HetpipeError as error:
             return Alternative(change, None, str(error))
 
     now = alternative("", cluster)
-    return WhatIf(subject.name, now, tuple(alternative(*each) for each in clusters))
+    known = now.plan if planner == "auto" else None  # another planner shows its own plans
+    return WhatIf(subject.name, now, tuple(alternative(*each, known) for each in clusters))
 
 
 def changed(cluster: Cluster, change: str) -> Cluster:

@@ -28,8 +28,11 @@ WARM_STEPS, TIMED_STEPS = 2, 5
 class Model:
     """A workload as a subject of studies."""
 
-    def __init__(self, workload: Workload, mini_batch: int | None = None) -> None:
+    def __init__(
+        self, workload: Workload, mini_batch: int | None = None, precision: str | None = None
+    ) -> None:
         self.workload = workload
+        self.precision = precision
         self.mini_batch = mini_batch or workload.mini_batch
         self.captured = cache(self._captured)
 
@@ -86,8 +89,9 @@ class Model:
 
         captured = None if plan.splits else self.captured()  # a split model is captured again
         with open_pipeline(
-            self.workload, cluster, plan=plan, costs=costs, captured=captured
-        ) as pipe:
+            self.workload, cluster, plan=plan, costs=costs, captured=captured,
+            precision=self.precision,
+        ) as pipe:  # fmt: skip
             batches = self.workload.batches(plan.mini_batch, 0)
             steps_s = []
             for _ in range(WARM_STEPS + TIMED_STEPS):
@@ -99,9 +103,13 @@ class Model:
 
     def _captured(self) -> Captured:
         from hetpipe.capture.captured import Captured
+        from hetpipe.capture.precision import Precision
 
         example = next(self.workload.batches(self.mini_batch, 0))
-        return Captured(self.workload.model, self.workload.loss_fn, example, samples=self.samples)
+        return Captured(
+            self.workload.model, self.workload.loss_fn, example, Precision(self.precision),
+            samples=self.samples,
+        )  # fmt: skip
 
     def _modelled(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         from hetpipe.profile.boards import modelled_costs
@@ -118,11 +126,12 @@ class Model:
             return profile(self.captured(), crew, optimizer_of(self.workload), sizes)
 
 
-def of_model(name: str, mini_batch: int | None = None) -> Model:
-    """Return the workload of this name. Raises `HetpipeError` for an unknown name."""
+def of_model(name: str, mini_batch: int | None = None, precision: str | None = None) -> Model:
+    """Return the workload of this name, with passes in this precision. Raises `HetpipeError` for an
+    unknown name."""
     from hetpipe.zoo.load import load_workload
 
-    return Model(load_workload(name), mini_batch)
+    return Model(load_workload(name), mini_batch, precision)
 
 
 def of_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,9 +14,10 @@ from hetpipe.cost.board import Board, board
 from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.placed import scale_to_boards
 from hetpipe.cost.table import CostTable
-from hetpipe.errors import ClusterError, CostError
+from hetpipe.errors import ClusterError, CostError, PlanError
 from hetpipe.plan.intra import split_table
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.choice import finish_plan
 from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions
@@ -41,6 +43,8 @@ class Subject:
     """Runs a plan and measures the step; None if only costs are known."""
     channels: Callable[[], Mapping[str, int]] = dict
     """Returns the output channels of the layers that can be split; none for a profile."""
+    profiled_on: str = ""
+    """The board of a profile, from which times are scaled to other boards."""
 
     def options(self, **chosen: Any) -> PlannerOptions:
         """Return the options of a planner for this subject."""
@@ -80,7 +84,7 @@ def of_chain(
             for size in sizes
         }
 
-    return Subject(name, mini_batch, costs)
+    return Subject(name, mini_batch, costs, profiled_on=reference)
 
 
 def of_table(table: CostTable, mini_batch: int) -> Subject:
@@ -118,12 +122,21 @@ def plan(
     cluster: Cluster,
     options: PlannerOptions | None = None,
     planner: str = "auto",
+    known: Plan | None = None,
 ) -> tuple[Plan, CostTable]:
-    """Return a planner's plan, and the costs at its micro-batches. Raises `HetpipeError`."""
+    """Return a planner's plan, and the costs at its micro-batches. Raises `HetpipeError`.
+
+    A `known` plan is returned instead if the cluster has its devices and it is faster there.
+    """
     options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
-    chosen = planned(tables, cluster, options, planner)
-    return chosen, costs_for(Priced(tables, options), chosen)
+    chosen, priced = planned(tables, cluster, options, planner), Priced(tables, options)
+    if known is not None and {*known.all_devices} <= {*cluster.ids}:
+        with suppress(PlanError):  # it need not fit there
+            again = priced.plan_again(known)
+            if again.step_s < chosen.step_s:
+                chosen = finish_plan(again, priced, cluster)
+    return chosen, costs_for(priced, chosen)
 
 
 def costs_for(priced: Priced, plan: Plan) -> CostTable:

@@ -2,10 +2,11 @@
 
 Export runs the code on fake tensors and records operators. Here the same code runs on tensors of
 the meta device, and every call of torch's interface is hashed: its function, its arguments, its
-module, and the state of autograd and autocast. A parameter is identified by its name, a constant by
-its values, and any other tensor by a number. So the code, its globals and the files that it reads
-may change in any way between two starts of a program: if the signature is the same, export records
-the same calls.
+module, and the state of autograd and autocast. As in an export, `torch.compiler.is_exporting()` is
+true, so that code which asks takes the same way. A parameter is identified by its name, a constant
+by its values, and any other tensor by a number. So the code, its globals and the files that it
+reads may change in any way between two starts of a program: if the signature is the same, export
+records the same calls.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch._export.utils import _compiling_state_context
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -86,7 +88,7 @@ class Rehearsal:
         run = self.run
         with (
             chance, without_compiler(), clear_caches(run), _note_modules(run, call), device,
-            call.draws, call,
+            _compiling_state_context(), call.draws, call,
         ):  # fmt: skip
             torch.func.functional_call(run, self._named, tuple(self._leaves))
         self.calls.append(call)

@@ -385,3 +385,18 @@ class ReadsValues(nn.Module):
 def test_code_that_reads_values_has_no_signature() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         Rehearsal(ReadsValues(), [torch.ones(2)]).call()
+
+
+class ReadsValuesUnlessExported(nn.Module):
+    """transformers' masks are computed in this way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and float(x.sum()) > 0:
+            return x
+        return x * 2 if torch.compiler.is_exporting() else x
+
+
+def test_code_runs_as_in_an_export() -> None:
+    call = Rehearsal(ReadsValuesUnlessExported(), [torch.ones(2)]).call()
+    assert any("mul" in event for event in call.events)
+    assert not torch.compiler.is_compiling()

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from hetpipe import optim
 from hetpipe.capture.precision import COMPUTE_DTYPES
 from hetpipe.cli.app import app
-from hetpipe.cli.recipe import PRECISIONS, RecipeOptions
+from hetpipe.cli.options import PRECISIONS
+from hetpipe.cli.recipe import RecipeOptions
 from hetpipe.optim.check import OPTIMIZERS
 from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.load import load_workload

@@ -25,9 +25,11 @@ from hetpipe.plan.pricing import crossing, stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.plan.sharing import share_media
 from hetpipe.plan.simulation import simulate
+from hetpipe.study.accuracy import error_note
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
+from hetpipe.study.models import of_model
 from hetpipe.study.subject import Subject, of_profile
 from hetpipe.study.subject import plan as planned
 
@@ -265,6 +267,36 @@ class TestChanges:
         assert better < 1
         assert quicker <= 1.02
 
+    def test_one_more_device_never_makes_auto_slower(
+        self, subject: Subject, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The planner is made to use all devices, as a search that finds nothing better does."""
+        now, _ = planned(subject, cluster)
+
+        def slower(*arguments: Any) -> Plan:
+            made = choose(*arguments)
+            return made if arguments[1] is cluster else replace(made, step_s=2 * made.step_s)
+
+        monkeypatch.setattr("hetpipe.study.subject.planned", slower)
+        (row,) = whatif(subject, cluster, ["+desktop-cpu"]).changes
+        assert row.plan is not None
+        assert row.plan.step_s == pytest.approx(now.step_s)
+        assert "desktop-cpu.1" not in row.plan.all_devices
+
+    def test_the_error_of_modelled_times_is_stated(
+        self, subject: Subject, cluster: Cluster
+    ) -> None:
+        tiny_model = of_model("mlp").subject
+        assert error_note(subject, [cluster]) == (
+            "modelled times: as profiled on v100-pcie-16; of unknown error on desktop-cpu and "
+            "vcu129"
+        )
+        assert error_note(tiny_model, [cluster]) == (
+            "modelled times: off by 24 % for the median product on vcu129; off by 34 % for the "
+            "median layer on v100-pcie-16; of unknown error on desktop-cpu"
+        )
+        assert error_note(subject, [Cluster.with_ids(["a"])]) == ""
+
     def test_changes_leave_the_cluster_unchanged(self, cluster: Cluster) -> None:
         before = cluster.ids
         assert "vcu129.1" not in changed(cluster, "-vcu129.1").ids
@@ -408,6 +440,13 @@ class TestCommands:
             with pytest.raises(CostError, match="leave cut_nbytes"):
                 run(*asked, "--cut-nbytes", "160")
 
+    def test_half_precision_is_priced_at_the_boards_rate_for_it(self) -> None:
+        asked = ["plan", "vgg16-small", "--cluster", "bapipe-4-v100", "--planner", "pipedream"]
+        whole, half = (run(*asked, *more) for more in ([], ["--precision", "float16"]))
+        assert half["predicted_step_s"] != whole["predicted_step_s"]
+        with pytest.raises(HetpipeError, match="no peak for bfloat16; it has float32, float16"):
+            run(*asked, "--precision", "bfloat16")
+
     @pytest.mark.slow
     def test_capacity(self, folder: Path) -> None:
         data = run("capacity", *self.asked(folder), "--repeat", "1:11")
@@ -420,6 +459,8 @@ class TestCommands:
             ([], "give either MODEL or --profile FILE"),
             (["digits", "--profile", "x.txt"], "give either MODEL or --profile FILE"),
             (["--profile", "absent.txt", "--samples", "4"], "absent.txt"),
+            (["--profile", "x.txt", "--precision", "float16"], "leave out --precision"),
+            (["mlp", "--precision", "half"], "no precision 'half'"),
         ],
     )
     def test_refusals(self, folder: Path, arguments: list[str], why: str) -> None:
