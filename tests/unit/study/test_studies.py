@@ -288,12 +288,11 @@ class TestChanges:
     ) -> None:
         tiny_model = of_model("mlp").subject
         assert error_note(subject, [cluster]) == (
-            "modelled times: as profiled on v100-pcie-16; of unknown error on desktop-cpu and "
-            "vcu129"
+            "modelled times: as profiled on v100-pcie-16; of unknown error on desktop-cpu, vcu129"
         )
         assert error_note(tiny_model, [cluster]) == (
-            "modelled times: off by 24 % for the median product on vcu129; off by 34 % for the "
-            "median layer on v100-pcie-16; of unknown error on desktop-cpu"
+            "modelled times: off by 34 % for the median layer on v100-pcie-16; off by 24 % for the "
+            "median product on vcu129; of unknown error on desktop-cpu"
         )
         assert error_note(subject, [Cluster.with_ids(["a"])]) == ""
 
