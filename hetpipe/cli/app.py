@@ -34,7 +34,6 @@ from hetpipe.cli.options import flat
 app = typer.Typer(
     help="Train one PyTorch model across every accelerator in the room, whoever made it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

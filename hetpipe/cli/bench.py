@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import (
     ClusterOptions,
     JsonOption,
@@ -41,6 +42,7 @@ def command(
         typer.Option(
             "--workload",
             metavar="MODEL",
+            autocompletion=complete.model,
             help="Zoo name or package.module:factory; may be repeated. "
             "\\[default: digits, gpt; with --full also lstm]",
         ),

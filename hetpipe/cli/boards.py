@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 def command(
     id: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="The id of a board, to print all its numbers."),
+        typer.Argument(
+            metavar="[ID]",
+            help="The id of a board, to print all its numbers.",
+            autocompletion=complete.board,
+        ),
     ] = None,
     folder: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption, split_names
 from hetpipe.cli.output import Output, progress_bar
 from hetpipe.cli.study import (
@@ -41,7 +42,11 @@ def command(
     planners: Annotated[
         str | None,
         typer.Option(
-            "--planners", metavar="LIST", callback=_known_planners, help="Only these planners."
+            "--planners",
+            metavar="LIST",
+            callback=_known_planners,
+            help="Only these planners.",
+            autocompletion=complete.planners,
         ),
     ] = None,
     *,

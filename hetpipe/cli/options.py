@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.errors import ClusterError, HetpipeError, PlanError
 from hetpipe.words import choices
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A zoo name, or package.module:factory.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A zoo name, or package.module:factory.",
+        autocompletion=complete.model,
+    ),
 ]
 ClusterOption = Annotated[
     Path | None,
@@ -28,6 +34,7 @@ ClusterOption = Annotated[
         "--cluster",
         metavar="FILE",
         help="A cluster file (TOML), or the name of a published cluster, such as pipedream-a.",
+        autocompletion=complete.cluster,
     ),
 ]
 DevicesOption = Annotated[
@@ -35,7 +42,13 @@ DevicesOption = Annotated[
     typer.Option("--devices", metavar="LIST", help="Device ids in order, separated by commas."),
 ]
 BackendsOption = Annotated[
-    str | None, typer.Option("--backends", metavar="LIST", help="Only these backends.")
+    str | None,
+    typer.Option(
+        "--backends",
+        metavar="LIST",
+        help="Only these backends.",
+        autocompletion=complete.backends,
+    ),
 ]
 MicrobatchesOption = Annotated[
     int | None,
@@ -81,6 +94,7 @@ ScheduleOption = Annotated[
     typer.Option(
         "--schedule",
         callback=_known_schedule,
+        autocompletion=complete.schedule,
         help="A name (a wrong name lists all names), FILE.txt with the actions of a schedule, or "
         "auto: the planner chooses a schedule that flushes.",
     ),
@@ -147,6 +161,7 @@ class PipelineOptions:
             "--weights",
             help="The policy for versions of the weights, if the schedule is asynchronous: stash, "
             "vertical-sync, 2bw, spectrain or pipeoptim.",
+            autocompletion=complete.policy,
         ),
     ] = "auto"
     cuts: Annotated[

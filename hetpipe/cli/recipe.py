@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import PrecisionOption
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.check import OPTIMIZERS
@@ -26,6 +27,7 @@ class RecipeOptions:
         typer.Option(
             "--optimizer",
             metavar="NAME",
+            autocompletion=complete.optimizer,
             help=f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, with its usual settings. "
             "\\[default: the model's]",
         ),

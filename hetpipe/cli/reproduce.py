@@ -6,13 +6,19 @@ from typing import Annotated
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output, progress_bar
 
 
 def command(
     paper: Annotated[
-        str, typer.Argument(metavar="PAPER", help="pipedream, dapple, bapipe or pipeoptim.")
+        str,
+        typer.Argument(
+            metavar="PAPER",
+            help="pipedream, dapple, bapipe or pipeoptim.",
+            autocompletion=complete.paper,
+        ),
     ],
     table: Annotated[
         str | None,

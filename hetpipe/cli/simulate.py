@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.cli.study import DrawingOptions, cluster_from
@@ -28,7 +29,10 @@ def command(
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster", metavar="FILE|NAME", help="Let messages share the links of this cluster."
+            "--cluster",
+            metavar="FILE|NAME",
+            help="Let messages share the links of this cluster.",
+            autocompletion=complete.cluster,
         ),
     ] = None,
     *,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import (
     MicrobatchesOption,
     PrecisionOption,
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 ClusterNameOption = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="FILE|NAME", help="A cluster file, or a published cluster's name."
+        "--cluster",
+        metavar="FILE|NAME",
+        help="A cluster file, or a published cluster's name.",
+        autocompletion=complete.cluster,
     ),
 ]
 GlobalBatchOption = Annotated[
@@ -69,6 +73,7 @@ PlannerOption = Annotated[
         "--planner",
         metavar="NAME",
         callback=_known_planner,
+        autocompletion=complete.planner,
         help="auto, bapipe, dapple, exact or pipedream.",
     ),
 ]
@@ -88,7 +93,10 @@ class SubjectOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", callback=_known_model, help="A zoo name, or package.module:factory."
+            metavar="[MODEL]",
+            callback=_known_model,
+            help="A zoo name, or package.module:factory.",
+            autocompletion=complete.model,
         ),
     ] = None
     profile: Annotated[
@@ -107,7 +115,12 @@ class SubjectOptions:
     ] = None
     profiled_on: Annotated[
         str,
-        typer.Option("--profiled-on", metavar="BOARD", help="The board that was profiled."),
+        typer.Option(
+            "--profiled-on",
+            metavar="BOARD",
+            help="The board that was profiled.",
+            autocompletion=complete.board,
+        ),
     ] = "v100-pcie-16"
     cut_nbytes: Annotated[
         int | None,
@@ -163,6 +176,7 @@ class PlannerChoices:
             "--schedules",
             metavar="LIST",
             callback=_known_schedules,
+            autocompletion=complete.schedules,
             help="Schedules to choose from.",
         ),
     ] = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output, progress_bar
 
@@ -28,6 +29,7 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
+            autocompletion=complete.model,
             help="Zoo names, or package.module:factory. \\[default: the small models]",
         ),
     ] = None,

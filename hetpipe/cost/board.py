@@ -140,6 +140,12 @@ def boards(folder: Path | None = None) -> dict[str, Board]:
     return {path.stem: read_board(path) for path in sorted(folder.glob("*.toml"))}
 
 
+def board_ids() -> list[str]:
+    """Return the ids of hetpipe's boards without reading them."""
+    names = (Path(file.name) for file in files("hetpipe.boards").iterdir())
+    return sorted(name.stem for name in names if name.suffix == ".toml")
+
+
 def board(id: str) -> Board:
     """Return hetpipe's board with this id. Raises `CostError` if there is none."""
     return find_board(_own_boards(), id)

@@ -177,6 +177,11 @@ def _noam(stages: int) -> list[int]:
     return [stages - stage for stage in range(stages)]
 
 
+def policy_names() -> list[str]:
+    """Return the names of all policies for asynchronous schedules."""
+    return [policy.name for policy in _policies.values() if not policy.flushes]
+
+
 def policy_of(name: str | WeightPolicy) -> WeightPolicy:
     """Return the policy with this name, or `name` if it is a policy. Raises `ScheduleError` for an
     unknown name."""

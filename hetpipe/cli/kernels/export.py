@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -35,12 +36,20 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="The plan's model, if the file does not name it."
+            "--model",
+            metavar="MODEL",
+            help="The plan's model, if the file does not name it.",
+            autocompletion=complete.model,
         ),
     ] = None,
     board: Annotated[
         str | None,
-        typer.Option("--board", metavar="ID", help="The board whose compiler will be used."),
+        typer.Option(
+            "--board",
+            metavar="ID",
+            help="The board whose compiler will be used.",
+            autocompletion=complete.board,
+        ),
     ] = None,
     device: Annotated[
         str | None,
