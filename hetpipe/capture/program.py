@@ -185,6 +185,11 @@ class StageGraphs:
         return self._names(PARAM)
 
     @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Names of the trained parameters that this stage reads and an earlier stage owns."""
+        return tuple(name for name, owner, _ in self.tied if owner != self.stage)
+
+    @property
     def buffers(self) -> tuple[str, ...]:
         """Names of the buffers that this stage reads or updates."""
         return self._names(BUFFER)

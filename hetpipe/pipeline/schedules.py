@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult, StreamPart, UpdateRequest
-from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import Tied, closing
@@ -58,18 +57,14 @@ class Schedules:
         return self._schedules[key]
 
     def stream(self) -> Stream | None:
-        """Return the stream of an asynchronous plan. Raises `PlanError` if stages share weights."""
+        """Return the stream of an asynchronous plan; None for a plan that flushes."""
         plan = self._plan
         if plan.rule.flushes:
             return None
-        if self._tied:
-            owner, others = self._tied[0]
-            raise PlanError(
-                f"stages {owner} and {others[0]} share parameters, which {plan.schedule} would "
-                "update at different times: cut so that one stage has them, or use a synchronous "
-                "schedule"
-            )
-        return Stream(plan.rule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas)
+        return Stream(
+            plan.rule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas,
+            self._tied,
+        )  # fmt: skip
 
     def _whole(
         self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()

@@ -56,7 +56,8 @@ def build_plan(
         else:
             own = fastest_rows(times, samples) if rule.flushes else dict.fromkeys(group, samples)
         versions = policy.versions(depths, number, proposal.microbatches)
-        stages.append(_stage(costs, times, own, (lo, hi), (depths[number], versions)))
+        borrowed = policy.borrowed(depths, number, proposal.microbatches)
+        stages.append(_stage(costs, times, own, (lo, hi), (depths[number], versions, borrowed)))
     nearest = costs[min(costs, key=lambda size: abs(size - samples))]
     table = nearest.table
     plan = Plan(
@@ -167,13 +168,13 @@ def _stage(
     times: Mapping[str, ReplicaTimes],
     rows: Mapping[str, int],
     span: tuple[int, int],
-    kept: tuple[int, int],
+    kept: tuple[int, int, int],
 ) -> StagePlan:
     """Return a stage of layers `span` on the devices of `times`; `rows` are by device.
 
-    `kept` is (forwards in flight, versions of the weights).
+    `kept` is (forwards in flight, versions of the weights, versions of other stages' parameters).
     """
-    devices, (lo, hi), (in_flight, versions) = tuple(times), span, kept
+    devices, (lo, hi), (in_flight, versions, borrowed) = tuple(times), span, kept
     times_s = [times[device].at(rows[device]) for device in devices]
     forward_s, backward_s = max(times_s, key=sum)
     own = _costs_near(costs, max(rows.values()))
@@ -182,7 +183,7 @@ def _stage(
     return StagePlan(
         lo, hi, devices, in_flight, forward_s, backward_s,
         max([own.stage_passes_s(device, lo, hi)[2] for device in kinds.values()]),
-        own.stage_memory_nbytes(lo, hi, in_flight, versions),
+        own.stage_memory_nbytes(lo, hi, in_flight, versions, 1.0, borrowed),
         min([own.table.devices[device].memory_nbytes for device in devices]),
         tuple([float(rows[device]) for device in devices]) if len(devices) > 1 else (),
         all_reduce_s(own.table, devices, lo, hi) if len(devices) > 1 else 0.0,

@@ -51,15 +51,23 @@ class StageCosts:
         return self._params[hi] - self._params[lo] - self._repeated(lo, hi)
 
     def memory_nbytes(
-        self, lo: Array, hi: Array, in_flight: int, versions: int = 1, share: float = 1.0
+        self,
+        lo: Array,
+        hi: Array,
+        in_flight: int,
+        versions: int = 1,
+        share: float = 1.0,
+        borrowed: int | None = None,
     ) -> Array:
         """Return the bytes of a stage: weights x versions, gradients, optimizer state, saved
         tensors x micro-batches in flight, and the buffers at the cuts.
 
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
         for the tensors that cross forward and for their gradients. `share` is a replica's share of
-        a micro-batch.
+        a micro-batch. Of a parameter that an earlier stage owns there are `borrowed` versions
+        (default: `versions`).
         """
+        more = 0.0 if borrowed is None else (borrowed - versions) * self._borrowed(lo, hi)
         return (
             self._weights[hi]
             - self._weights[lo]
@@ -67,6 +75,7 @@ class StageCosts:
             + (versions - 1) * (self._params[hi] - self._params[lo])
             + share * self._saved_nbytes(lo, hi, in_flight)
             + share * 2 * (self._cuts[lo] + self._cuts[hi])
+            + more
         )
 
     def additive_nbytes(self, in_flight: int, versions: int, share: float) -> tuple[Array, Array]:
@@ -91,6 +100,15 @@ class StageCosts:
             layers = sorted(shared.layers)
             inside = np.searchsorted(layers, hi) - np.searchsorted(layers, lo)
             nbytes = nbytes + np.maximum(inside - 1, 0) * shared.nbytes
+        return nbytes
+
+    def _borrowed(self, lo: Array, hi: Array) -> Array:
+        """Return the bytes of the parameters that the stage shares with an earlier stage."""
+        nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
+        for shared in self.table.tied:
+            layers = sorted(shared.layers)
+            inside = np.searchsorted(layers, hi) > np.searchsorted(layers, lo)
+            nbytes = nbytes + (inside & (layers[0] < lo)) * shared.nbytes
         return nbytes
 
     def prefixes(self, device: str) -> tuple[Array, Array, float]:

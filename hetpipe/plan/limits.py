@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,7 +11,6 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Proposal
-from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_of
 from hetpipe.words import words
 
@@ -58,13 +56,6 @@ def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
 
 def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str | None:
     """Return why a proposal without replicas cannot run; None if it can."""
-    if not rule_of(proposal.schedule).flushes:
-        for shared in costs.table.tied:
-            if len({bisect_right(proposal.cuts, layer) for layer in shared.layers}) > 1:
-                return (
-                    f"cuts {list(proposal.cuts)} separate layers that share {shared.name}, and "
-                    f"{proposal.schedule} would update them at different times"
-                )
     policy, depths = policy_of(weights), proposal.depths
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)
@@ -76,7 +67,8 @@ def why_impossible(proposal: Proposal, costs: StageCosts, weights: str) -> str |
             first = _refused(costs.table, device, lo, hi)[0]
             return f"{where}: the device cannot run {first}"
         versions = policy.versions(depths, stage, proposal.microbatches)
-        need = costs.stage_memory_nbytes(lo, hi, depths[stage], versions)
+        borrowed = policy.borrowed(depths, stage, proposal.microbatches)
+        need = costs.stage_memory_nbytes(lo, hi, depths[stage], versions, 1.0, borrowed)
         used[domain] += need
         capacity[domain] = max(capacity[domain], cost.memory_nbytes)
         if need > cost.memory_nbytes:

@@ -98,8 +98,10 @@ def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
     for number, stage in enumerate(plan.stages):
         versions = plan.policy.versions(plan.in_flight, number, plan.microbatches)
         share = max(stage.shares) / sum(stage.shares)
-        with_one = int(stages.memory_nbytes(stage.lo, stage.hi, 1, versions, share))
-        with_two = int(stages.memory_nbytes(stage.lo, stage.hi, 2, versions, share))
+        borrowed = plan.policy.borrowed(plan.in_flight, number, plan.microbatches)
+        kept = versions, share, borrowed
+        with_one = int(stages.memory_nbytes(stage.lo, stage.hi, 1, *kept))
+        with_two = int(stages.memory_nbytes(stage.lo, stage.hi, 2, *kept))
         saved = with_two - with_one
         cut_nbytes = plan.cut_nbytes[number] if number < len(plan.cut_nbytes) else 0
         parts.append(Memory(with_one - saved, saved, saved // 2, cut_nbytes))

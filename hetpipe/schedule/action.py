@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
-from hetpipe.words import short
+from hetpipe.words import short, words
 
 MOST_STAGE = 9_999
 MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
+PEERS = MOST_STAGE + 1
+"""The number of an action for tied parameters: the other stage + PEERS * the mini-batch. Under a
+synchronous schedule the mini-batch is 0."""
 
 
 class Op(str, Enum):
@@ -27,8 +30,8 @@ class Op(str, Enum):
     RECV_FORWARD = "RF"  # cut tensors from the previous stage
     SEND_BACKWARD = "SB"  # gradients to the previous stage
     RECV_BACKWARD = "RB"  # gradients from the next stage
-    SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
-    RECV_TIED_GRAD = "RG"  # number: the stage that sends the gradient
+    SEND_TIED_GRAD = "SG"  # to the stage that owns the tied parameter; number: see PEERS
+    RECV_TIED_GRAD = "RG"  # from another stage that has the tied parameter
     SEND_KEPT = "SK"  # from lane to lane: a forward hands its kept tensors to its backward
     RECV_KEPT = "RK"
     SEND_VACANT = "SV"  # to the forwards' lane: a backward has ended, so a forward may begin
@@ -37,8 +40,8 @@ class Op(str, Enum):
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch
     RECV_GRAD = "RA"  # gradients of the mini-batch `number`, which another replica ran
     UPDATE = "U"  # number: the mini-batch, 0 in a synchronous schedule; 0 is not printed
-    SEND_TIED_PARAM = "SP"  # number: the stage that receives the parameter
-    RECV_TIED_PARAM = "RP"  # number: the stage that owns the parameter
+    SEND_TIED_PARAM = "SP"  # to another stage that has the tied parameter; number: see PEERS
+    RECV_TIED_PARAM = "RP"  # from the stage that owns the tied parameter
 
     @property
     def is_compute(self) -> bool:
@@ -64,6 +67,7 @@ AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 
 
 TIED = frozenset({"G", "P"})  # kinds of messages: tied gradients, tied parameters
+TIED_OPS = tuple(op for op in Op if op[-1] in TIED and len(op) == 2)
 
 
 class Message(NamedTuple):
@@ -76,7 +80,7 @@ class Message(NamedTuple):
     source: int  # stage
     target: int  # stage
     kind: str  # F, B, K, V: for a micro-batch; A: for a mini-batch; G, P: tied gradient, parameter
-    number: int  # micro-batch, or mini-batch; 0 for G and P
+    number: int  # micro-batch; mini-batch for A, G and P
 
 
 ENDS: dict[Op, tuple[str, int | None, int | None]] = {
@@ -91,7 +95,7 @@ ENDS: dict[Op, tuple[str, int | None, int | None]] = {
     **{op: (op[1], 0, 0) for op in Op if len(op) == 2 and op[1] in "AKV"},
 }
 """For each operation, the kind of its message, the source and the target. Source and target are
-steps from the action's stage; None stands for the stage that the action's number names."""
+steps from the action's stage; None stands for the stage in the action's number, see PEERS."""
 
 
 @dataclass(frozen=True, order=True)
@@ -103,6 +107,9 @@ class Action:
     number: int = 0
 
     def __str__(self) -> str:
+        if self.op in TIED_OPS:
+            mini_batch, peer = divmod(self.number, PEERS)
+            return f"{self.stage}{self.op.value}{peer}" + (f"@{mini_batch}" if mini_batch else "")
         number = "" if self.op in PER_MINI_BATCH and self.number == 0 else self.number
         return f"{self.stage}{self.op.value}{number}"
 
@@ -113,16 +120,26 @@ class Action:
         if ends is None:
             return None
         kind, source, target = ends
+        mini_batch, peer = divmod(self.number, PEERS)
         if source is None:
-            return Message(self.number, self.stage, kind, 0)
+            return Message(peer, self.stage, kind, mini_batch)
         if target is None:
-            return Message(self.stage, self.number, kind, 0)
+            return Message(self.stage, peer, kind, mini_batch)
         return Message(self.stage + source, self.stage + target, kind, self.number)
+
+    def later(self, mini_batches: int, microbatches: int) -> Action:
+        """Return the action for a mini-batch of `microbatches` that comes `mini_batches` later."""
+        unit = microbatches
+        if self.op in PER_MINI_BATCH:
+            unit = 1
+        elif self.op in TIED_OPS:
+            unit = PEERS
+        return replace(self, number=self.number + mini_batches * unit)
 
     @staticmethod
     def parse(text: str) -> Action:
         """Parse the text of an action. Raises `ScheduleError` for any other text."""
-        match = re.fullmatch(r"([0-9]+)([A-Z]{1,2})([0-9]*)", text)
+        match = re.fullmatch(r"([0-9]+)([A-Z]{1,2})([0-9]*)(?:@([0-9]+))?", text)
         ops = {op.value: op for op in Op}
         if match is None or match[2] not in ops:
             raise ScheduleError(
@@ -132,11 +149,20 @@ class Action:
         if match[3] == "" and op not in PER_MINI_BATCH:
             raise ScheduleError(f"{text!r}: {op.value} takes a number: {match[1]}{op.value}0")
         _check_size(text, "stage", match[1], MOST_STAGE)
+        if op in TIED_OPS:
+            _check_size(text, "number", match[3], MOST_STAGE)
+            _check_size(text, "mini-batch", match[4], MOST_NUMBER)
+            return Action(int(match[1]), op, int(match[3]) + PEERS * int(match[4] or 0))
+        if match[4] is not None:
+            raise ScheduleError(
+                f"{text!r}: only {words(op.value for op in TIED_OPS)} take a mini-batch after @"
+            )
         _check_size(text, "number", match[3], MOST_NUMBER)
         return Action(int(match[1]), op, int(match[3] or 0))
 
 
-def _check_size(text: str, part: str, digits: str, most: int) -> None:
+def _check_size(text: str, part: str, digits: str | None, most: int) -> None:
+    digits = digits or ""
     if len(digits) > len(str(most)) or int(digits or 0) > most:
         raise ScheduleError(f"{short(text)}: its {part} is {short(digits)}, above {most}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.schedule.action import ENDS, TIED, Op
+from hetpipe.schedule.action import ENDS, TIED_OPS, Op
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ def _role(op: Op) -> int:
 
 
 ROLES = np.array([_role(op) for op in OPS], np.int8)
-IS_TIED = np.array([op.value[-1] in TIED for op in OPS])
+IS_TIED = np.array([op in TIED_OPS for op in OPS])
 KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
 """For a send or receive between stages: the kind of its message, as an index of "FBGP"."""
 WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])

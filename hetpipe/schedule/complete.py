@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import PER_MINI_BATCH, TIED, Action, Op, Schedule
+from hetpipe.schedule.action import PEERS, PER_MINI_BATCH, TIED_OPS, Action, Op, Schedule
 from hetpipe.schedule.codes import CODES, are
 from hetpipe.schedule.columns import Columns
 
@@ -88,6 +88,43 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
                 yield Action(action.stage, Op.UPDATE, mini_batch)
 
 
+def with_tied(
+    row: Sequence[Action], microbatches: int, mini_batches: int, pairs: Sequence[Pair]
+) -> Iterator[Action]:
+    """Yield the row's actions, and the messages about its tied parameters under an asynchronous
+    schedule.
+
+    Right before its first forward of a mini-batch the owner sends the version for this mini-batch.
+    Right before its own first forward of the mini-batch another stage receives this version. So a
+    stage waits only for messages that left before the forward for which it waits anyway. Right
+    after its last backward of the mini-batch the other stage sends its gradient, and the owner
+    receives the gradient right before its update. The row ends with the present version.
+    """
+    if not row:
+        return
+    ops: dict[Op, list[int]] = {op: [] for op in (*OWNER, *OTHER)}
+    for owner, other in pairs:
+        for here, there, mine in ((owner, other, OWNER), (other, owner, OTHER)):
+            if here == row[0].stage:
+                for op in mine:
+                    ops[op].append(there)
+
+    def messages(mini_batch: int, *of: Op) -> Iterator[Action]:
+        for op in of:
+            for peer in ops[op]:
+                yield Action(row[0].stage, op, peer + PEERS * mini_batch)
+
+    for action in row:
+        if action.op is Op.FORWARD and action.number % microbatches == 0:
+            yield from messages(
+                action.number // microbatches, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM
+            )
+        elif action.op is Op.UPDATE:
+            yield from messages(action.number, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+        yield action
+    yield from messages(mini_batches, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM)
+
+
 def with_transfers(passes: Columns, stages: int) -> Columns:
     """Add a receive right before the pass that reads the message, and a send right after the pass
     that makes the message."""
@@ -115,7 +152,6 @@ def closing(schedule: Schedule) -> Closing:
     micro-batch."""
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
-        message = action.message
-        if action.op not in PER_MINI_BATCH and (message is None or message.kind not in TIED):
+        if action.op not in (*PER_MINI_BATCH, *TIED_OPS):
             last.setdefault(action.stage, {})[action.number] = action.op
     return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())

@@ -21,6 +21,7 @@ from hetpipe.schedule.complete import (
     Tied,
     complete_passes,
     tied_pairs,
+    with_tied,
     with_transfers,
     with_updates,
 )
@@ -122,18 +123,34 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
         schedule = complete_passes(columns_of(passes), stages, pairs, replicas)
         validate(schedule, microbatches, question.in_flight)
         return schedule
-    if pairs:
-        owner, other = pairs[0]
-        raise ScheduleError(
-            f"stages {owner} and {other} share parameters, which {rule.name} would update at "
-            "different times; cut so that one stage has them, or use a synchronous schedule"
-        )
+    _check_pairs(pairs, rule, replicas or (1,) * stages)
     take_turns = max(replicas, default=1) > 1
     rows = _in_turn(question) if take_turns else _updating(question)
+    rows = tuple(tuple(with_tied(row, microbatches, mini_batches, pairs)) for row in rows)
     schedule = with_transfers(columns_of(rows), stages)
     in_turn_replicas = replicas if take_turns else ()
-    validate(schedule, microbatches, question.in_flight, mini_batches, in_turn_replicas)
+    validate(
+        schedule, microbatches, question.in_flight, mini_batches, in_turn_replicas, flushes=False
+    )
     return schedule
+
+
+def _check_pairs(pairs: Sequence[Pair], rule: Rule, replicas: Sequence[int]) -> None:
+    """Raise `ScheduleError` unless an asynchronous schedule can update the shared parameters."""
+    for owner, other in pairs:
+        if owner > other:
+            raise ScheduleError(
+                f"stage {owner} owns a parameter that stage {other} shares, but under {rule.name} "
+                "the first stage with a parameter must own it"
+            )
+        for stage in (owner, other):
+            if replicas[stage] > 1:
+                raise ScheduleError(
+                    f"stages {owner} and {other} share parameters, and stage {stage} has "
+                    f"{replicas[stage]} replicas, which take turns under {rule.name}: give both "
+                    "stages one device each, cut so that one stage has the parameters, or use a "
+                    "synchronous schedule"
+                )
 
 
 def _updating(question: _Question) -> Schedule:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.schedule.action import PEERS, Action, Message, Op, Schedule
 from hetpipe.schedule.codes import (
     COMPUTE,
     IS_TIED,
@@ -94,6 +94,7 @@ class _Transfers(NamedTuple):
     at: Array  # places in the schedule
     peers: Array  # stages at the other end
     messages: Array  # integers; a send and its receive have the same integer
+    ways: Array  # integers; messages of one kind between the same two stages have the same integer
 
 
 def order_steps(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
@@ -124,7 +125,7 @@ def order_steps(codes: Array, stages: Array, numbers: Array, rows: Array) -> Ord
     computed[step_of[computes]] = 1 + kind_of
     passes = _actions(codes, stages, numbers, computes[ones])
 
-    begins = _changes(sends.messages // (1 + numbers.max()))
+    begins = _changes(sends.ways)
     own = sends.at[begins]
     here, there, row_count = rows[own], row_of[sends.peers[begins]], 1 + int(row[-1])
     edges = np.unique(here * np.int64(row_count) + there, return_inverse=True)[1]
@@ -153,14 +154,15 @@ def _transfers(codes: Array, stages: Array, numbers: Array, role: int) -> _Trans
     """Return all sends or receives of a schedule."""
     at = np.flatnonzero(ROLES[codes] == role)
     own, here, number = codes[at], stages[at], numbers[at]
+    mini_batches, others = np.divmod(number, PEERS)
     tied = IS_TIED[own]
-    peers = np.where(tied, number, here + WAYS[own])
+    peers = np.where(tied, others, here + WAYS[own])
     source, target = (here, peers) if role == SEND else (peers, here)
     size = 2 + stages.max()
-    messages = (KINDS[own] * size + source) * size + target
-    messages = messages * (1 + numbers.max()) + np.where(tied, 0, number)
+    ways = (KINDS[own] * np.int64(size) + source) * size + target
+    messages = ways * (1 + numbers.max()) + np.where(tied, mini_batches, number)
     order = np.argsort(messages)
-    return _Transfers(at[order], peers[order], messages[order])
+    return _Transfers(at[order], peers[order], messages[order], ways[order])
 
 
 def _changes(values: Array) -> Array:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hetpipe.schedule.action import GRADIENTS, Action, Op
+from hetpipe.schedule.action import GRADIENTS, PEERS, TIED_OPS, Action, Op
 from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.turns import round_of
 
+GRADS = (Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 BACKWARDS = (Op.BACKWARD, *HALVES)
 
@@ -24,6 +25,14 @@ class Shape(NamedTuple):
     replicas: Sequence[int]  # number of replicas by stage
     per_update: Sequence[int]  # mini-batches that one update applies, by stage
     one_by_one: bool  # whether replicas send each other the gradients of each mini-batch
+    peers: Mapping[int, Collection[tuple[Op, int]]]
+    """Without flushes, by stage: operations for tied parameters, with the other stage."""
+
+    def tied(self, stage: int, mini_batch: int, ops: Sequence[Op]) -> Iterator[Action]:
+        """Yield the stage's actions of these operations for the tied parameters of a mini-batch."""
+        for op, peer in self.peers.get(stage, ()):
+            if op in ops:
+                yield Action(stage, op, peer + PEERS * mini_batch)
 
     def owner(self, stage: int, mini_batch: int) -> int:
         """Return the replica that runs a mini-batch."""
@@ -64,8 +73,12 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
     """Yield the actions of `row` that must come before `action`, which is on the same row."""
     n, op, number = action.stage, action.op, action.number
     halved = n in shape.halved
-    if op is Op.FORWARD and n > 0:
-        yield Action(n, Op.RECV_FORWARD, number)
+    if op is Op.FORWARD:
+        if n > 0:
+            yield Action(n, Op.RECV_FORWARD, number)
+        if number % shape.microbatches == 0:
+            parameters = (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM)
+            yield from shape.tied(n, number // shape.microbatches, parameters)
     elif op in (Op.SEND_FORWARD, Op.SEND_KEPT):
         yield Action(n, Op.FORWARD, number)
     elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -80,15 +93,16 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
         # All backwards of the row, so that gradients are always summed in one order.
-        most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
+        most = number // PEERS if op in TIED_OPS else number
         for a in row:
             if a.stage == n and a.op in WEIGHTS and a.number // shape.microbatches <= most:
                 yield a
     elif op is Op.UPDATE:
-        summing = (Op.ALL_REDUCE, *GRADIENTS, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+        yield from shape.tied(n, number, GRADS)
+        summing = (Op.ALL_REDUCE, *GRADIENTS, *GRADS)
         for a in row:
-            later = a.op in (Op.ALL_REDUCE, *GRADIENTS) and a.number > number
-            if a.stage == n and a.op in summing and not later:
+            mini_batch = a.number // (PEERS if a.op in GRADS else 1)
+            if a.stage == n and a.op in summing and mini_batch <= number:
                 yield a
-    elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
+    elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM) and not shape.peers:
         yield Action(n, Op.UPDATE)

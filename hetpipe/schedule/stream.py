@@ -7,12 +7,12 @@ later mini-batch adds the same actions with higher numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
-from hetpipe.schedule.complete import WEIGHTS
+from hetpipe.schedule.action import PEERS, Action, Message, Op, Schedule
+from hetpipe.schedule.complete import WEIGHTS, Tied
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.order import run_order
 from hetpipe.schedule.rule import Rule, rule_of
@@ -44,6 +44,7 @@ class Stream:
         microbatches: int,
         in_flight: Sequence[int] | None = None,
         replicas: Sequence[int] = (),
+        tied: Tied = (),
     ) -> None:
         self.rule = rule_of(schedule)
         self.microbatches = microbatches
@@ -52,7 +53,7 @@ class Stream:
         self.per_update = self.rule.mini_batches_per_update(self.replicas)
         """The number of mini-batches that an update applies, by stage."""
         self._check_turns()
-        self._in_flight = in_flight
+        self._in_flight, self._tied = in_flight, tied
         self._period = lcm(*self.replicas)
         # The mini-batches of two successive forwards of a worker differ by at most this number.
         most = max(self.replicas)
@@ -121,6 +122,7 @@ class Stream:
             self.stages,
             self.microbatches,
             in_flight=self._in_flight,
+            tied=self._tied,
             mini_batches=mini_batches,
             replicas=self.replicas,
         )
@@ -137,7 +139,7 @@ class Stream:
     def _check(self) -> None:
         for worker, part in enumerate(self._parts):
             for turn in range(self.start, self.start + self._period):
-                later = _shifted(part[turn], self._period, self.microbatches)
+                later = tuple(a.later(self._period, self.microbatches) for a in part[turn])
                 if part[turn + self._period] != later:
                     raise ScheduleError(
                         f"{self.rule.name} does not repeat itself on worker {worker}: after "
@@ -167,6 +169,7 @@ def _segments(
 
     An action waits as in `run_order`, and until its mini-batch has entered the stream.
     """
+    last = mini_batches - 1
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     at = [0] * len(schedule)  # segment of each row's last action
     sent: dict[Message | None, int] = {}
@@ -174,6 +177,8 @@ def _segments(
         segment = max(at[row] for row in rows)
         if action.op in ENTERS:
             segment = max(segment, action.number // microbatches)
+        elif action.op is Op.SEND_TIED_PARAM:  # the last one comes after all mini-batches
+            segment = max(segment, min(action.number // PEERS, last))
         if action.op.is_receive:
             segment = max(segment, sent[action.message])
         if action.op.is_send:
@@ -182,9 +187,3 @@ def _segments(
             at[row] = segment
             parts[row][segment].append(action)
     return [[tuple(part) for part in parts_of] for parts_of in parts]
-
-
-def _shifted(actions: Sequence[Action], mini_batches: int, microbatches: int) -> tuple[Action, ...]:
-    """Return the actions for micro-batches that come `mini_batches` later."""
-    shifts = {True: mini_batches, False: mini_batches * microbatches}
-    return tuple(replace(a, number=a.number + shifts[a.op in PER_MINI_BATCH]) for a in actions)

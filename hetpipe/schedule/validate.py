@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
+from hetpipe.schedule.action import GRADIENTS, PEERS, TIED_OPS, Action, Message, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 from hetpipe.schedule.lanes import laned_stages, row_names, row_workers
 from hetpipe.schedule.order import run_order
@@ -30,12 +30,14 @@ def validate(
     in_flight: Sequence[int] | None = None,
     mini_batches: int = 1,
     replicas: Sequence[int] = (),
+    flushes: bool = True,
 ) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
     `microbatches` is the number in one mini-batch. `in_flight` has, for each stage, the most
     forwards that may wait for their backward. `replicas` has the number of replicas of each stage,
-    if they take turns and each has its own row. Raises `ScheduleError`.
+    if they take turns and each has its own row. Without flushes, the messages about tied parameters
+    have numbers of mini-batches. Raises `ScheduleError`.
     """
     if mini_batches == 1 and not replicas and is_valid(schedule, microbatches, in_flight):
         return
@@ -46,7 +48,10 @@ def validate(
     replicas = replicas or (1,) * stages
     one_by_one = bool(rows) and any(a.op in GRADIENTS for _, _, a in _cells(schedule))
     per_update = (1,) * stages if one_by_one else replicas
-    shape = Shape(stages, halved, laned, microbatches, rows, replicas, per_update, one_by_one)
+    peers = {} if flushes else _peers(schedule)
+    shape = Shape(
+        stages, halved, laned, microbatches, rows, replicas, per_update, one_by_one, peers
+    )
     _check_complete(schedule, shape, mini_batches)
     _check_order(schedule, shape, in_flight)
     _check_edges(schedule, shape)
@@ -83,6 +88,16 @@ def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int,
     return len(owner)
 
 
+def _peers(schedule: Schedule) -> dict[int, set[tuple[Op, int]]]:
+    """Return, by stage, the operations for tied parameters, each with the stage at the other
+    end."""
+    peers: dict[int, set[tuple[Op, int]]] = defaultdict(set)
+    for _, _, action in _cells(schedule):
+        if action.op in TIED_OPS:
+            peers[action.stage].add((action.op, action.number % PEERS))
+    return peers
+
+
 def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None:
     """Check that each stage has exactly the actions that its place in the pipeline requires."""
     at = {action.stage: worker for worker, _, action in _cells(schedule)}
@@ -116,8 +131,8 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
                     f"{shape.microbatches * mini_batches} micro-batches"
                 )
                 raise _fail(schedule, why, worker, index)
-            if action.op.value[-1] in TIED and action.number >= shape.stages:
-                why = f"{action} names stage {action.number}, and there are {shape.stages} stages"
+            if action.op in TIED_OPS and (peer := action.number % PEERS) >= shape.stages:
+                why = f"{action} names stage {peer}, and there are {shape.stages} stages"
                 raise _fail(schedule, why, worker, index)
             seen.add(action)
         for action in sorted(required - seen):
@@ -148,8 +163,8 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
                 updated[n] = action.number + 1
             else:
                 kind = action.op.value[-1]
-                per_number = 1 if kind == "A" else shape.microbatches
-                mini_batch = 0 if kind == "G" else action.number // per_number
+                per_number = {"A": 1, "G": PEERS}.get(kind, shape.microbatches)
+                mini_batch = action.number // per_number
                 late = kind != "P" and mini_batch < updated[n]
             if late:
                 why = f"the update of stage {n} must come last, except for tied parameters"
@@ -213,7 +228,7 @@ def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edg
         if action.op is Op.RECV_GRAD:
             peers = range(shape.places[row][1], shape.places[row][1] + 1)
         return [(*ends, kind, owner, peer) for peer in peers if peer != owner]
-    mini_batch = message.number // shape.microbatches
+    mini_batch = message.number // (1 if action.op in TIED_OPS else shape.microbatches)
     return [(*ends, kind, shape.owner(ends[0], mini_batch), shape.owner(ends[1], mini_batch))]
 
 

@@ -126,6 +126,11 @@ class WeightPolicy:
         """Whether the optimizer must predict weights."""
         return self.keeping is Keeping.PREDICTED
 
+    def borrowed(self, in_flight: Sequence[int], stage: int, microbatches: int) -> int:
+        """Return the versions that a stage keeps of a parameter that an earlier stage owns: one for
+        each mini-batch in flight."""
+        return 1 if self.flushes else 1 - (1 - in_flight[stage]) // microbatches
+
     def has_depth(self, in_flight: Sequence[int], microbatches: int) -> bool:
         """Whether the policy is defined for these numbers of forwards in flight, by stage."""
         if self.straight and list(in_flight) != _noam(len(in_flight)):

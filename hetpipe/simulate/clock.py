@@ -21,7 +21,8 @@ from hetpipe.schedule.action import (
     AFTER_SUMS,
     MOST_NUMBER,
     MOST_STAGE,
-    TIED,
+    PEERS,
+    TIED_OPS,
     Action,
     Message,
     Op,
@@ -53,9 +54,13 @@ class StageOp:
     sent_by: Op | None  # the operation that sends the result of a pass
     first_key: int  # key of the message, or the sum, with number 0
     key_step: int  # by how much the key grows from one number to the next
+    wraps: bool  # whether the number contains a stage and a mini-batch, see PEERS
 
     def key(self, number: int) -> int:
         """Return the key of the message, or the sum, with this number."""
+        if self.wraps:
+            mini_batch, peer = divmod(number, PEERS)
+            return self.first_key + self.key_step * peer + mini_batch
         return self.first_key + self.key_step * number
 
 
@@ -82,17 +87,19 @@ class StageOps(dict[tuple[Op, int], StageOp]):
             code = SEND if op.is_send else RECEIVE
             first_key, key_step = _key(first), _key(second) - _key(first)
             message = first.message
-            if op.is_send and message is not None and message.kind not in TIED:
+            if op.is_send and message is not None and op not in TIED_OPS:
                 transfer = times.transfer(message)
         chunks = times.chunks[stage] if times.chunks else 1
         after_sums = op in AFTER_SUMS
         return StageOp(
-            code, compute_s, transfer, chunks, after_sums, _SENDS.get(op), first_key, key_step
-        )
+            code, compute_s, transfer, chunks, after_sums, _SENDS.get(op), first_key, key_step,
+            op in TIED_OPS,
+        )  # fmt: skip
 
 
 def _key(action: Action) -> int:
-    """Return the key of an action's message; it grows linearly with the action's number."""
+    """Return the key of an action's message; it grows linearly with the micro-batch, the
+    mini-batch, or the stage at the other end."""
     source, target, kind, number = action.message or Message(0, 0, "", 0)
     way = (source * (MOST_STAGE + 2) + target) * len(_KINDS) + _KINDS.index(kind)
     return way * (MOST_NUMBER + 1) + number
@@ -193,7 +200,7 @@ class Clock:
                 self._post(row, step, action, first_s, now_s)
                 first_s = None
             elif code == RECEIVE:
-                key = step.first_key + step.key_step * action.number
+                key = step.key(action.number)
                 arrival_s = arrivals_s.get(key)
                 if arrival_s is None:
                     self._awaited[row], self._waits_at[row] = key, index
@@ -238,7 +245,7 @@ class Clock:
         self, row: int, step: StageOp, action: Action, first_s: float | None, now_s: float
     ) -> None:
         """Queue a message on its edges; a message within a worker is free."""
-        key, worker = step.first_key + step.key_step * action.number, self._workers[row]
+        key, worker = step.key(action.number), self._workers[row]
         for target in self._targets.get(key, ()):
             if self._workers[target] == worker:
                 self._arrive(row, target, action, key, now_s, now_s)

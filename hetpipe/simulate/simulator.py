@@ -33,8 +33,8 @@ from operator import itemgetter
 import numpy as np
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.codes import CODES, Array
+from hetpipe.schedule.action import PEERS, Schedule
+from hetpipe.schedule.codes import CODES, IS_TIED, Array
 from hetpipe.schedule.columns import columns_of
 from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.clock import Clock
@@ -118,7 +118,10 @@ def period_s(timeline: Timeline, mini_batches: int, turn: int, reach: int) -> tu
 
 def _by_mini_batch(timeline: Timeline, mini_batches: int) -> Array:
     """Return the end times of actions: a row per mini-batch, a column per action."""
-    codes, stages, numbers, ends_s = _columns(timeline)
+    columns = _columns(timeline)
+    # After the last mini-batch, stages still exchange tied parameters.
+    after = IS_TIED[columns[0]] & (columns[2] >= PEERS * mini_batches)
+    codes, stages, numbers, ends_s = (column[~after] for column in columns)
     kinds = codes * (1 + int(stages.max(initial=0))) + stages
     order = np.lexsort((ends_s, numbers, kinds))
     begins = np.flatnonzero(np.diff(kinds[order], prepend=-1))

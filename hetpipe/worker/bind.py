@@ -149,6 +149,10 @@ class StageBinding:
         """Return the index of a role's only slot; None if there is no such slot."""
         return next((self.places[key].entry for key in self.places if key[0] == role), None)
 
+    def entries(self, role: str, names: Iterable[str]) -> list[int]:
+        """Return the indices of slots of a role in their table."""
+        return [self.places[role, name].entry for name in names]
+
     def names(self, role: str) -> list[str]:
         """Return the names of the slots of a role."""
         return [slot.name for slot in self.slots.values() if slot.role == role]

@@ -311,7 +311,8 @@ class Exchange:
         stage = self._stages[own.stage]
         if kind.content.is_tied:
             # The next update overwrites tied tensors, so download them before the next action.
-            return [stage.get(slot.key) for slot in layout]
+            version = stage.loans.chosen(message.number)
+            return [stage.store.get(slot.key, version) for slot in layout]
         lo, hi = self._shares.rows(own, kind.number)
         return stage.frames.depart(message.number, hi - lo, layout)
 

@@ -46,6 +46,7 @@ class Memory:
         self._steady_nbytes = nbytes_of(buffers) + late_nbytes
         self._version_nbytes = version_nbytes
         self._versions = 1
+        self._borrowed_nbytes = 0
         self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass
         self._lock = threading.Lock()
         self._latest: dict[int, _Latest] = {}  # by thread
@@ -55,6 +56,14 @@ class Memory:
 
     def stay(self, buffer: Buffer) -> None:
         self._steady_nbytes += buffer.nbytes
+
+    def borrows(self, versions: Collection[Sequence[Buffer]]) -> None:
+        """Count the parameters of other stages that mini-batches borrow. One of these versions is
+        present, so it counts already."""
+        with self._lock:
+            nbytes = [nbytes_of(version) for version in versions]
+            self._borrowed_nbytes = sum(nbytes[1:])
+            self._reach(Held(0, 0))
 
     def passed(
         self,
@@ -113,6 +122,7 @@ class Memory:
         counted now."""
         running = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
+        nbytes += self._borrowed_nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in running)
         self._most_in_flight = max(self._most_in_flight, in_flight + held.in_flight)
         nbytes += sum(other.nbytes for other in running)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 
@@ -14,7 +14,7 @@ from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.schedule.action import (
     AFTER_SUMS,
     GRADIENTS,
-    PER_MINI_BATCH,
+    PEERS,
     TIED,
     Action,
     Message,
@@ -63,16 +63,8 @@ class Script:
         """Return the steps, numbered so that the script's mini-batch 0 is the stream's `first`."""
         if not first:
             return self.steps
-        return (_renumber(action, message, first, microbatches) for action, message in self.steps)
-
-
-def _renumber(action: Action, message: Message | None, first: int, microbatches: int) -> ScriptStep:
-    if action.op in PER_MINI_BATCH:
-        return replace(action, number=action.number + first), None
-    if message is not None and message.kind in TIED:
-        return action, message
-    number = action.number + first * microbatches
-    return replace(action, number=number), message and message._replace(number=number)
+        later = (action.later(first, microbatches) for action, _ in self.steps)
+        return ((action, action.message) for action in later)
 
 
 _RECEIVES = {
@@ -143,8 +135,7 @@ class Runner:
             elif message is not None and action.op in HAND_OVERS:
                 (self.hand_over.give if action.op.is_send else self.hand_over.take)(message)
             elif message is not None:
-                mini_batch = message.number // step.microbatches
-                self._exchange.transfer(action, message, self._kind(message), mini_batch)
+                self._transfer(action, message)
             elif action.op is Op.ALL_REDUCE:
                 waits = following is None or following[0].op in AFTER_SUMS
                 self._sum(action, beside=not waits)
@@ -152,11 +143,32 @@ class Runner:
                 begin = self._updates.apply(action)
                 self._spans.append((action, begin.clock_s, self._emulation.stretch(begin)))
                 self._mini_batches.applied(self._updates.round(action), len(self._stages))
+                self._stages[action.stage].loans.give_back(action.number)
             else:
                 self._pass(action, lane, following)
             if (action.stage, action.op) in script.closing:
                 self._stages[action.stage].release(action.number)
         self._doing.pop(lane, None)  # a lane with an empty row had no action
+
+    def _transfer(self, action: Action, message: Message) -> None:
+        """Send or receive a message. Between flushes, a tied parameter that travels is the version
+        for the passes of one mini-batch."""
+        n, mini_batch = action.stage, self._mini_batch(message)
+        stage, batch = self._stages[n], None
+        if stage.loans.streams and message.kind == Content.TIED_PARAM:
+            batch = self._mini_batches.update(mini_batch)  # at a flush, this is no mini-batch
+        if isinstance(batch, Batch) and action.op.is_send:
+            first = mini_batch * self._mini_batches.microbatches
+            stage.loans.choose(mini_batch, first, batch.lag[n][0], batch.ahead[n][0])
+        self._exchange.transfer(action, message, self._kind(message), mini_batch)
+        if isinstance(batch, Batch) and action.op.is_receive:
+            stage.loans.borrow(mini_batch)
+
+    def _mini_batch(self, message: Message) -> int:
+        """Return the mini-batch of a message."""
+        if message.kind in TIED:
+            return message.number
+        return message.number // self._mini_batches.microbatches
 
     def _pass(self, action: Action, lane: int, following: ScriptStep | None) -> None:
         """Run a forward, or a backward or half of one."""
@@ -182,6 +194,7 @@ class Runner:
             forwards=self._forwards,
             keeps_output=self._keeps_output,
             queue=lane,
+            mini_batch=position.mini_batch,
         )
         leaving = self._leaving(action, following)
         begin, waited_s = Moment.now(), self._exchange.waited_s
@@ -226,7 +239,7 @@ class Runner:
         same = (send.stage, send.number) == (action.stage, action.number)
         if message is None or message.kind not in "FB" or not same:
             return None
-        mini_batch = message.number // self._mini_batches.microbatches
+        mini_batch = self._mini_batch(message)
         return self._exchange.leaving(send, message, self._kind(message), mini_batch)
 
     def _kind(self, message: Message) -> Kind:
@@ -253,13 +266,15 @@ class Runner:
                 receive = Action(message.target, Op.RECV_GRAD, message.number + first)
                 expected.append((receive, message.source, ALL_GRADIENTS, receive.number))
                 continue
-            number = message.number + first * microbatches * (message.kind not in TIED)
-            peer = message.source if message.kind in TIED else number
-            receive = Action(message.target, _RECEIVES[message.kind], peer)
-            mini_batch = number // microbatches
+            unit = 1 if message.kind in TIED else microbatches
+            message = message._replace(number=message.number + first * unit)
+            number = message.number
+            if message.kind in TIED:
+                number = message.source + PEERS * number
+            receive = Action(message.target, _RECEIVES[message.kind], number)
+            mini_batch = self._mini_batch(message)
             if self._shares.takes(self._own[message.target], mini_batch):
-                kind = self._kind(message._replace(number=number))
-                expected.append((receive, message.source, kind, mini_batch))
+                expected.append((receive, message.source, self._kind(message), mini_batch))
         self._exchange.expect(expected)
 
     def _report(self, lanes: Sequence[Script]) -> StepReport:

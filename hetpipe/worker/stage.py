@@ -26,6 +26,7 @@ from hetpipe.wire.wire import Array, Content, Leaving, host_dtype
 from hetpipe.worker.bind import Binding, Key, StageBinding, Table
 from hetpipe.worker.blame import run_error
 from hetpipe.worker.divided import Meet, compile_programs
+from hetpipe.worker.loans import Loans
 from hetpipe.worker.memory import Memory, nbytes_of
 from hetpipe.worker.store import Entries, Frames, Results, Store
 from hetpipe.worker.weights import Predicted, Version, make_weights
@@ -55,6 +56,7 @@ class Pass(NamedTuple):
     forwards: Content = Content.FORWARD
     keeps_output: bool = False
     queue: int = 0
+    mini_batch: int = 0
 
 
 class Stage:
@@ -94,6 +96,7 @@ class Stage:
         self._rng = binding.index_of(RNG)
         self._tangents: dict[float, Buffer] = {}  # by value: gradients of the loss
         self.memory = self._make_memory()
+        self.loans = Loans(self.weights, binding.entries(PARAM, graphs.borrowed), self.memory, keep)
         if self.weights.number:
             self._put_scalars({**keep.rates, "step": float(self.weights.number)})
 
@@ -127,8 +130,9 @@ class Stage:
         after = self._feed(frame, bindings.feeds, which)
         if self._before is None and self._keep.policy.flushes:
             self._before = self.store.buffers()
-        version = self.weights.forward(which.microbatch, which.lag, which.ahead)
-        self._run(bindings.forward, version, frame, after, queue=which.queue, leaving=leaving)
+        version = self.loans.forward(which.mini_batch, which.microbatch, which.lag, which.ahead)
+        read = self.loans.complete(version, which.mini_batch)
+        self._run(bindings.forward, read, frame, after, queue=which.queue, leaving=leaving)
         self._account(0, which, frame, version)
         self.results.keep(which.microbatch, frame)
         self.frames.let_go(frame, bindings, 0)
@@ -142,7 +146,8 @@ class Stage:
         if (place := self._binding.places.get((TANGENT, LOSS))) is not None:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
         program = bindings.backward(part, self.store.begins_gradients())
-        self._run(program, version, frame, queue=which.queue, leaving=leaving)
+        read = self.loans.complete(version, which.mini_batch)
+        self._run(program, read, frame, queue=which.queue, leaving=leaving)
         self._account(part + 1, which, frame, version)
         self.frames.let_go(frame, bindings, part + 1)
 
@@ -170,6 +175,7 @@ class Stage:
             self.weights.updated(present)
         else:
             self.weights.updated(self._run(binding, present, [], into=list(present)))
+            self.loans.drop(present)
         self.store.drop_late_gradients()
         self.memory.updated(self.weights.live(present))
         self._before = None

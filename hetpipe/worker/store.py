@@ -75,9 +75,10 @@ class Store:
         buffers = [place for key, place in self._places.items() if key[0] == BUFFER]
         self._buffer_indices = [place.entry for place in buffers if place.table is Table.STORE]
 
-    def get(self, key: Key) -> Array:
-        """Return the present value of a parameter, buffer, gradient or state, on the host."""
-        table, index = self._table(key)
+    def get(self, key: Key, version: Version | None = None) -> Array:
+        """Return the value of a parameter, buffer, gradient or state, on the host. Parameters are
+        of this version, or present ones."""
+        table, index = self._table(key, version)
         if table[index] is None and self._is_late(self._places[key]):
             return _zeros(self._slots[key])
         return self.download(self._slots[key], table[index])
@@ -179,10 +180,11 @@ class Store:
     def _is_late(self, place: Place) -> bool:
         return place.table is Table.STORE and place.entry in self._late
 
-    def _table(self, key: Key) -> tuple[Entries, int]:
+    def _table(self, key: Key, version: Version | None = None) -> tuple[Entries, int]:
         place: Place = self._places[key]
-        entries = self.weights.present if place.table is Table.PARAMS else self.entries
-        return entries, place.entry
+        if place.table is not Table.PARAMS:
+            return self.entries, place.entry
+        return self.weights.present if version is None else version, place.entry
 
 
 def _zeros(slot: Slot) -> Array:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
-from hetpipe.errors import HetpipeError
 from hetpipe.schedule.weights import Keeping
-from hetpipe.sdk.backend import Buffer
 from hetpipe.wire.messages import Keep
 
-Version = list[Buffer]
+Version = list[Any]
+"""Buffers; in old versions, None for parameters that another stage owns."""
 Predict = Callable[[Version, float], Version]
 """(version, number of updates) -> the version that is expected after these updates."""
 
@@ -143,15 +143,13 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """Return the versions of a stage under a policy. Raises `HetpipeError` if the policy predicts
-    and `predict` is None."""
+    """Return the versions of a stage under a policy. `predict` is None if the stage owns no
+    parameter, so there is nothing to predict."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
-    if policy.keeping is Keeping.PRESENT:
+    if policy.keeping is Keeping.PRESENT or (policy.predicts and predict is None):
         return Flushed(parameters, updates)
-    if policy.keeping is not Keeping.PREDICTED:
+    if predict is None or not policy.predicts:
         return Stashed(parameters, updates, keeps=policy.keeping is Keeping.RECENT)
-    if predict is None:
-        raise HetpipeError(f"{policy.name} needs an optimizer that predicts weights")
     ahead = 0 if policy.backward_ahead is None else policy.backward_ahead(stage)
     return Predicted(parameters, updates, predict, ahead)

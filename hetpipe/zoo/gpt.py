@@ -8,8 +8,7 @@ root(2 / (5 width)) (Nguyen and Salazar, "Transformers without tears", 2019), 0.
 GPT-2's deviation of 0.02 and a learning rate of 1e-3, `gpt` would long predict only the frequencies
 of tokens. There is no dropout.
 
-Asynchronous pipelines update the first and the last stage at different times, so these stages
-cannot share weights: `gpt-untied` has separate output weights.
+`gpt-untied` has separate output weights, so its stages share nothing.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
-from hetpipe.errors import PlanError
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning, ratios_of, scale_costs, typical
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.plan.plan import Plan
@@ -227,15 +226,6 @@ def test_a_plan_beyond_the_memory_is_never_chosen() -> None:
     assert training.moves
     assert training.plan.cuts == (4,)
     assert max(stage.memory_nbytes for stage in training.plan.stages) <= 12 * MIB + 10_000
-
-
-def test_an_asynchronous_plan_never_separates_tied_layers() -> None:
-    costs = replace(table(), tied=(TiedBytes("w", MIB, (3, 4, 5, 6)),))
-    assert plan_of(costs).cuts == (6,)
-    assert plan_of(costs, "pipedream", "stash").cuts in ((3,), (7,))
-    whole = replace(costs, tied=(TiedBytes("w", MIB, (0, LAYERS - 1)),))
-    with pytest.raises(PlanError, match=r"separate layers that share w, and pipedream would"):
-        plan_of(whole, "pipedream", "stash")
 
 
 def test_a_move_happens_only_if_it_pays() -> None:

@@ -113,7 +113,12 @@ def test_depths_match_the_papers(stages, microbatches):
         (("1f1b", 2, 2), {"tied": [(1, [1])]}, "tied stages 1 and 1"),
         (("1f1b", 2, 2), {"mini_batches": 2}, "2 mini-batches: 1f1b flushes after each"),
         (("pipedream", 2, 2), {"mini_batches": 0}, "0 mini-batches: must be 1 or more"),
-        (("pipedream", 2, 2), {"tied": [(0, [1])]}, "stages 0 and 1 share parameters"),
+        (("pipedream", 2, 2), {"tied": [(1, [0])]}, "the first stage with a parameter must own it"),
+        (
+            ("pipedream", 3, 1),
+            {"tied": [(0, [2])], "replicas": [1, 1, 2]},
+            "stages 0 and 2 share parameters, and stage 2 has 2 replicas, which take turns",
+        ),
         (("1f1b", 4, 2), {"workers": 2}, "4 stages on 2 workers: 1f1b takes one stage per worker"),
         (("interleaved", 2, 4), {"workers": 4}, "takes at least one stage per worker"),
         (("interleaved", 2, 4), {"workers": 0}, "2 stages on 0 workers"),
@@ -196,14 +201,29 @@ def test_pipedream_continues_with_the_next_mini_batch():
     assert rows[0] == "F0 SF0 F1 SF1 F2 SF2 RB0 B0 F3 SF3 RB1 B1 U RB2 B2 RB3 B3 U1"
 
 
+def test_pipedream_sends_the_tied_parameter_before_each_forward_of_its_owner():
+    rows = text(generate("pipedream", 3, 1, mini_batches=3, tied=[(0, [2])]))
+    assert rows[0] == (
+        "SP2 F0 SF0 SP2@1 F1 SF1 SP2@2 F2 SF2 RB0 B0 RG2 U RB1 B1 RG2@1 U1 RB2 B2 RG2@2 U2 SP2@3"
+    )
+    assert rows[2] == (
+        "RP0 RF0 F0 B0 SB0 SG0 U RP0@1 RF1 F1 B1 SB1 SG0@1 U1 RP0@2 RF2 F2 B2 SB2 SG0@2 U2 RP0@3"
+    )
+    rows = text(generate("pipedream", 2, 2, mini_batches=1, tied=[(0, [1])]))
+    assert rows[1] == "RP0 RF0 F0 B0 SB0 RF1 F1 B1 SB1 SG0 U RP0@1"
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream", "zb-h1"])
 def test_actions_print_and_parse(name):
-    for row in generate(name, 4, 12, tied=[] if name == "pipedream" else [(0, [3])]):
+    mini_batches = 3 if name == "pipedream" else 1
+    for row in generate(name, 4, 12, tied=[(0, [3])], mini_batches=mini_batches):
         for action in row:
             assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("wrong", ["F0", "2F", "0UF1", "2X0", "2F0 ", "", "-1F0"])
+@pytest.mark.parametrize(
+    "wrong", ["F0", "2F", "0UF1", "2X0", "2F0 ", "", "-1F0", "2F0@1", "0SP@1", "0SP2@"]
+)
 def test_invalid_actions_do_not_parse(wrong):
     with pytest.raises(ScheduleError):
         Action.parse(wrong)

@@ -1,7 +1,5 @@
 """Streams: segments and a flush form the whole schedule, at any length."""
 
-from dataclasses import replace
-
 import pytest
 
 from hetpipe.errors import ScheduleError
@@ -19,29 +17,33 @@ def hiding(stages):
     return [2 * (stages - n) - 1 for n in range(stages)]
 
 
-def stride(action, microbatches):
-    """Return the increase of an action's number per mini-batch."""
-    return 1 if action.op is Op.UPDATE else microbatches
+TIES = {
+    1: [],
+    2: [(0, [1])],
+    3: [(0, [1, 2]), (1, [2])],
+    4: [(0, [3]), (1, [2, 3]), (2, [3])],
+}
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", TIES)
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("depth", [noam, hiding])
-def test_segments_and_flush_form_the_schedule(stages, microbatches, depth):
-    stream = Stream("pipedream", stages, microbatches, depth(stages))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_segments_and_flush_form_the_schedule(stages, microbatches, depth, is_tied):
+    tied = TIES[stages] if is_tied else []
+    stream = Stream("pipedream", stages, microbatches, depth(stages), tied=tied)
     for count in range(1, 3 * stages + 6):
         parts = [*map(stream.segment, range(count)), stream.flush(count)]
         rows = tuple(
             tuple(
-                replace(a, number=a.number + part.first * stride(a, microbatches))
-                for part in parts
-                for a in part.schedule[worker]
+                a.later(part.first, microbatches) for part in parts for a in part.schedule[worker]
             )
             for worker in range(stages)
         )
         assert rows == generate(
-            "pipedream", stages, microbatches, in_flight=depth(stages), mini_batches=count
-        )
+            "pipedream", stages, microbatches, in_flight=depth(stages), mini_batches=count,
+            tied=tied,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("depth", [noam, hiding])

@@ -105,6 +105,28 @@ def test_tied_gradients_must_be_sent_and_received():
     assert "0RG1 receives from stage 1, which sends nothing more" in refusal(unsent, 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "drop", "before", "message"),
+    [
+        (0, "0SP1@1", None, "0F1 comes before 0SP1@1, which it needs"),
+        (1, "1RP0@1", None, "1F1 comes before 1RP0@1, which it needs"),
+        (1, "1SG0@1", None, "1U1 comes before 1SG0@1, which it needs"),
+        (0, "0RG1", None, "0U comes before 0RG1, which it needs"),
+        (0, "0RG1@1", "0B1", "0RG1@1 comes before 0B1, which it needs"),
+        (0, "0SP1@1", "0SP1@2", "0F1 comes before 0SP1@1, which it needs"),
+        (1, "1RP0@1", "1RF0", "1RP0@1 receives from stage 0, which sends F0 at that turn"),
+    ],
+)
+def test_a_stream_of_tied_parameters_must_be_whole(row, drop, before, message):
+    """Remove an action, and put it elsewhere."""
+    rows = [list(own) for own in generate("pipedream", 2, 1, mini_batches=3, tied=[(0, [1])])]
+    rows[row].remove(moved := Action.parse(drop))
+    if before is not None:
+        rows[row].insert(rows[row].index(Action.parse(before)), moved)
+    with pytest.raises(ScheduleError, match=message):
+        validate([*map(tuple, rows)], 1, mini_batches=3, flushes=False)
+
+
 def test_a_stage_is_on_one_worker_and_numbers_have_no_gaps():
     assert "stage 0 is on workers 0 and 1" in refusal(draw("0F0 0B0", "0U"), 1)
     assert "stages are [0, 2]" in refusal(draw("0F0 0B0 0U", "2F0 2B0 2U"), 1)

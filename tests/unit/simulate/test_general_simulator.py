@@ -164,7 +164,11 @@ def random_schedule(rng: random.Random) -> Schedule:
         return generate(name, 1, 1, mini_batches=rng.randint(1, 9), replicas=(rng.randint(1, 4),))
     if name == "pipedream":
         replicas = [rng.randint(1, 3) for _ in range(n)]
-        return generate(name, n, 1, mini_batches=rng.randint(1, 9), replicas=replicas)
+        alone = n > 1 and replicas[0] == replicas[-1] == 1
+        return generate(
+            name, n, 1, mini_batches=rng.randint(1, 9), replicas=replicas,
+            tied=[(0, [n - 1])] if alone else [],
+        )  # fmt: skip
     replicas = [] if name == "fbp" else [rng.randint(1, 3) for _ in range(n)]
     tied = [(0, [n - 1])] if n > 1 and rng.random() < 0.5 else []
     return generate(name, n, rng.randint(1, 7), tied=tied, replicas=replicas)

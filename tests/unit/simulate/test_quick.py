@@ -69,7 +69,7 @@ def test_a_walk_gives_the_spans_of_the_clock(name: str, monkeypatch: pytest.Monk
     for _ in range(20):
         workers = rng.randint(1, 4)
         stages = 2 * workers if name in SEVERAL else workers
-        tied = [(0, [stages - 1])] if stages > 1 and name != "pipedream" else []
+        tied = [(0, [stages - 1])] if stages > 1 else []
         schedule = generate(
             name, stages, workers * rng.randint(1, 4), workers=workers, tied=tied,
             mini_batches=3 if name == "pipedream" else 1,
