@@ -15,6 +15,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.sdk.formats.kernelspec import read_spec
 from hetpipe.workbench.tuning import keep
 
+CHECKER = next((each for each in IDS if "oclgrind" in each), None)
 POCL = next((each for each in IDS if "pocl" in each), None)
 
 SOURCE = """\
@@ -137,6 +138,14 @@ def test_wrong_grids_are_refused(source: Path, options: tuple[str, ...], reason:
     result: Any = CliRunner().invoke(app, ["kernels", "tune", str(source), *options])
     assert isinstance(result.exception, HetpipeError), result.output
     assert reason in str(result.exception)
+
+
+@pytest.mark.skipif(CHECKER is None, reason="Oclgrind is not installed")
+def test_a_checker_measures_nothing(source: Path) -> None:
+    result: Any = CliRunner().invoke(
+        app, ["kernels", "tune", str(source), "--device", str(CHECKER)]
+    )
+    assert "checks every access, so its times say nothing" in str(result.exception)
 
 
 def test_a_grid_needs_a_file_and_values(source: Path) -> None:

@@ -27,6 +27,7 @@ def tune_own(
     output: Output, trial: Trial, device_ids: Sequence[str], effort: Effort, keeps: bool
 ) -> None:
     """Check and measure every combination on every device. Raises `BackendError`."""
+    from hetpipe.workbench.runners import runner_of
     from hetpipe.workbench.tuning import keep, largest_case
 
     count = len(trial.spec.case)
@@ -34,6 +35,12 @@ def tune_own(
     if not 0 <= case < count:
         raise BackendError(f"no case {case} in {trial.spec_path}; give 0 to {count - 1}")
     chosen = device_ids or _measurable(trial)
+    for device_id in chosen:
+        if runner_of(trial.source).checks(device_id):
+            raise BackendError(
+                f"{device_id} checks every access, so its times say nothing about a kernel: name "
+                "another device"
+            )
     if keeps and len(chosen) > 1:
         raise BackendError(
             f"--keep writes the best values of one device: name one of {', '.join(chosen)} with "
