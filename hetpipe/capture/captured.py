@@ -61,11 +61,13 @@ class Captured:
     statistics of the whole micro-batch. `split` names the linear layers and convolutions to divide
     in two, each with the number of output channels of its first part. `parts` translates names and
     values of split parameters. Every operator named in `starting` begins a new layer. `watch`
-    detects later changes of the model.
+    detects later changes of the model. `trains` says whether there are backwards.
 
     Raises `PlanError` for a layer that cannot be split. Raises `CaptureError` for other faults of
     the model; the error names the line or module, and the cure.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -82,7 +84,8 @@ class Captured:
         self.name = type(model).__name__
         self._model, self._loss_fn = move_to_cpu(model, loss_fn)
         self._modes = Modes.of(self._model, self._loss_fn)
-        self._modes.warn()
+        if self.trains:
+            self._modes.warn()
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
         self.split = dict(split or {})
@@ -96,7 +99,7 @@ class Captured:
         parameters = self._tensors.parameters
         self.parameters = {name: array_of(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        layers = (sorted(self.split.items()), sorted(self._starting))
+        layers = (sorted(self.split.items()), sorted(self._starting), self.trains)
         options = (precision, sync_batch_norm, *layers)
         self._outputs: dict[bool, Outputs] = {}  # by whether the model trains
         self._identity = Identity(
@@ -242,13 +245,8 @@ class Captured:
             if training not in self._outputs:  # rehearsals have failed: let export note the output
                 self._flat(self._summary.samples, training)
             with self._modes.apply(evaluation=not training):
-                check = LossCheck(
-                    self._model,
-                    copy_loss(self._loss_fn),
-                    self._example,
-                    self._summary.indices,
-                    samples,
-                )
+                loss, indices = copy_loss(self._loss_fn), self._summary.indices
+                check = LossCheck(self._model, loss, self._example, indices, samples)
                 return check.fault(self._outputs.get(training))
 
         return _load_or_make(key, compare)
@@ -283,7 +281,7 @@ class Captured:
                     has_output=not training,
                 )  # fmt: skip
             self._identity.check_computing(samples, training)
-            trainable = self.trainable if training else None
+            trainable = self.trainable if training and self.trains else None
             outputs = 0 if training else self._outputs[training].count
             flat = flatten(program, self._example.names, self.aliases, trainable, samples, outputs)
             flat.precision = self.precision
@@ -297,6 +295,12 @@ class Captured:
                 check_layers(flat, summary.layer_names, summary.samples, training)
             self._flats[samples, training] = flat
         return self._flats[samples, training]
+
+
+class CapturedForwards(Captured):
+    """A model for forwards alone: no parameter has a gradient, and no pass a backward."""
+
+    trains = False
 
 
 def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:

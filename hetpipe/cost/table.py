@@ -167,6 +167,7 @@ class CostTable:
     step_overhead_s: float = 0.0  # seconds to hand out the mini-batch and to gather the losses
     tied: tuple[TiedBytes, ...] = ()
     contention: float = 0.0  # share of the cores that other work used; 0 if it was small
+    trains: bool = True  # whether parameters have gradients, as large as the parameters
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """Return the seconds of the forward of layers lo..hi-1; the fixed overhead counts once."""
@@ -230,6 +231,8 @@ class CostTable:
         data = asdict(self) | {"version": VERSION}
         if not self.contention:
             del data["contention"]
+        if self.trains:
+            del data["trains"]
         data["links"] = [
             {"source": source, "target": target, **asdict(link)}
             for (source, target), link in self.links.items()
@@ -246,17 +249,11 @@ class CostTable:
         source = Source("the cost table", CostError, where)
         table = source.versioned(_Table, _upgraded(data), VERSION)
         _check_references(table, source)
-        return CostTable(
-            table.model,
-            table.samples,
-            table.layers,
-            table.devices,
-            {(e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label, e.sum_speed)
-             for e in table.links},
-            table.step_overhead_s,
-            table.tied,
-            table.contention,
-        )  # fmt: skip
+        links = {
+            (e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label, e.sum_speed)
+            for e in table.links
+        }
+        return CostTable(**{**vars(table), "links": links})
 
 
 @dataclass(frozen=True)
@@ -283,13 +280,14 @@ class _Table:
     step_overhead_s: Seconds
     tied: tuple[TiedBytes, ...]
     contention: Annotated[float, Number(most=1.0)]
+    trains: bool
 
 
 def _upgraded(data: Any) -> Any:
     """Return a table of an earlier version in the form of this version; other data unchanged."""
     if not isinstance(data, Mapping):
         return data
-    data = {"contention": 0.0, **data}
+    data = {"contention": 0.0, "trains": True, **data}
     if data.get("version") not in EARLIER:
         return data
     new: dict[str, Any] = {"version": VERSION}

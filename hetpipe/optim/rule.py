@@ -241,3 +241,11 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
         predict=optimizer.predict_steps,
         groups=tuple(groups),
     )
+
+
+def _keep(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+    return param, state
+
+
+NO_OPTIMIZER = Optimizer("none", 0.0, (), _keep)
+"""Stands for an optimizer where nothing is trained."""

@@ -143,7 +143,8 @@ class Delivery:
         """Return the mean loss and metrics of mini-batches in eval mode."""
         captured, means = self._training.setup.captured, Means(metrics)
         pairs = ((captured.leaves(x, y), y) for x, y in batches)
-        forwards = Forwards(self._training, Content.EVALUATION, bool(metrics), ema)
+        with self._guard("evaluate"):
+            forwards = Forwards(self._training, Content.EVALUATION, bool(metrics), ema)
         found = self._results_in_eval("evaluate", forwards, pairs)
         for number, (request, result, y) in enumerate(found):
             means.add(request, result, number)

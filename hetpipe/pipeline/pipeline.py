@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetpipe.capture.captured import Captured
+from hetpipe.capture.captured import Captured, CapturedForwards
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.named_tensors import NamedTensors, check_capturable
 from hetpipe.checkpoint.checkpoint import Checkpoint
@@ -17,12 +17,14 @@ from hetpipe.environment import refuse_ranks
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.optim.check import check_optimizer
+from hetpipe.optim.rule import NO_OPTIMIZER
 from hetpipe.pipeline.average import averaged
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
 from hetpipe.pipeline.facts import Facts
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
+from hetpipe.pipeline.inference import check_given, no_loss, refuse_losses, refuse_training
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.model_state import as_tensors, load_state, states_of
 from hetpipe.pipeline.options import records_of
@@ -57,6 +59,8 @@ class Pipeline(Facts):
     is the samples. `loss_fn` takes the model's output and `y` and returns a mean over samples, or
     `(sum, count)`. If `loss_fn` is a module with parameters, the last stage trains them like the
     model's parameters. An `optimizer` of torch is read once, see `hetpipe.optim.from_torch`.
+    Without an optimizer the pipeline only predicts and evaluates, and needs less memory; without
+    `loss_fn` it only predicts.
 
     The planner chooses the parts of the plan that you leave out; `hetpipe.pipeline.options`
     describes every option. All errors are children of `HetpipeError`. `close` does not stop a
@@ -69,11 +73,11 @@ class Pipeline(Facts):
     def __init__(
         self,
         model: torch.nn.Module,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
         example: tuple[Any, Any],
         *,
         cluster: Cluster,
-        optimizer: Optimizer | torch.optim.Optimizer,
+        optimizer: Optimizer | torch.optim.Optimizer | None = None,
         progress: Progress | None = None,
         captured: Captured | None = None,
         crew: Crew | None = None,
@@ -83,7 +87,11 @@ class Pipeline(Facts):
         refuse_ranks()
         planned, passes, updates = records_of(options)
         check_capturable(model)
-        rule = check_optimizer(optimizer, NamedTensors(model, loss_fn).parameters, updates.ema)
+        trains, loss = optimizer is not None, loss_fn or no_loss
+        check_given(loss_fn is not None, trains, updates)
+        rule = NO_OPTIMIZER
+        if trains:
+            rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
         progress = progress or (lambda text, done, total: None)
         mini_batch = Example(*example).samples
@@ -96,11 +104,11 @@ class Pipeline(Facts):
             progress("capturing", 0, 1)
             if planned.measures and not cluster.described:
                 warm.begin(self._crew)
-            self._captured = captured or Captured(
-                model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
+            self._captured = captured or (Captured if trains else CapturedForwards)(
+                model, loss, example, passes.dtypes, passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
-            self._state, self._loss_state = states_of(model, loss_fn, self._captured)
+            self._state, self._loss_state = states_of(model, loss, self._captured)
             self._captured.leaves(*example)
             setup, costs = set_up(
                 self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
@@ -110,6 +118,8 @@ class Pipeline(Facts):
             self._measurements = Measurements(self._training, costs)
             self._rebalancer = Rebalancer(self._training, costs, fixed, bool(planned.rebalance))
             self._guard.checks.append(self._captured.watch.check)
+            self._guard.checks += [refuse_training] if not trains else []
+            self._guard.checks += [refuse_losses] if loss_fn is None else []
             self._delivery = Delivery(self._training, self._guard, self._rebalancer)
         except BaseException:
             self.close()
@@ -230,7 +240,7 @@ class Pipeline(Facts):
         cls,
         directory: str | Path,
         model: torch.nn.Module,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
         example: tuple[Any, Any],
         **options: Any,
     ) -> Pipeline:

@@ -13,7 +13,7 @@ import numpy as np
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint, save
 from hetpipe.errors import CheckpointError, PlanError
-from hetpipe.optim.rule import AVERAGE
+from hetpipe.optim.rule import AVERAGE, NO_OPTIMIZER
 from hetpipe.pipeline.lossscale import ScaleState, Scaling
 from hetpipe.plan.plan import Plan
 from hetpipe.records import Count, Entries, Source
@@ -167,12 +167,15 @@ Kept = Mapping[str, Mapping[str, Any]]
 """Values by role and name."""
 
 
-def fit_average(checkpoint: Checkpoint, stages: Sequence[StageGraphs]) -> Checkpoint:
-    """Return the checkpoint for a training whose option `ema` may have changed.
+def fit_states(checkpoint: Checkpoint, stages: Sequence[StageGraphs]) -> Checkpoint:
+    """Return the checkpoint for a training whose option `ema` may have changed, or for forwards
+    alone.
 
     An average that the checkpoint lacks begins with the checkpoint's parameters. An average that
-    the stages lack is left out.
+    the stages lack is left out, and so are all states if nothing is trained.
     """
+    if all(stage.update is None for stage in stages):
+        return replace(checkpoint, tensors={**checkpoint.tensors, STATE: {}})
     slots = [slot for stage in stages if stage.update for slot in stage.update.inputs]
     needed = {slot.name for slot in slots if slot.role == STATE and _is_average(slot.name)}
     states, params = checkpoint.tensors[STATE], checkpoint.tensors[PARAM]
@@ -191,7 +194,7 @@ def _is_average(state: str) -> bool:
 def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
     """Raise `CheckpointError` if the checkpoint belongs to another model or optimizer."""
     saved = checkpoint.manifest.get("optimizer")
-    if saved != _described(optimizer):
+    if saved != _described(optimizer) and optimizer is not NO_OPTIMIZER:
         raise CheckpointError(
             f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
             "given, and their states differ; resume with the checkpoint's optimizer (lr may differ)"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError
+from hetpipe.optim.rule import NO_OPTIMIZER
 from hetpipe.pipeline.fit import (
     check_boards,
     check_costs,
@@ -108,23 +109,26 @@ def set_up(
     `HetpipeError`.
     """
     asked, passes, updates = options
+    if captured.trains and optimizer is NO_OPTIMIZER:
+        raise HetpipeError("captured is for a training: leave it out, or give an optimizer")
     asked = _check_captured(captured, asked, passes)
     share_operators(captured, crew)
     check_cuts(asked.cuts or (), captured.layer_names)
     microbatches, infos = microbatches_of(asked), crew.infos
-    if microbatches > 1:
+    if microbatches > 1 and captured.trains:
         check_loss(captured, -(-mini_batch // microbatches))
     members = infos if asked.plan is None else asked.plan.all_devices
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
     plan, costs = planning.choose(asked)
-    if microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1:
+    divided = microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1
+    if divided and captured.trains:
         check_loss(captured, -(-mini_batch // 2), replicas=True)
     boards = [board.id for board in crew.cluster.described]
     check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
     check_boards(plan, crew.cluster, infos)
     setup = Setup(captured, crew, plan, optimizer, passes, updates)
-    if resume is not None:
+    if resume is not None and captured.trains:
         progress_of(resume).check_settings(setup.settings, updates.changed)
     return setup, costs
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline.resume import check, fit_average
+from hetpipe.pipeline.resume import check, fit_states
 from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
@@ -189,6 +189,12 @@ class Stages:
         self.took_s = 0.0  # seconds of the last load or move
         self._own_load = 0
 
+    def expect(self, samples: Collection[int]) -> None:
+        """Include programs for micro-batches of these sizes in the first load."""
+        self.sizes[Content.FORWARD] |= set(samples)
+        if not self._setup.captured.trains:
+            self.sizes[Content.INFERENCE] |= set(samples)
+
     def check_own(self) -> None:
         """Raise `HetpipeError` if another pipeline or profile has loaded its stages on the crew."""
         if self._crew.load_count != self._own_load:
@@ -214,7 +220,7 @@ class Stages:
             values = replace(values, tensors=tensors)
             if values.manifest:
                 stages = [replicas[0] for replicas in traced.graphs]
-                values = fit_average(values, stages)
+                values = fit_states(values, stages)
                 check(values, stages, setup.optimizer)
             initial.update(values.tensors[PARAM])
             initial.update(values.tensors[BUFFER])

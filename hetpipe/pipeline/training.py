@@ -82,7 +82,7 @@ class Training:
         self.results = Results(setup.optimizer)
         self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
-        self.stages.sizes[Content.FORWARD] |= set(micro_sizes(mini_batch, plan.microbatches))
+        self.stages.expect(micro_sizes(mini_batch, plan.microbatches))
         self.stages.load(resume, self.updates, self.steps)
 
     @property

@@ -34,7 +34,8 @@ class StageCosts:
         self.table = table
         self.recompute = recompute
         self.count = len(table.layers)
-        weights = [2 * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
+        copies = 1 + table.trains  # parameters and their gradients
+        weights = [copies * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
         self._weights = _prefix(weights)
         self._params = _prefix([layer.params_nbytes for layer in table.layers])
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
@@ -71,7 +72,7 @@ class StageCosts:
         return (
             self._weights[hi]
             - self._weights[lo]
-            - (1 + versions) * self._repeated(lo, hi)
+            - (self.table.trains + versions) * self._repeated(lo, hi)
             + (versions - 1) * (self._params[hi] - self._params[lo])
             + share * self._saved_nbytes(lo, hi, in_flight)
             + share * 2 * (self._cuts[lo] + self._cuts[hi])

@@ -104,6 +104,7 @@ def profile(
                 step_overhead_s=step_overhead_s,
                 tied=tied_bytes(any_backend, size),
                 contention=contention.mark(rounds.foreign),
+                trains=captured.trains,
             )
             cache.store(entries[size], tables[size].to_json())
         if rounds.foreign > contention.LIMIT:
