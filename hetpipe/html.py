@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
+from math import isfinite
+from typing import NamedTuple
 
 
 def table_html(
@@ -36,3 +38,38 @@ def lines_html(lines: Iterable[str]) -> str:
         lead = f"<b>{escape(word)}</b>: " if colon and " " not in word else ""
         paragraphs.append(f"<p>{lead}{escape(text if lead else line)}</p>")
     return "".join(paragraphs)
+
+
+MOST_BARS = 2000
+"""A picture in a notebook has at most this many bars, because a notebook stores it."""
+WIDE, ROW, LEFT = 900, 22, 160  # of a picture, in pixels
+
+
+class Bar(NamedTuple):
+    """A bar from `lo` to `hi`, which are shares of the picture's width."""
+
+    lo: float
+    hi: float
+    text: str
+    colour: str
+
+
+def bars_html(title: str, names: Sequence[str], rows: Sequence[Sequence[Bar]]) -> str:
+    """Return rows of bars as SVG, which scales with its place. Later bars may be left out."""
+    parts = []
+    for number, (name, row) in enumerate(zip(names, rows, strict=True)):
+        top = ROW * number
+        text = f'<text x="0" y="{top + 15}" fill="currentColor">{escape(name)}</text>'
+        parts.append(text)
+        for bar in row[: MOST_BARS // len(names)]:
+            if isfinite(bar.lo + bar.hi):
+                x, width = LEFT + (WIDE - LEFT) * bar.lo, (WIDE - LEFT) * (bar.hi - bar.lo)
+                parts.append(
+                    f'<rect x="{x:.2f}" y="{top + 2}" width="{max(width, 0.5):.2f}" '
+                    f'height="{ROW - 4}" fill="{bar.colour}"><title>{escape(bar.text)}</title>'
+                    "</rect>"
+                )
+    return (
+        f'<svg viewBox="0 0 {WIDE} {ROW * len(names)}" role="img" aria-label="{escape(title)}" '
+        f'style="max-width:100%;font:12px sans-serif">{"".join(parts)}</svg>'
+    )

@@ -1,7 +1,8 @@
-"""Short texts for messages, from values and names of any length."""
+"""Short texts for messages and tables, from values, names and figures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import Repr
@@ -50,6 +51,30 @@ def near(name: object, known: Iterable[str]) -> str:
 LEAST_PART = 3  # letters of a name that makes another name similar
 MOST_NEAR = 4
 LIKENESS = 0.65  # of `difflib`, from 0 to 1; "gtp" and "gpt" have 0.67
+
+
+def format_s(time_s: float) -> str:
+    """0.00123 -> "1.23 ms"; infinite -> "-"."""
+    if math.isinf(time_s):
+        return "-"
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if time_s * factor >= 1.0:
+            return f"{time_s * factor:.3g} {unit}"
+    return f"{time_s * 1e6:.3g} us"
+
+
+def format_nbytes(nbytes: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"
+
+
+def format_rate(per_s: float) -> str:
+    """1234.5 -> "1234/s"; small rates keep three digits."""
+    return f"{per_s:.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
 
 
 class _Short(Repr):

@@ -7,8 +7,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.rows import PipelineRow
-from hetpipe.report.tables import Table, format_rate, format_s
+from hetpipe.report.tables import Table
 from hetpipe.simulate.outcome import occupation
+from hetpipe.words import format_rate, format_s
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome

@@ -105,7 +105,7 @@ def _number(board: Board, key: str) -> float:
 
 def _shown(key: str, value: float) -> str:
     """Format a number with the unit that its key implies."""
-    from hetpipe.report.tables import format_nbytes, format_s
+    from hetpipe.words import format_nbytes, format_s
 
     if key.endswith("_nbytes"):
         return format_nbytes(value)

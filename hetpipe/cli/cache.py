@@ -18,7 +18,8 @@ def show(context: typer.Context, json: JsonOption = None) -> None:
     if context.invoked_subcommand is not None:
         return
     from hetpipe.caches import present_caches
-    from hetpipe.report.tables import Table, format_nbytes
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_nbytes
 
     output = Output(json)
     table = Table("Caches", ("cache", "files", "size", "folder"), ("files", "size"))
@@ -42,8 +43,7 @@ def clear(
     """Delete the files of a cache, or of all caches."""
     from hetpipe.caches import present_caches
     from hetpipe.errors import HetpipeError
-    from hetpipe.report.tables import format_nbytes
-    from hetpipe.words import choices
+    from hetpipe.words import choices, format_nbytes
 
     output, caches = Output(None), present_caches()
     names = dict.fromkeys(cache.name for cache in caches)

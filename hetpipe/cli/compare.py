@@ -103,7 +103,8 @@ def timelines(comparison: Comparison) -> list[Timeline]:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return a table with a row for each planner, the shortest predicted step first."""
-    from hetpipe.report.tables import Table, format_nbytes, format_s
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_nbytes, format_s
 
     columns = [
         "planner", "stages", "devices", "schedule", "M", "step", "samples/s", "of the sum",

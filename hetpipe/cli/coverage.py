@@ -17,8 +17,9 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """List the operators of a model that a device lacks, the largest share of time first."""
-    from hetpipe.report.tables import Table, format_nbytes
+    from hetpipe.report.tables import Table
     from hetpipe.study.lacking import JUDGE, coverage
+    from hetpipe.words import format_nbytes
     from hetpipe.zoo.load import check_name
 
     output = Output(json)

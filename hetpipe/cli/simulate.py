@@ -65,7 +65,8 @@ def command(
 
 def worker_table(simulation: Simulation) -> Table:
     """Return a table with a row for each worker of the step."""
-    from hetpipe.report.tables import Table, format_nbytes
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_nbytes
 
     columns = ["worker", "busy", "bubble", "peak memory"]
     step = f"{1e3 * simulation.step_s:.2f} ms, {simulation.timeline.label}"

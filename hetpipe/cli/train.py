@@ -326,7 +326,7 @@ def memory_lines(
     plan: Plan, peak_nbytes: Sequence[int], device_nbytes: Mapping[str, int]
 ) -> list[str]:
     """Return lines with each stage's peak memory, measured and planned, and devices' own counts."""
-    from hetpipe.report.tables import format_nbytes
+    from hetpipe.words import format_nbytes
 
     def planned(nbytes: int) -> str:
         return format_nbytes(nbytes) if plan.is_priced else "not"

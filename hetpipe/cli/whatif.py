@@ -39,9 +39,10 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Show the step time after changes of a cluster."""
-    from hetpipe.report.tables import Table, format_s
+    from hetpipe.report.tables import Table
     from hetpipe.study.accuracy import error_note
     from hetpipe.study.changes import changed, whatif
+    from hetpipe.words import format_s
 
     output = Output(json)
     members = cluster_from(cluster)
@@ -84,7 +85,7 @@ def command(
 
 def _rates(row: Alternative) -> dict[str, str]:
     """Return the throughput per watt and per price, by column; only what the boards state."""
-    from hetpipe.report.tables import format_rate
+    from hetpipe.words import format_rate
 
     rates = {}
     if (per_J := row.samples_per_J) is not None:

@@ -124,7 +124,8 @@ def _opened(device: str | None) -> Device:
 
 def _table(rows: list[Parity]) -> Table:
     from hetpipe.bench.judge import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
-    from hetpipe.report.tables import Table, format_s
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_s
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",

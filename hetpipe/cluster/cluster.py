@@ -17,6 +17,7 @@ from hetpipe.cluster.topology import Layout, Link, Server, Topology, check_link
 from hetpipe.cluster.transports import transport_of
 from hetpipe.cost.table import LinkCost
 from hetpipe.errors import ClusterError
+from hetpipe.html import table_html
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.words import choices, short
 
@@ -50,6 +51,20 @@ class Cluster:
                 raise ClusterError(f"{member.id}: no server {member.server!r}; {there}")
         for pair, link in self.links.items():
             _check_link(pair, link, self._by_id)
+
+    def _repr_html_(self) -> str:
+        columns = ("member", "device or board", "cores", "speed", "server")
+        rows = [
+            (
+                each.id,
+                each.device or f"{each.board} (board)",
+                ", ".join(map(str, each.cores)) or "any",
+                f"{each.speed:g}" + (" (emulated)" if each.speed != 1.0 else ""),
+                each.server or "none",
+            )
+            for each in self.members
+        ]
+        return table_html(f"Cluster, transport {self.transport}", columns, rows)
 
     @cached_property
     def ids(self) -> tuple[str, ...]:

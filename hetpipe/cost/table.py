@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any
 
+from hetpipe.cost.earlier_tables import upgraded
 from hetpipe.cost.probe import Drift, Probe, Relative
 from hetpipe.errors import CostError
+from hetpipe.html import table_html
 from hetpipe.records import (
     Count,
     Entries,
@@ -20,12 +22,9 @@ from hetpipe.records import (
     Seconds,
     Source,
 )
-from hetpipe.words import short, words
+from hetpipe.words import format_nbytes, format_s, short, words
 
 VERSION = 3
-EARLIER = (1, 2)
-"""Earlier versions that can be read. Both lack `sum_speed`; version 1 also lacks probes and
-spreads."""
 LONGEST_ID = 1000  # longest device id in letters, so that messages stay short
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
@@ -64,6 +63,9 @@ class LayerCost:
         return replace(
             self, forward_s=forward_s, backward_s=backward_s, update_s=change(self.update_s)
         )
+
+    def __str__(self) -> str:
+        return self.reason or f"{format_s(self.forward_s)} + {format_s(self.backward_s)}"
 
     @property
     def impossible(self) -> bool:
@@ -226,6 +228,19 @@ class CostTable:
         devices = {id: cost.beside(share) for id, cost in self.devices.items()}
         return replace(self, devices=devices)
 
+    def _repr_html_(self) -> str:
+        columns = ("layer", *self.devices, "weights", "saved", "cut")
+        rows = [
+            (
+                layer.name,
+                *(str(device.layers[index]) for device in self.devices.values()),
+                *map(format_nbytes, (layer.params_nbytes, layer.saved_nbytes, layer.cut_nbytes)),
+            )
+            for index, layer in enumerate(self.layers)
+        ]
+        title = f"{self.model}: forward + backward, micro-batches of {self.samples}"
+        return table_html(title, columns, rows, columns[1:])
+
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write: infinite numbers become None, links a list."""
         data = asdict(self) | {"version": VERSION}
@@ -247,7 +262,7 @@ class CostTable:
         Raises `CostError` for an unknown version, and for a wrong entry, with its place.
         """
         source = Source("the cost table", CostError, where)
-        table = source.versioned(_Table, _upgraded(data), VERSION)
+        table = source.versioned(_Table, upgraded(data, VERSION), VERSION)
         _check_references(table, source)
         links = {
             (e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label, e.sum_speed)
@@ -281,35 +296,6 @@ class _Table:
     tied: tuple[TiedBytes, ...]
     contention: Annotated[float, Number(most=1.0)]
     trains: bool
-
-
-def _upgraded(data: Any) -> Any:
-    """Return a table of an earlier version in the form of this version; other data unchanged."""
-    if not isinstance(data, Mapping):
-        return data
-    data = {"contention": 0.0, "trains": True, **data}
-    if data.get("version") not in EARLIER:
-        return data
-    new: dict[str, Any] = {"version": VERSION}
-    if isinstance(links := data.get("links"), (list, tuple)):
-        new["links"] = _each_with(links, sum_speed=1.0)
-    if data["version"] == 1 and isinstance(devices := data.get("devices"), Mapping):
-        more = {"spread": 0.0, "alone": 1.0, "probe": None, "probe_alone": None}
-        costs = [
-            {**cost, "layers": _each_with(cost.get("layers"), spread=0.0), **more}
-            if isinstance(cost, Mapping)
-            else cost
-            for cost in devices.values()
-        ]
-        new["devices"] = dict(zip(devices, costs, strict=True))
-    return {**data, **new}
-
-
-def _each_with(entries: Any, **new: float) -> Any:
-    """Return a list of records with the fields `new` added; anything else unchanged."""
-    if not isinstance(entries, (list, tuple)):
-        return entries
-    return [{**one, **new} if isinstance(one, Mapping) else one for one in entries]
 
 
 def _check_references(table: _Table, source: Source) -> None:

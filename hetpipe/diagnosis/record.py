@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from hetpipe.html import lines_html
+
 Verdict = Literal[
     "healthy", "operator", "combination", "program", "unsteady", "failed", "between", "numbers",
     "capture",
@@ -98,6 +100,9 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [*self._lines(), *(f"not compared: {note}" for note in self.notes)]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return lines_html([f"verdict: {self.verdict}", *str(self).splitlines()])
 
     def _lines(self) -> list[str]:
         compared = f"{self.runs} runs of its programs"

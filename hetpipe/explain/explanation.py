@@ -12,10 +12,12 @@ from hetpipe.errors import HetpipeError
 from hetpipe.explain.advice import LEAST_GAIN, Advice, advise
 from hetpipe.explain.page import Page
 from hetpipe.explain.use import Activity, Traffic, Use, traffic
+from hetpipe.html import lines_html
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Tables, nearest_table
 from hetpipe.plan.simulation import Simulation, simulate
-from hetpipe.report.tables import Table, format_nbytes, format_s, link_table, plain_text
+from hetpipe.report.tables import Table, link_table, plain_text
+from hetpipe.words import format_nbytes, format_s
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,6 +121,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        parts = [table._repr_html_() for table in self.tables()]
+        return lines_html([self.title, self.step, *self.sentences()]) + "".join(parts)
 
     def to_html(self, path: str | Path) -> None:
         """Write a page with a timeline to zoom, for any browser; it needs no network."""

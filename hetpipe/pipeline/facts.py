@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hetpipe.html import lines_html
 from hetpipe.pipeline.measurements import Measurements, effort_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ class Facts:
     _measurements: Measurements
     _rebalancer: Rebalancer
     _training: Training
+
+    def _repr_html_(self) -> str:
+        """Show plan, step and last loss; nothing is flushed."""
+        history = self._training.results.history
+        last = f", last loss {history[-1].loss:.6g}" if history else ""
+        return self.plan._repr_html_() + lines_html([f"pipeline: step {self.steps}{last}"])
 
     @property
     def plan(self) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetpipe.report.tables import format_nbytes
 from hetpipe.sdk.host.registry import decompositions_of, get_backend
+from hetpipe.words import format_nbytes
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured

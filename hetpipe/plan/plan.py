@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from hetpipe.errors import PlanError
+from hetpipe.html import lines_html, table_html
 from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, Source, Whole
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
@@ -245,6 +246,12 @@ class Plan:
     def __str__(self) -> str:
         return format_plan(self)
 
+    def _repr_html_(self) -> str:
+        rows = [_row(self, index, stage) for index, stage in enumerate(self.stages)]
+        return table_html(f"Plan of {self.model}", HEADER, rows, HEADER[3:]) + lines_html(
+            _sentences(self)
+        )
+
 
 def _upgraded(data: Any) -> Any:
     """Return data of an earlier version with the fields of this version; other data unchanged."""
@@ -261,18 +268,23 @@ def format_plan(plan: Plan) -> str:
     rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *_sentences(plan)])
+
+
+def _sentences(plan: Plan) -> list[str]:
+    """Return the schedule, the prediction and the origin, and the notes."""
     step = "step unknown"
     if plan.is_priced:
         step = (
             f"step {1e3 * plan.step_s:.2f} ms{_interval(plan)}, {plan.samples_per_s:.1f} samples/s"
             f"{_bound(plan)}"
         )
-    lines.append(
+    line = (
         f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
         f"{step}, fill limit {100 * plan.fill_limit:.0f} %, "
         f"{f'{plan.label} costs' if plan.is_priced else 'no costs'}, {plan.origin} plan"
     )
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    return [line, *(f"note: {note}" for note in plan.notes)]
 
 
 def _interval(plan: Plan) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from io import StringIO, TextIOWrapper
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hetpipe.html import table_html
+from hetpipe.words import format_nbytes, format_s
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, JustifyMethod, RenderResult
@@ -21,30 +21,6 @@ if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable, DeviceCost
     from hetpipe.sdk.host.registry import Provider
     from hetpipe.sdk.info import DeviceInfo
-
-
-def format_s(time_s: float) -> str:
-    """0.00123 -> "1.23 ms"; infinite -> "-"."""
-    if math.isinf(time_s):
-        return "-"
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if time_s * factor >= 1.0:
-            return f"{time_s * factor:.3g} {unit}"
-    return f"{time_s * 1e6:.3g} us"
-
-
-def format_nbytes(nbytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
-
-
-def format_rate(per_s: float) -> str:
-    """1234.5 -> "1234/s"; small rates keep three digits."""
-    return f"{per_s:.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
 
 
 READABLE = 20  # characters to which a column of text may shrink, if its words are shorter
@@ -238,6 +214,4 @@ def link_table(costs: CostTable) -> Table:
 
 def _passes(device: DeviceCost, index: int) -> Text | str:
     layer = device.layers[index]
-    if layer.reason:
-        return Text(layer.reason, "red")
-    return f"{format_s(layer.forward_s)} + {format_s(layer.backward_s)}"
+    return Text(layer.reason, "red") if layer.reason else str(layer)

@@ -11,12 +11,16 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from hetpipe.errors import ScheduleError
+from hetpipe.html import Bar, bars_html, table_html
 from hetpipe.records import Count, Number, Parsed, Source
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.codes import COMPUTE, ROLES, Array
 from hetpipe.schedule.columns import Columns, LazySequence
+from hetpipe.words import format_s
 
 VERSION = 1
+COLOURS = {"F": "#7fb3d5", "B": "#f5b971", "I": "#e58b6b", "W": "#f7df8e", "U": "#8fbc8f"}
+"""Colours of passes in notebooks, by the operation's letter."""
 
 
 class Span(NamedTuple):
@@ -123,6 +127,20 @@ class Timeline:
                 if s.worker == span.worker and s.action.op.is_compute
             )
         return total_s, hidden_s
+
+    def _repr_html_(self) -> str:
+        begin_s = min((span.start_s for span in self.spans), default=0.0)
+        whole_s = self.step_s or 1.0
+        rows: list[list[Bar]] = [[] for _ in self.workers]
+        for span in self.spans:
+            if span.action.op.is_compute:
+                at = (span.start_s - begin_s) / whole_s, (span.end_s - begin_s) / whole_s
+                rows[span.worker].append(Bar(*at, str(span.action), COLOURS[span.action.op[0]]))
+        busy = [f"{share:.0%}" for share in self.busy_share()]
+        columns = ("worker", "computes")
+        title = f"Timeline of {format_s(self.step_s)}, {self.label}"
+        shares = table_html(title, columns, zip(self.workers, busy, strict=True), columns[1:])
+        return shares + bars_html(title, self.workers, rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write; actions are text."""

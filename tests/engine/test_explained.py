@@ -33,8 +33,10 @@ def test_an_explanation_changes_nothing(crews: Crews, speeds: Speeds, schedule: 
         assert before.predicted_s == pytest.approx(pipe.plan.step_s)
         assert "nothing was measured yet" in str(before)
         run = pipe.run(batch(index) for index in range(6))
+        assert "step 0" in pipe._repr_html_()
         trained = [next(run).loss]
         pipe.explain()  # in a stream, with mini-batches under way
+        assert f"last loss {trained[0]:.6g}" in pipe._repr_html_()
         trained += [result.loss for result in run]
         after = pipe.explain()
     assert trained == wanted

@@ -101,7 +101,8 @@ def processors(named: list[str]) -> list[DeviceInfo]:
 
 
 def _table(info: DeviceInfo, rates: list[dict[str, Any]]) -> Any:
-    from hetpipe.report.tables import Table, format_s
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_s
 
     columns = ("kernel", "shape", "time", "GFLOP/s", "GB/s", "of the ceiling", "x torch", "spread")
     emulated = ", emulated" if info.capabilities.emulated else ""

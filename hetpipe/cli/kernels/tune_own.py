@@ -111,7 +111,8 @@ def _concluded(
 ) -> tuple[Combination, dict[str, Any]]:
     """Print the table, the excluded combinations and the best. Return the best, and all as JSON."""
     from hetpipe.profile.clock import spread_of
-    from hetpipe.report.tables import Table, format_s
+    from hetpipe.report.tables import Table
+    from hetpipe.words import format_s
 
     right = [each for each in tried if not each.excluded]
     first, best = right[0], min(right, key=lambda each: each.median_s)

@@ -14,16 +14,10 @@ from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, Lin
 from hetpipe.errors import CostError, HetpipeError
 from hetpipe.files import dump_json, write_beside, write_json
 from hetpipe.report import draw_timelines, write_trace
-from hetpipe.report.tables import (
-    Table,
-    cost_table,
-    format_nbytes,
-    format_rate,
-    format_s,
-    link_table,
-)
+from hetpipe.report.tables import Table, cost_table, link_table
 from hetpipe.schedule.action import Action
 from hetpipe.simulate.timeline import Span, Timeline
+from hetpipe.words import format_nbytes, format_rate, format_s
 
 INF = float("inf")
 
