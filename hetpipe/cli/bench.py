@@ -21,8 +21,9 @@ from hetpipe.cli.options import (
     check_synchronous,
     make_cluster,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome, Setting

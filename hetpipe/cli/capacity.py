@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from hetpipe.cli.options import JsonOption, MicrobatchesOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.cli.study import ClusterNameOption, GlobalBatchOption, SubjectOptions, cluster_from
 from hetpipe.errors import PlanError
+from hetpipe.report.progress import progress_bar
 
 
 def command(

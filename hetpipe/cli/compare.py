@@ -9,7 +9,7 @@ import typer
 
 from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption, split_names
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.cli.study import (
     ClusterNameOption,
     DrawingOptions,
@@ -17,6 +17,7 @@ from hetpipe.cli.study import (
     SubjectOptions,
     cluster_from,
 )
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.report.tables import Table

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.report.progress import progress_bar
 
 
 def command(

@@ -21,7 +21,7 @@ from hetpipe.cli.options import (
     read_options,
     split_names,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.cli.study import (
     DrawingOptions,
     GlobalBatchOption,
@@ -30,6 +30,7 @@ from hetpipe.cli.study import (
     SubjectOptions,
 )
 from hetpipe.errors import PlanError
+from hetpipe.report.progress import progress_bar
 from hetpipe.words import choices, word
 
 if TYPE_CHECKING:

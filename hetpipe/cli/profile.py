@@ -13,7 +13,8 @@ from hetpipe.cli.options import (
     MiniBatchOption,
     ModelArgument,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.report.progress import progress_bar
 
 MOST_MICROBATCHES = 64  # `--again` renews stored costs up to this number of micro-batches
 

@@ -18,7 +18,8 @@ from hetpipe.cli.options import (
     check_devices,
     read_options,
 )
-from hetpipe.cli.output import Output, logged, progress_bar
+from hetpipe.cli.output import Output, logged
+from hetpipe.report.progress import progress_bar
 
 
 def command(

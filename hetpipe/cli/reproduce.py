@@ -8,7 +8,8 @@ import typer
 
 from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.report.progress import progress_bar
 
 
 def command(

@@ -41,6 +41,7 @@ def command(
 ) -> None:
     """Simulate a plan: step time, bubble and peak memory of each worker, bytes on each link."""
     from hetpipe.cost.importers import read_costs
+    from hetpipe.explain.tracing import details_of
     from hetpipe.plan.plan_file import read_plan
     from hetpipe.plan.simulation import simulate
 
@@ -59,7 +60,8 @@ def command(
     for (source, target), nbytes in sorted(simulation.outcome.link_nbytes.items()):
         names = simulation.outcome.workers
         output.text(f"{names[source]} -> {names[target]}: {nbytes} bytes a step")
-    drawing.draw(output, [simulation.timeline], f"{kept.model}, {kept.schedule}")
+    details = details_of(simulation.plan, simulation)
+    drawing.draw(output, [simulation.timeline], f"{kept.model}, {kept.schedule}", details)
     output.finish(simulation.to_json())
 
 

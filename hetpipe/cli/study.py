@@ -22,6 +22,7 @@ from hetpipe.errors import ClusterError, HetpipeError
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.plan.proposal import PlannerOptions
+    from hetpipe.report.trace import Details
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.study.subject import Subject
 
@@ -212,7 +213,13 @@ class DrawingOptions:
         """Raise `HetpipeError` unless the picture's format is known."""
         check_picture(self.picture)
 
-    def draw(self, output: Output, timelines: Sequence[Timeline], title: str) -> None:
+    def draw(
+        self,
+        output: Output,
+        timelines: Sequence[Timeline],
+        title: str,
+        details: Details | None = None,
+    ) -> None:
         """Write the files. Raises `HetpipeError`."""
         from hetpipe.report.picture import draw_timelines
         from hetpipe.report.trace import write_trace
@@ -220,7 +227,7 @@ class DrawingOptions:
         if self.picture is not None:
             draw_timelines(self.picture, timelines, title)
         if self.trace is not None:
-            write_trace(self.trace, timelines)
+            write_trace(self.trace, timelines, details)
         for path in (self.picture, self.trace):
             if path is not None:
                 output.text(f"written to {path}")

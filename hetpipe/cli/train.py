@@ -27,17 +27,18 @@ from hetpipe.cli.options import (
     check_plan_alone,
     read_options,
 )
-from hetpipe.cli.output import Output, logged, progress_bar
+from hetpipe.cli.output import Output, logged
 from hetpipe.cli.pace import Pace, pace_of
 from hetpipe.cli.recipe import RecipeOptions
 from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
-    from hetpipe.cli.output import Progress
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.pipeline.options import UpdateOptions
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
+    from hetpipe.report.progress import Progress
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.train.training import Comparison, GradientError, Step
     from hetpipe.zoo.workload import Workload
@@ -193,9 +194,11 @@ def _keep(
         draw_workloads(picture, _panels(pipe), title)
         output.text(f"timelines of a step drawn in {picture}")
     if trace is not None:
+        from hetpipe.explain.tracing import details_of
         from hetpipe.report.trace import write_trace
 
-        write_trace(trace, [timeline for panel in _panels(pipe) for timeline in panel])
+        details = details_of(pipe.plan, pipe.explain().simulation)
+        write_trace(trace, [timeline for panel in _panels(pipe) for timeline in panel], details)
         output.text(f"timelines of a step in {trace}, for ui.perfetto.dev or chrome://tracing")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.cli.study import (
     ClusterNameOption,
     PlannerChoices,
@@ -15,6 +15,7 @@ from hetpipe.cli.study import (
     SubjectOptions,
     cluster_from,
 )
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.study.changes import Alternative

@@ -9,7 +9,8 @@ import typer
 
 from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.bench.parity import Parity

@@ -112,7 +112,7 @@ def _data(page: Page, shown: Mapping[str, Sequence[Interval]]) -> dict[str, Any]
                    default=0.0),
         "kinds": [{"name": kind.value, "css": _css(kind), "pass": kind in COMPUTING}
                   for kind in KINDS],
-        "stages": [{"layers": _layers(plan, number)} for number in range(len(plan.stages))],
+        "stages": [{"layers": layers_of(plan, number)} for number in range(len(plan.stages))],
         "cuts": list(plan.cut_nbytes),
         "devices": [
             {"name": device, "layers": _own_layers(plan, device), "rows": own,
@@ -131,7 +131,8 @@ def _css(kind: Kind) -> str:
     return kind.value.replace(":", "").replace(" ", "-")
 
 
-def _layers(plan: Plan, number: int) -> str:
+def layers_of(plan: Plan, number: int) -> str:
+    """Return the numbers and names of a stage's layers."""
     stage = plan.stages[number]
     names = words(plan.layers[stage.lo : stage.hi])
     return (

@@ -33,6 +33,7 @@ from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.resume import write
 from hetpipe.pipeline.setup import resolve, set_up
+from hetpipe.pipeline.starting import Starting
 from hetpipe.pipeline.training import Training
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
@@ -64,7 +65,8 @@ class Pipeline(Facts):
 
     The planner chooses the parts of the plan that you leave out; `hetpipe.pipeline.options`
     describes every option. All errors are children of `HetpipeError`. `close` does not stop a
-    `crew` (started workers) that the caller gives; a crew serves one pipeline at a time.
+    `crew` (started workers) that the caller gives; a crew serves one pipeline at a time. In a
+    terminal or a notebook the start shows its progress, unless `progress` is False or a function.
 
     An interrupt (Ctrl-C) waits until the call has ended, so that a mini-batch is trained completely
     or not at all. A second interrupt during this wait closes the pipeline.
@@ -78,7 +80,7 @@ class Pipeline(Facts):
         *,
         cluster: Cluster,
         optimizer: Optimizer | torch.optim.Optimizer | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         captured: Captured | None = None,
         crew: Crew | None = None,
         resume: Checkpoint | None = None,
@@ -93,15 +95,15 @@ class Pipeline(Facts):
         if trains:
             rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
-        progress = progress or (lambda text, done, total: None)
         mini_batch = Example(*example).samples
         planned, fixed = resolve(planned, cluster, mini_batch, resume)
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
+        start = Starting(progress)
         self._is_lent = crew is not None
         self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         try:
-            progress("capturing", 0, 1)
+            start.show("capturing", 0, 1)
             if planned.measures and not cluster.described:
                 warm.begin(self._crew)
             self._captured = captured or (Captured if trains else CapturedForwards)(
@@ -112,16 +114,18 @@ class Pipeline(Facts):
             self._captured.leaves(*example)
             setup, costs = set_up(
                 self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
-                resume, progress, self._efforts.append,
+                resume, start.show, self._efforts.append,
             )  # fmt: skip
-            self._training = Training(setup, mini_batch, resume, progress)
+            self._training = Training(setup, mini_batch, resume, start.show)
             self._measurements = Measurements(self._training, costs)
             self._rebalancer = Rebalancer(self._training, costs, fixed, bool(planned.rebalance))
             self._guard.checks.append(self._captured.watch.check)
             self._guard.checks += [refuse_training] if not trains else []
             self._guard.checks += [refuse_losses] if loss_fn is None else []
             self._delivery = Delivery(self._training, self._guard, self._rebalancer)
+            start.end(self.effort)
         except BaseException:
+            start.end({})
             self.close()
             raise
 

@@ -17,6 +17,7 @@ from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -211,7 +212,8 @@ class Stages:
         `updates` counts the updates so far, by stage; `step` counts the mini-batches so far.
         """
         setup, crew, begin_s = self._setup, self._crew, time.monotonic()
-        self._progress("compiling stages", 0, 1)
+        doing = f"compiling {len(self.plan.stages)} stages for {words(self.plan.all_devices)}"
+        self._progress(doing, 0, 1)
         traced = self._traced(self.plan)
         split = setup.captured.parts.split
         initial = split({**setup.captured.parameters, **setup.captured.buffers})
@@ -232,7 +234,7 @@ class Stages:
         for role in (STATE, GRAD):
             crew.write(role, {} if values is None else values.tensors.get(role, {}))
         self.took_s = time.monotonic() - begin_s
-        self._progress("compiling stages", 1, 1)
+        self._progress(doing, 1, 1)
 
     def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
         """Change to the stages of another plan. The training must be at rest (see `Training`).

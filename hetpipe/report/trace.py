@@ -1,14 +1,16 @@
 """Writes timelines as Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) also opens.
 
 In the trace, a timeline is a process. One thread for each lane has the passes and waits. Sums and
-messages overlap passes and each other, so they are on additional threads. The format is described
+messages overlap passes and each other, so they are on additional threads. Predicted bytes of memory
+are counters. The format is described
 in "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
 from hetpipe.report.intervals import Interval, Kind, intervals, pair_messages
-from hetpipe.schedule.action import Op
+from hetpipe.schedule.action import Action, Op
+from hetpipe.simulate.outcome import MemoryUse
 from hetpipe.simulate.timeline import Span, Timeline
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -34,8 +37,39 @@ GAP_S = 1e-8
 Event = dict[str, Any]
 
 
-def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
+@dataclass(frozen=True)
+class Details:
+    """Facts about stages for the events of a trace: layers by stage, and bytes by cut.
+
+    `memory` has the bytes over time by worker, for the timeline with the label `predicted`.
+    """
+
+    layers: Sequence[str] = ()
+    cut_nbytes: Sequence[int] = ()
+    memory: Mapping[str, MemoryUse] = field(default_factory=dict)
+
+    def of(self, action: Action) -> dict[str, str | int]:
+        """Return the arguments of an action's event."""
+        stage, found = action.stage, dict[str, str | int](stage=action.stage)
+        if stage < len(self.layers):
+            found["layers"] = self.layers[stage]
+        if action.op.value in MICRO_BATCHES:
+            found["micro-batch"] = action.number
+        cut = stage + CUTS[action.op.value] if action.op.value in CUTS else -1
+        if 0 <= cut < len(self.cut_nbytes):
+            found["bytes"] = self.cut_nbytes[cut]
+        return found
+
+
+MICRO_BATCHES = {"F", "B", "I", "W", "SF", "RF", "SB", "RB"}
+CUTS = {"SF": 0, "RF": -1, "SB": -1, "RB": 0}
+"""For messages over cuts, the number of the cut relative to the stage."""
+
+
+def write_trace(path: Path, timelines: Sequence[Timeline], details: Details | None = None) -> None:
     """Write timelines as one trace; all timelines begin at time 0 of the trace.
+
+    Events have their stage and micro-batch as arguments, and further facts from `details`.
 
     Every span is an event with the span's times, except that a receive does not begin before its
     send: until then the lane waits. Raises `HetpipeError` if the file cannot be written, and
@@ -44,7 +78,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     events = [
         event
         for process, timeline in enumerate(timelines, 1)
-        for event in _Process(process, timeline).events()
+        for event in _Process(process, timeline, details or Details()).events()
     ]
     try:
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
@@ -60,8 +94,8 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 class _Process:
     """One timeline. Sums and messages get the first free thread, so that events never overlap."""
 
-    def __init__(self, number: int, timeline: Timeline) -> None:
-        self._number = number
+    def __init__(self, number: int, timeline: Timeline, details: Details) -> None:
+        self._number, self._details = number, details
         self._timeline = timeline
         self._begin_s = min((span.start_s for span in timeline.spans), default=0.0)
         self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # additional threads
@@ -81,12 +115,21 @@ class _Process:
             member = self._timeline.workers[worker]
             named.append(self._name(thread, "thread_name", member if not track else f"{member} +"))
             named.append(self._meta(thread, "thread_sort_index", sort_index=thread))
-        return [*named, *passes, *beside]
+        return [*named, *passes, *beside, *self._counters()]
+
+    def _counters(self) -> Iterator[Event]:
+        if self._timeline.label != "predicted":
+            return
+        for worker, use in self._details.memory.items():
+            name = f"memory of {worker}"
+            for at_s, nbytes in zip(use.seconds.tolist(), use.nbytes.tolist(), strict=True):
+                where = {"pid": self._number, "tid": 0, "ts": self._us(at_s)}
+                yield {"ph": "C", "name": name, **where, "args": {"bytes": int(nbytes)}}
 
     def _pass(self, each: Interval) -> Event:
         name = f"wait for {each.action}" if each.kind is Kind.WAIT else str(each.action)
         thread = self._thread(each.worker, 0)
-        return self._complete(name, each.kind, thread, each.start_s, each.end_s)
+        return self._complete(name, each.action, each.kind, thread, (each.start_s, each.end_s))
 
     def _beside(self) -> Iterator[Event]:
         """Yield the events of sums and messages, and an arrow from each send to its receive."""
@@ -97,17 +140,20 @@ class _Process:
             start_s = _leaves_s(span, send_of.get(id(span)))
             thread = threads[id(span)] = self._thread_beside(span.worker, start_s, span.end_s)
             kind = Kind.SUM if span.action.op is Op.ALL_REDUCE else Kind.TRANSFER
-            yield self._complete(str(span.action), kind, thread, start_s, span.end_s)
+            ends_s = start_s, span.end_s
+            yield self._complete(str(span.action), span.action, kind, thread, ends_s)
         for number, span in enumerate(spans):
             if (send := send_of.get(id(span))) is not None:
                 yield self._arrow("s", number, threads[id(send)], send.start_s)
                 yield self._arrow("f", number, threads[id(span)], _leaves_s(span, send), bp="e")
 
-    def _complete(self, name: str, kind: Kind, thread: int, lo: float, hi: float) -> Event:
-        where = {"pid": self._number, "tid": thread, "ts": self._us(lo)}
+    def _complete(
+        self, name: str, action: Action, kind: Kind, thread: int, ends_s: tuple[float, float]
+    ) -> Event:
+        where = {"pid": self._number, "tid": thread, "ts": self._us(ends_s[0])}
         return {
             "ph": "X", "name": name, "cat": CATEGORIES[kind], **where,
-            "dur": round((hi - lo) * 1e6, 3),
+            "dur": round((ends_s[1] - ends_s[0]) * 1e6, 3), "args": self._details.of(action),
         }  # fmt: skip
 
     def _arrow(self, phase: str, number: int, thread: int, time_s: float, **more: str) -> Event:

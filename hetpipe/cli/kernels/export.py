@@ -18,8 +18,9 @@ from hetpipe.cli.options import (
     JsonOption,
     make_cluster,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.report.progress import progress_bar
 from hetpipe.words import words
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli.options import JsonOption
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
 from hetpipe.errors import BackendError
+from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.workbench.trial import Trial

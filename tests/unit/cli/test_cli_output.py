@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from hetpipe.cli.output import Lines, Output, complain
+from hetpipe.cli.output import Output, complain
 from hetpipe.cli.plan import microbatches_of
 from hetpipe.cli.train import memory_lines
 from hetpipe.cost.table import CostTable
 from hetpipe.environment import refuse_ranks
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.report.progress import Lines
 
 
 def plan(step_s: float, *devices: str) -> Plan:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -17,10 +18,12 @@ from hetpipe.report import write_trace
 from hetpipe.report.intervals import PASSES, Kind, intervals
 from hetpipe.report.picture import COLOURS, figure_of
 from hetpipe.report.tables import Table
+from hetpipe.report.trace import Details
 from hetpipe.schedule import generate
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.simulate import Span, StageTimes, Timeline, Transfer, simulate
+from hetpipe.simulate.outcome import MemoryUse
 
 LINK = Transfer(latency_s=2e-3, occupancy_s=3e-3)
 
@@ -238,6 +241,35 @@ def test_a_trace_has_a_process_per_timeline_and_no_overlap_on_a_thread(tmp_path:
     for spans in threads.values():
         spans.sort()
         assert all(one[1] <= two[0] + 0.01 for one, two in pairwise(spans))
+
+
+REQUIRED = {
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"}, "M": {"name", "pid", "tid", "args"},
+    "s": {"id", "name", "cat", "pid", "tid", "ts"}, "C": {"name", "pid", "tid", "ts", "args"},
+    "f": {"id", "name", "cat", "pid", "tid", "ts", "bp"},
+}  # fmt: skip
+"""The fields of each phase in "Trace Event Format"."""
+
+
+def test_events_have_the_fields_of_the_format_and_their_arguments(tmp_path: Path) -> None:
+    use = MemoryUse(np.array([0.0, 1.0]), np.array([5, 7]))
+    details = Details(["layers 0 to 2", "layer 3"], [96], {"worker 0": use})
+    write_trace(tmp_path / "trace.json", [measured(predict("1f1b")), predict("1f1b")], details)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for event in events:
+        assert event.keys() - {"ph"} == REQUIRED[event["ph"]]
+        assert all(isinstance(event.get(key, 0), int) for key in ("pid", "tid"))
+        assert all(0 <= event.get(key, 0) < 1e15 for key in ("ts", "dur"))
+    at = {event["name"]: event["args"] for event in events if event["ph"] == "X"}
+    assert at["1F0"] == {"stage": 1, "layers": "layer 3", "micro-batch": 0}
+    for name, stage in {"0SF1": 0, "1RF1": 1, "1SB1": 1, "0RB1": 0}.items():
+        assert at[name]["bytes"] == 96
+        assert at[name]["stage"] == stage
+        assert at[name]["micro-batch"] == 1
+    assert "micro-batch" not in at["0U"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert [each["args"]["bytes"] for each in counters] == [5, 7]
+    assert {each["pid"] for each in counters} == {2}, "only the predicted timeline has memory"
 
 
 def test_an_empty_timeline_has_no_intervals() -> None:
