@@ -131,8 +131,13 @@ def _microbatches(plan: Plan, present: Proposal, tables: Tables) -> Iterator[Cha
     counts = {now // 4, now // 2, 2 * now, 4 * now, *(-(-rows // size) for size in tables)}
     for count in sorted(counts - {0, now}):
         if count <= rows and -(-rows // count) * (count - 1) < rows:  # none is empty
-            text = f"{count} micro-batches instead of {now}"
+            text = f"{counted(count)} instead of {now}"
             yield "micro-batches", text, replace(present, microbatches=count, in_flight=())
+
+
+def counted(microbatches: int) -> str:
+    """Return the number of micro-batches as a text."""
+    return f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
 
 
 def _schedules(plan: Plan, present: Proposal) -> Iterator[Change]:

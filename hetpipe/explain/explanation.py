@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError
-from hetpipe.explain.advice import LEAST_GAIN, Advice, advise
+from hetpipe.explain.advice import LEAST_GAIN, Advice, advise, counted
 from hetpipe.explain.page import Page
 from hetpipe.explain.use import Activity, Traffic, Use, traffic
 from hetpipe.html import lines_html
@@ -161,7 +161,7 @@ class Explanation:
         """The model, the schedule and the mini-batch."""
         plan = self.plan
         return (
-            f"{plan.model}: {plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of "
+            f"{plan.model}: {plan.schedule}, {counted(plan.microbatches)} of a mini-batch of "
             f"{plan.mini_batch}"
         )
 
@@ -181,10 +181,13 @@ class Explanation:
             if predicted_s is None:
                 return "a step was neither measured nor predicted: train, or give priced=True"
             return f"a step takes {format_s(predicted_s)}, predicted; nothing was measured yet"
-        taken = "was not timed" if measured_s is None else f"takes {format_s(measured_s)}"
-        text = f"a step {taken}, {self.measured.timeline.label}"
-        if predicted_s is None or measured_s is None:
+        text = "no whole step was timed"
+        if measured_s is not None:
+            text = f"a step takes {format_s(measured_s)}, {self.measured.timeline.label}"
+        if predicted_s is None:
             return f"{text}, and was not predicted"
+        if measured_s is None:
+            return f"{text}; {format_s(predicted_s)} predicted by the present costs"
         error = predicted_s / measured_s - 1
         return (
             f"{text}; {format_s(predicted_s)} predicted by the present costs ({100 * error:+.0f} %)"

@@ -138,7 +138,7 @@ def cause_of(delayed: Action, plan: Plan) -> str:
         return f"inputs from {_devices(plan, stage - 1)}"
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and stage + 1 < len(plan.stages):
         return f"gradients from {_devices(plan, stage + 1)}"
-    return "the next micro-batch"
+    return "its turn, a busy core or hetpipe's own work"
 
 
 def traffic(plan: Plan, activity: Activity | None, step_s: float | None) -> tuple[Traffic, ...]:

@@ -2,6 +2,7 @@
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
 `coverage`. They need devices only to measure, except that `coverage` opens the device it judges.
+`explain` tells where the time of a plan goes.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
+    from hetpipe.explain.explanation import explain as explain
     from hetpipe.plan.simulation import simulate as simulate
     from hetpipe.study.changes import whatif as whatif
     from hetpipe.study.comparison import Comparison as Comparison

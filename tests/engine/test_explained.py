@@ -60,6 +60,15 @@ def test_a_slower_device_gives_up_layers(crews: Crews, speeds: Speeds) -> None:
         assert move.plan.cuts[0] < 3
 
 
+def test_a_pipeline_that_only_predicts_is_explained(crews: Crews, priced: None) -> None:
+    options = {"cuts": [3], "priced": True, "optimizer": None}
+    with open_planned(crews(PAIR), mixed(far=False), captured=None, **options) as pipe:
+        pipe.predict(batch(0)[0])
+        text = str(pipe.explain())
+    assert "no whole step was timed; " in text
+    assert "bottleneck: " in text
+
+
 def test_a_plan_without_costs_is_explained_by_times(crews: Crews) -> None:
     options = {"cuts": [3], "schedule": "gpipe"}
     with open_planned(crews(PAIR), mixed(far=False), **options) as pipe:
