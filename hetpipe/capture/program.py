@@ -8,7 +8,7 @@ optimizer state are ordinary slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +198,11 @@ class StageGraphs:
         programs = [p for passes in self.passes.values() for p in (passes.forward, passes.backward)]
         slots = [s for p in programs if p is not None for s in (*p.inputs, *p.outputs)]
         return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
+
+
+def sharing_stages(graphs: Iterable[StageGraphs]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the stages that share parameters: each owner with the other stages."""
+    return tuple({(owner, others): None for stage in graphs for _, owner, others in stage.tied})
 
 
 def _of(samples: int) -> str:

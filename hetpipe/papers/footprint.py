@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
+from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs, sharing_stages
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
@@ -136,7 +136,8 @@ def streamed(
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
-    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), STASH)
+    tied = sharing_stages(graphs)
+    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight, tied=tied), STASH)
     results = []
     for number in range(2 * streaming.window):
         streaming.admit(request)
@@ -161,15 +162,19 @@ def predicted_nbytes(subject: CutModel, samples: int, depths: Footprint) -> tupl
 def communicated_nbytes(subject: CutModel, samples: int) -> tuple[float, float]:
     """Return the bytes per sample that a pipeline and data parallelism communicate.
 
-    The pipeline's bytes cross all cuts, forward and backward. In a ring of m workers with a
+    The pipeline's bytes cross all cuts, forward and backward; a shared parameter and its gradient
+    go to and from each end after the owner. In a ring of m workers with a
     mini-batch each, a worker moves 2 (m - 1) / m times the weights per mini-batch.
     """
-    passes = [stage.passes[samples] for stage in subject.graphs(samples)]
+    graphs = subject.graphs(samples)
+    passes = [stage.passes[samples] for stage in graphs]
     ahead = sum(_nbytes(p.forward.outputs, CUT) for p in passes)
     back = sum(_nbytes(p.backward.outputs, TANGENT) for p in passes if p.backward is not None)
+    parameters = subject.captured.parameters
+    shared = sum(2 * parameters[name].nbytes for stage in graphs for name in stage.borrowed)
     workers = len(passes)
     weights = weights_nbytes(subject)
-    return (ahead + back) / samples, 2 * (workers - 1) / workers * weights / samples
+    return (ahead + back + shared) / samples, 2 * (workers - 1) / workers * weights / samples
 
 
 def weights_nbytes(subject: CutModel) -> int:

@@ -31,7 +31,7 @@ from hetpipe.papers.footprint import (
     weights_nbytes,
 )
 from hetpipe.report.tables import Table, console
-from hetpipe.zoo.gpt import GPT, Embedding
+from hetpipe.zoo.gpt import Embedding
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.text import token_loss
 
@@ -105,9 +105,6 @@ def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> 
 def zoo(name: str) -> tuple[CutModel, Batch]:
     """Return a workload's model, cut by `CUTS`, and a mini-batch of the workload."""
     workload = load_workload(name)
-    if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
-        head = workload.model.head
-        head.weight = nn.Parameter(head.weight.detach().clone())
     batch = next(workload.batches(workload.mini_batch, 0))
     captured = Captured(workload.model, workload.loss_fn, batch)
     cuts = starts(captured, CUTS[name], workload.mini_batch)
@@ -157,13 +154,12 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
     for name in CUTS:
         subject, batch = zoo(name)
         whole, samples = subject.whole(), len(batch[0])
-        label = "gpt, untied" if name == "gpt" else name
         both = (
             (subject, streamed(crew, subject, batch)),
             (whole, flushed(crew, whole, batch, "1f1b", 1)),
         )
         memory.add_row(
-            label,
+            name,
             str(samples),
             *(
                 peak
@@ -173,7 +169,7 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
         )
         pipeline, data = communicated_nbytes(subject, samples)
         communicated.add_row(
-            label, str(samples), f"{weights_nbytes(subject) / MIB:.1f}", f"{pipeline / 1024:.1f}",
+            name, str(samples), f"{weights_nbytes(subject) / MIB:.1f}", f"{pipeline / 1024:.1f}",
             f"{data / 1024:.1f}", f"{pipeline / data:.2f}",
         )  # fmt: skip
     return memory, communicated

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
+from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs, sharing_stages
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.resume import check, fit_states
@@ -258,8 +258,7 @@ class Stages:
         """Trace a plan's graphs for the sizes in use. Raises `HetpipeError`."""
         loading = self._loading(plan)
         graphs = loading.graphs(self.sizes)
-        tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
-        schedules = Schedules(plan, tuple(tied))
+        schedules = Schedules(plan, sharing_stages(stage[0] for stage in graphs))
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
 
     def columns(self) -> Iterator[tuple[list[StageGraphs], list[str]]]:

@@ -149,6 +149,11 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
             if _copies(table, device, table.link(here, there)):
                 forward_s[n] += _alone_s(ahead_links[cut]) / 2
                 backward_s[n] += _alone_s(back_links[cut]) / 2
+    tied = _tied_transfers(plan, table)
+    for (source, target), transfer in tied.items():
+        for n in (source, target):
+            if _copies(table, devices[n], table.link(devices[source], devices[target])):
+                update_s[n] += _alone_s(transfer) / 2
     streams = [table.devices[device].execution == "async" for device in devices]
     return StageTimes(
         tuple(forward_s),
@@ -156,7 +161,7 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
         tuple(update_s),
         tuple(ahead_links),
         tuple(back_links),
-        _tied_transfers(plan, table),
+        tied,
         table.step_overhead_s,
         chunks=tuple([math.inf if stream else 1.0 for stream in streams]),
         all_reduce_s=tuple([stage.all_reduce_s for stage in plan.stages]),

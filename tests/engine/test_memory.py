@@ -86,7 +86,27 @@ def test_mini_batches_in_flight_without_a_flush(crew: Crew, in_flight: list[int]
     assert list(found.in_flight) == (in_flight or [4, 3, 2, 1])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream"])
+class Chain(nn.Module):
+    """Four layers; the first three share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
+        self.parts[1].weight = self.parts[2].weight = self.parts[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+@functools.cache
+def chain() -> CutModel:
+    captured = Captured(Chain(), F.cross_entropy, vectors(SAMPLES))
+    return CutModel(captured, hp.optim.adam(lr=1e-2), (1, 2, 3), DEVICE)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream", "pipedream, tied"])
 def test_bytes_equal_a_count_of_all_buffers(
     crew: Crew, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +118,7 @@ def test_bytes_equal_a_count_of_all_buffers(
         versions = [weights.present, version]
         if isinstance(weights, Stashed):
             versions += [*weights._recent.values(), *weights._held.values()]
+        versions += stage.loans._borrowed.values()
         tables = [stage.store.entries, *stage.frames._frames.values(), *versions]
         number = stage.number
         nbytes = nbytes_of(buffer for table in tables for buffer in table)
@@ -116,8 +137,9 @@ def test_bytes_equal_a_count_of_all_buffers(
 
     monkeypatch.setattr(Stage, "_account", accounting)
     monkeypatch.setattr(Stage, "update", updating)
-    if schedule == "pipedream":
-        found = streamed(crew, perceptron(), vectors(SAMPLES))
+    if schedule.startswith("pipedream"):
+        subject = chain() if "tied" in schedule else perceptron()
+        found = streamed(crew, subject, vectors(SAMPLES))
     else:
         found = flushed(crew, perceptron(), vectors(SAMPLES * 6), schedule, 6)
     assert list(found.peak_nbytes) == walked
@@ -151,14 +173,14 @@ def test_recompute_holds_less(crew: Crew) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
-@pytest.mark.parametrize("model", ["perceptron", "encoder"])
+@pytest.mark.parametrize("model", ["perceptron", "encoder", "chain"])
 def test_prediction_equals_the_count_plus_the_buffers_of_the_cuts(
     crew: Crew, model: str, schedule: str
 ) -> None:
     """The planner counts a second buffer for each crossing tensor and omits little."""
-    subject = perceptron() if model == "perceptron" else small_encoder()
-    samples = SAMPLES if model == "perceptron" else 2
-    make = vectors if model == "perceptron" else lambda n: tokens(n, LENGTH, VOCABULARY)
+    subject = {"perceptron": perceptron, "encoder": small_encoder, "chain": chain}[model]()
+    samples = 2 if model == "encoder" else SAMPLES
+    make = vectors if model != "encoder" else lambda n: tokens(n, LENGTH, VOCABULARY)
     if schedule == "pipedream":
         found = streamed(crew, subject, make(samples))
     else:

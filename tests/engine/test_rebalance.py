@@ -69,23 +69,26 @@ def test_moves_change_no_loss(pair: Crew, speeds: Speeds, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["stash", "pipeoptim"])
+@pytest.mark.parametrize(
+    ("weights", "far"), [("stash", False), ("stash", True), ("pipeoptim", True)]
+)
 def test_a_stream_flushes_and_continues(
-    pair: Crew, speeds: Speeds, tmp_path: Path, weights: str
+    pair: Crew, speeds: Speeds, tmp_path: Path, weights: str, far: bool
 ) -> None:  # fmt: skip
-    """The losses equal a run that flushed there and resumed with the new plan."""
+    """The losses equal a run that flushed there and resumed with the new plan. The tied layers are
+    neighbours, or on two stages."""
     options: dict[str, Any] = {"schedule": "pipedream", "weights": weights, "microbatches": 1}
-    with open_planned(pair, mixed(far=False), **options) as pipe:
+    with open_planned(pair, mixed(far=far), **options) as pipe:
         trained = losses(pipe, 0, 6)
         pipe.save(tmp_path)
         speeds["m0"] = 3.0
         assert pipe.rebalance().moved
         trained += losses(pipe, 6, 12)
         plan, costs, state = pipe.plan, pipe.costs, pipe.state_dict()
-    with open_planned(pair, mixed(far=False), **options) as pipe:
+    with open_planned(pair, mixed(far=far), **options) as pipe:
         assert count(pipe.plan, "m0") > count(plan, "m0")
         wanted = losses(pipe, 0, 6)
-    model = mixed(far=False)
+    model = mixed(far=far)
     with hp.Pipeline.load(
         tmp_path, model, torch.nn.functional.mse_loss, batch(0), cluster=pair.cluster, crew=pair,
         optimizer=hp.optim.adamw(lr=1e-2), plan=plan, costs=costs,

@@ -52,6 +52,9 @@ def test_cores_that_compute_also_copy_transfers():
     assert stage_times(plan, host).forward_s == (4.25, 4.25)
     assert stage_times(plan, host).backward_s == (8.25, 8.25)
     assert stage_times(plan, replace(host, links=slow)).forward_s == (4.0, 4.0)
+    tied = replace(host, tied=(TiedBytes("w", MIB, (0, 7)),))  # 0.5 s in each direction
+    before_s, after_s = (stage_times(plan, each).update_s for each in (host, tied))
+    assert after_s == pytest.approx([each_s + 0.5 for each_s in before_s])
 
 
 def test_a_plan_of_a_faulty_schedule_says_what_is_wrong(monkeypatch):
@@ -354,6 +357,38 @@ def test_tied_parameters_have_a_price_only_across_cuts():
     near = replace(free, tied=(TiedBytes("embedding", 10 * MIB, (0, 1)),))
     assert make_plan(near, ["a", "b"], **ask).step_s == make_plan(free, ["a", "b"], **ask).step_s
     assert "0RG1" in {str(span.action) for span in predict(plan, tied).spans}
+
+
+def test_a_stream_pays_for_its_tied_parameters():
+    """Every mini-batch moves the parameter and its gradient, of 10 s each, at the same time."""
+    free = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB)
+    tied = replace(free, tied=(TiedBytes("embedding", 30 * MIB, (0, 7)),))
+    ask = {"mini_batch": 4, "microbatches": 1, "cuts": [4], "schedule": "pipedream"}
+    plan = make_plan(tied, ["a", "b"], weights="stash", **ask)
+    alone = make_plan(free, ["a", "b"], weights="stash", **ask)
+    assert plan.step_s > 30 > alone.step_s + 10
+    sent = {str(span.action) for span in predict(plan, tied).spans}
+    assert {"0SP1", "1RP0@1", "1SG0@1", "0RG1@1"} <= sent
+
+
+def test_every_end_has_memory_for_the_mini_batches_in_flight():
+    """The weights with their gradients and states, the other versions, the saved tensors, and the
+    buffers of the cuts; two stages and the first one share the weight of a layer."""
+    free = make_table(dict.fromkeys("abc", 1.0), layers=6)
+    tied = replace(free, tied=(TiedBytes("w", MIB, (0, 2, 4)),))
+    ask = {"mini_batch": 4, "microbatches": 1, "cuts": [2, 4], "schedule": "pipedream"}
+    for weights, depths, versions in (
+        ("stash", (3, 2, 1), (3, 2, 1)),
+        ("vertical-sync", (3, 2, 1), (3, 3, 3)),
+        ("pipeoptim", (3, 2, 1), (2, 2, 2)),
+    ):
+        plan = make_plan(tied, list("abc"), weights=weights, **ask)
+        assert plan.in_flight == depths
+        for n, stage in enumerate(plan.stages):
+            borrowed = versions[n] if n == 0 else depths[n]  # of one layer's weight
+            kept = 2 * (1 + 2) + versions[n] + borrowed + 2 * depths[n]
+            cuts = 2 * (n > 0) + 2 * (n < 2)
+            assert stage.memory_nbytes == (kept + cuts) * MIB, (weights, n)
 
 
 @pytest.mark.parametrize(
