@@ -30,9 +30,8 @@
 
   function seconds(us, digits = 3) {
     const size = Math.abs(us);
-    if (size >= 1e6) return (us / 1e6).toPrecision(digits) + " s";
-    if (size >= 1e3) return (us / 1e3).toPrecision(digits) + " ms";
-    return (size ? us.toPrecision(digits) : "0") + " us";
+    const [unit, name] = size >= 1e6 ? [1e6, " s"] : size >= 1e3 ? [1e3, " ms"] : [1, " us"];
+    return Number((us / unit).toPrecision(digits)) + name;
   }
   function bytes(count) {
     for (const unit of ["B", "KiB", "MiB", "GiB"]) {

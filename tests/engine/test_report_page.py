@@ -12,9 +12,12 @@ import torch
 from crews import Crews
 from found_devices import infos
 from priced import losses, open_planned
+from tables import make_table, plan_by
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.explain.explanation import explain
+from hetpipe.plan.proposal import Proposal
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 DEVICES = ("pytorch:cpu:0", "opencl:pocl:0")
@@ -45,6 +48,19 @@ def browser() -> Iterator[Any]:
         started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+def test_long_times_have_no_exponent(browser: Any, tmp_path: Path) -> None:
+    table = make_table({"a": 0.001, "b": 0.001})
+    plan = plan_by({4: table}, Proposal((4,), (("a",), ("b",)), "1f1b", 4), 16)
+    explain(plan, table).to_html(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 800, "height": 700})
+    page.goto((tmp_path / "page.html").as_uri())
+    box = page.locator("#timeline").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 90, box["y"] + 60)
+    assert "starts at 0 us, takes 4000 s" in page.locator("#tip").inner_text()
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
