@@ -68,6 +68,7 @@ class Captured:
     """
 
     trains = True
+    keeps_output = False  # whether the forwards of training also return the model's output
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Captured:
         self.parameters = {name: array_of(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting), self.trains)
-        options = (precision, sync_batch_norm, *layers)
+        options = (precision, sync_batch_norm, self.keeps_output, *layers)
         self._outputs: dict[bool, Outputs] = {}  # by whether the model trains
         self._identity = Identity(
             self._model, self._loss_fn, self._example, self._modes, options, self._note_output
@@ -223,12 +224,11 @@ class Captured:
                 bound.check(leaves[bound.leaf])
         return leaves
 
-    @property
-    def output(self) -> Outputs:
-        """The structure of the model's output in eval mode."""
-        if False not in self._outputs:  # rehearsals have failed: let export note the output
-            self._flat(self._summary.samples, False)
-        return self._outputs[False]
+    def output(self, training: bool) -> Outputs:
+        """Return the structure of the model's output in training, or in eval mode."""
+        if training not in self._outputs:  # rehearsals have failed: let export note the output
+            self._flat(self._summary.samples, training)
+        return self._outputs[training]
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
@@ -242,12 +242,11 @@ class Captured:
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # rehearsals have failed: let export note the output
-                self._flat(self._summary.samples, training)
+            output = self.output(training)
             with self._modes.apply(evaluation=not training):
                 loss, indices = copy_loss(self._loss_fn), self._summary.indices
                 check = LossCheck(self._model, loss, self._example, indices, samples)
-                return check.fault(self._outputs.get(training))
+                return check.fault(output)
 
         return _load_or_make(key, compare)
 
@@ -274,15 +273,16 @@ class Captured:
 
     def _flat(self, samples: int, training: bool = True) -> FlatGraph:
         if (samples, training) not in self._flats:
+            has_output = self.keeps_output or not training
             with self._modes.apply(evaluation=not training):
                 program = export(
                     self._model, self._loss_fn, self._example, samples, self.precision,
                     self.sync_batch_norm, partial(self._note_output, samples, training),
-                    has_output=not training,
+                    has_output=has_output,
                 )  # fmt: skip
             self._identity.check_computing(samples, training)
             trainable = self.trainable if training and self.trains else None
-            outputs = 0 if training else self._outputs[training].count
+            outputs = self._outputs[training].count if has_output else 0
             flat = flatten(program, self._example.names, self.aliases, trainable, samples, outputs)
             flat.precision = self.precision
             summary = getattr(self, "_summary", None)  # None while the first graph is made

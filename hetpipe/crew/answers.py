@@ -8,24 +8,24 @@ finite, and the norms of their gradients. Updates wait for one factor, which all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from operator import attrgetter
 
 import numpy as np
 
-from hetpipe.capture.program import COUNT, LOSS
-from hetpipe.crew.request import Request, StepRequest, StepResult
+from hetpipe.capture.program import COUNT, LOSS, OUTPUT
+from hetpipe.crew.request import Request, StepRequest, StepResult, WholeLoss
 from hetpipe.schedule.action import Action, Op
 from hetpipe.simulate.timeline import Span, Timeline
-from hetpipe.wire.messages import Array, Losses, News, Scale, StepReport
+from hetpipe.wire.messages import Array, Losses, News, Norm, Scale, StepReport
 from hetpipe.wire.shares import Replica
 
 
 class Answers:
     """Computes the answers for the latest request. `reporters` has the number of workers that
-    report losses (LOSS) and counts (COUNT)."""
+    report losses (LOSS), counts (COUNT) and outputs (OUTPUT)."""
 
     def __init__(self, request: Request, reporters: Mapping[str, int], workers: int) -> None:
         self._request = request
@@ -35,6 +35,8 @@ class Answers:
         self.culprit = ""  # a gradient that is not finite, so the update is left out
         self.skipped = False  # whether the update is left out
         self.gradient_norm: float | None = None  # before the clip, if gradients are clipped
+        self.whole: WholeLoss | None = None  # the loss of the whole mini-batch, if it has one
+        self.failure: Exception | None = None  # of the code that computes this loss
 
     def to(self, news: News) -> Scale | None:
         """Return the answer to all workers; None while reports are missing."""
@@ -64,14 +66,19 @@ class Answers:
         assert isinstance(request, StepRequest)
         losses = sum(report.finite is not None for report in self._losses)
         counts = sum(report.counts is not None for report in self._losses)
-        return (not request.guards or losses >= self._reporters[LOSS]) and (
-            request.grad_scale is not None or counts >= self._reporters[COUNT]
+        outputs = sum(bool(report.outputs) for report in self._losses)
+        return (
+            (not request.guards or losses >= self._reporters[LOSS])
+            and (request.grad_scale is not None or counts >= self._reporters[COUNT])
+            and (request.whole_loss is None or outputs >= self._reporters[OUTPUT])
         )
 
     def _grad_scale(self) -> float:
         """Return the factor of the mini-batch's gradients; NaN to drop them."""
         request = self._request
         assert isinstance(request, StepRequest)
+        if request.whole_loss is not None:
+            return self._whole_scale(request, request.whole_loss)
         if request.guards and any(losses.finite is False for losses in self._losses):
             return math.nan
         if request.grad_scale is not None:
@@ -80,6 +87,30 @@ class Answers:
         if total == 0:  # there is no mean: a flush applies nothing, a stream applies zeros
             return math.nan if request.guards else 0.0
         return 1.0 / (total * request.loss_scale)
+
+    def _whole_scale(
+        self, request: StepRequest, loss: Callable[[Mapping[str, Array]], WholeLoss]
+    ) -> float:
+        """Compute the loss of the whole mini-batch, and return the factor of its gradients."""
+        outputs = {k: part for losses in self._losses for k, part in losses.outputs.items()}
+        try:
+            self.whole = loss(_joined(outputs))
+        except Exception as error:  # workers go on without an update
+            self.failure = error
+            return math.nan
+        count = 1.0 if self.whole.count is None else self.whole.count
+        if count == 0 or not math.isfinite(self.whole.loss):
+            return math.nan
+        return 1.0 / (count * request.loss_scale)
+
+    def feeds(self, news: News) -> StepRequest | None:
+        """Return the request with the feeds that backwards wait for, once `to` has answered."""
+        request = self._request
+        if isinstance(news, Norm) or not isinstance(request, StepRequest):
+            return None
+        if request.whole_loss is None:
+            return None
+        return request if self.whole is None else replace(request, feeds=self.whole.feeds)
 
 
 @dataclass(frozen=True)
@@ -111,7 +142,7 @@ def result_of(
     versions = {n: v for report in reports for n, v in report.versions.items()}
     live = {n: v for report in reports for n, v in report.live_versions.items()}
     held = {n: [r.memory[n] for r in reports if n in r.memory] for n in sorted(live)}
-    return StepResult(
+    result = StepResult(
         losses or (),
         _sum_replicas([r.counts for r in reports if r.counts is not None]),
         Timeline(tuple(names), tuple(spans), "measured"),
@@ -128,7 +159,9 @@ def result_of(
         next(filter(None, culprits), ""),
         answers.gradient_norm,
         _joined({replica: out for report in reports for replica, out in report.outputs.items()}),
+        answers.failure,
     )
+    return result if answers.whole is None else result.with_loss(answers.whole)
 
 
 def _joined(parts: Mapping[Replica, Sequence[Mapping[str, Array]]]) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from hetpipe.capture.program import (
     GRAD,
     INPUT,
     LOSS,
+    OUTPUT,
     PARAM,
     STATE,
     Slot,
@@ -95,7 +96,7 @@ class Assembly:
                     )
         if values is not None:
             self._check_values()
-        self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT)}
+        self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT, OUTPUT)}
 
     @property
     def has_count(self) -> bool:
@@ -103,12 +104,13 @@ class Assembly:
         return self.reporters[COUNT] > 0
 
     def _reporters(self, role: str) -> int:
-        """Return how many workers report the losses, or the counts, of a mini-batch."""
+        """Return how many reports have the losses, counts or outputs of a mini-batch."""
+        reports = 0
         for replicas in self.stages:
             forwards = [passes.forward for passes in replicas[0].passes.values()]
             if any(slot.role == role for program in forwards for slot in program.outputs):
-                return 1 if self.shares.in_turn else len(replicas)
-        return 0
+                reports += 1 if self.shares.in_turn else len(replicas)
+        return reports
 
     def plug(
         self,
@@ -157,10 +159,18 @@ class Assembly:
         own_feeds = []
         for feed, size in zip(request.feeds, request.samples, strict=True):
             lo, hi = self.shares.rows(replica, size)
-            leaves = {slot.name: feed[slot.name] for slot in slots[request.forwards, hi - lo]}
+            names = [slot.name for slot in slots[request.forwards, hi - lo]]
+            leaves = {name: feed[name] for name in names if name in feed}
             rows = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
+
+    def late_feeds(
+        self, own: Sequence[Replica], request: StepRequest
+    ) -> dict[int, list[dict[str, Array]]]:
+        """Return the leaves for backwards of the last stage, if it has one of these replicas."""
+        last = len(self.stages) - 1
+        return {r.stage: self.feeds_of(r, request) for r in own if r.stage == last}
 
     def batch(self, request: Request, serial: int, own: Sequence[Replica]) -> Apply:
         """Return a worker's part of a request; `own` are the worker's replicas that take part."""
@@ -178,7 +188,8 @@ class Assembly:
             loss_tangents=request.loss_tangents,
             seed=request.seed,
             guards=request.guards,
-            counted=self.has_count,
+            counted=self.has_count or request.whole_loss is not None,
+            awaits=request.whole_loss is not None and request.forwards is Content.FORWARD,
             lag={n: request.lag.get(n, none) for n, _ in own},
             ahead={n: request.ahead.get(n, none) for n, _ in own},
         )

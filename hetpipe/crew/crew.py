@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -193,10 +194,11 @@ class Crew(Workers):
         assembly.check_rows(request.schedule, self._placement.rows)
         if isinstance(request, StepRequest):
             assembly.check(request)
-            if request.grad_scale is None and not assembly.has_count:
+            counted = assembly.has_count or request.whole_loss is not None
+            if request.grad_scale is None and not counted:
                 raise HetpipeError("grad_scale is None, but the loss has no count: give it a value")
             microbatches, forwards = len(request.samples), request.forwards
-            keeps_output = request.keeps_output
+            keeps_output = request.keeps_output or request.whole_loss is not None
         self._serial += 1
         # A custom schedule that leaves out micro-batches is still one mini-batch.
         place = part or StreamPart(0, 0, microbatches, closing(request.schedule))
@@ -296,8 +298,11 @@ class Crew(Workers):
     def _answer(self, news: say.News) -> None:
         """Answer the workers' losses or norms, once all have reported (station 13)."""
         if (scale := self._answers.to(news)) is not None:
-            for worker in self._workers:
-                self._fleet.send(worker, scale)
+            request, assembly = self._answers.feeds(news), self._loaded()
+            for member in self._placement.row_of:
+                replicas = self._placement.replicas_of(member) if request is not None else ()
+                feeds = {} if request is None else assembly.late_feeds(replicas, request)
+                self._fleet.send(self._index[member], replace(scale, feeds=feeds))
 
 
 def _assemble(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.complete import Closing
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.wire.messages import Array, Clip
 from hetpipe.wire.wire import Content
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """The loss of a whole mini-batch: a mean, or a sum with its count. `feeds` has, by micro-batch,
+    the leaves of the batch that backwards read, and that depend on the loss."""
+
+    loss: float
+    count: float | None
+    feeds: Sequence[Mapping[str, Array]] = ()
 
 
 @dataclass(frozen=True)
@@ -34,11 +44,14 @@ class StepRequest:
     clip: Clip | None = None
     forwards: Content = Content.FORWARD
     keeps_output: bool = False
-    """Whether the result has the model's output; for forwards of evaluation or inference."""
+    """Whether the result has the model's output; for forwards in eval mode."""
     guards: bool = False
     """Whether updates wait for all losses; then nothing is applied if a loss is not finite."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    whole_loss: Callable[[Mapping[str, Array]], WholeLoss] | None = None
+    """Computes the loss from the model's outputs of the whole mini-batch, by number. Without it,
+    each micro-batch has a loss, which its forward computes."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +106,10 @@ class StepResult:
     """The norm of all gradients before they are clipped; None if they are not."""
     outputs: Mapping[str, Array] = field(default_factory=dict)
     """The tensors of the model's output, of all samples, by number."""
+    failure: Exception | None = None
+    """The error of the code that computes the loss of a whole mini-batch."""
+
+    def with_loss(self, whole: WholeLoss) -> StepResult:
+        """Return the result with the loss of the whole mini-batch."""
+        counts = None if whole.count is None else (whole.count,)
+        return replace(self, losses=(whole.loss,), counts=counts)

@@ -66,8 +66,11 @@ def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
     """Return the mean loss of mini-batch `index`.
 
-    Raises `NotFiniteError` if the mean is not finite, and `NoMeanError` if the loss's count is 0.
+    Raises `NotFiniteError` if the mean is not finite, `NoMeanError` if the loss's count is 0, and
+    the error of a loss of the whole mini-batch.
     """
+    if result.failure is not None:
+        raise result.failure
     if result.counts is not None and sum(result.counts) == 0:
         raise NoMeanError(
             f"the loss of mini-batch {index} has no mean: its count is 0",
@@ -76,6 +79,8 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
         )
     if result.counts is not None:
         mean = sum(result.losses) / sum(result.counts)
+    elif len(result.losses) == 1:
+        mean = result.losses[0]
     else:
         losses = zip(result.losses, samples, strict=True)
         mean = sum(loss * size for loss, size in losses) / sum(samples)

@@ -135,7 +135,7 @@ class Delivery:
         batches = ((captured.leaves(x), None) for x in xs)
         forwards = Forwards(self._training, Content.INFERENCE, True, ema)
         for _, result, _ in self._results_in_eval("predict", forwards, batches):
-            yield captured.output.rebuild(result.outputs)
+            yield captured.output(training=False).rebuild(result.outputs)
 
     def evaluate(
         self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric], ema: bool
@@ -149,7 +149,7 @@ class Delivery:
         for number, (request, result, y) in enumerate(found):
             means.add(request, result, number)
             if metrics:
-                output = captured.output.rebuild(result.outputs)
+                output = captured.output(training=False).rebuild(result.outputs)
                 means.measure(output, y, sum(request.samples))
         return means.result()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import laned_stages, row_workers
-from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.rule import GPIPE, rule_of
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -52,6 +53,19 @@ def check_costs(planned: PlanOptions) -> None:
             "the option costs belongs to a given plan, but no plan is given: give plan as well, or "
             "leave costs out"
         )
+
+
+def with_gpipe(asked: PlanOptions) -> PlanOptions:
+    """Return the options for a loss over whole mini-batches, which needs all outputs before the
+    first backward. Raises `PlanError` for a schedule with another order."""
+    schedule = asked.schedule if asked.plan is None else asked.plan.schedule
+    if schedule not in ("auto", GPIPE.name):
+        given = f"schedule={schedule!r}" if asked.plan is None else f"a plan for {schedule}"
+        raise PlanError(
+            f"loss_over='mini-batch' needs all outputs of a mini-batch before its first backward, "
+            f"as in gpipe, and {given} was given: give schedule='gpipe', or leave it out"
+        )
+    return asked if asked.plan is not None else replace(asked, schedule=GPIPE.name)
 
 
 def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:

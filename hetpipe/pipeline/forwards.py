@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetpipe.crew.request import StepRequest, StepResult
+from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
 from hetpipe.errors import HetpipeError, NoMeanError
 from hetpipe.pipeline.average import check_average, swap_average
 from hetpipe.pipeline.batches import mean_loss, micro_sizes, parts_of, rows_of, slices
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.schedules import FORWARDS
+from hetpipe.pipeline.whole_loss import read_values, whole_loss_of
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ class Forwards:
         if ema:
             check_average(training)
         self._training, self._ema = training, ema
-        self._content, self._keeps_output = content, keeps_output
+        self._has_whole_loss = content is Content.EVALUATION and training.setup.passes.whole_loss
+        self._content = Content.INFERENCE if self._has_whole_loss else content
+        self._keeps_output = keeps_output
+        self._values: Mapping[str, Array] = {}  # the parameters of the loss of whole mini-batches
         self._under_way: deque[StepRequest] = deque()
         self._results: deque[tuple[StepRequest, StepResult]] = deque()
 
@@ -64,6 +68,8 @@ class Forwards:
         """Prepare the weights. The training must be at rest."""
         if self._ema:
             swap_average(self._training)
+        if self._has_whole_loss:
+            self._values = read_values(self._training.setup)
 
     def end(self) -> None:
         """Wait until no mini-batch is under way, and put the weights back."""
@@ -93,6 +99,7 @@ class Forwards:
             grad_scale=1.0,
             forwards=self._content,
             keeps_output=self._keeps_output,
+            whole_loss=self._whole_loss(leaves, samples),
         )
         training.stages.check_own()
         training.setup.crew.post(request)
@@ -116,7 +123,21 @@ class Forwards:
         training = self._training
         training.stages.check_own()
         result = training.note(request, training.setup.crew.collect())
+        if request.whole_loss is not None:
+            try:
+                result = result.with_loss(request.whole_loss(result.outputs))
+            except HetpipeError as error:
+                result = replace(result, failure=error)
         self._results.append((request, result))
+
+    def _whole_loss(
+        self, leaves: Mapping[str, Array], samples: tuple[int, ...]
+    ) -> Callable[[Mapping[str, Array]], WholeLoss] | None:
+        """Return the function that computes the loss of a mini-batch; None if forwards do that."""
+        if not self._has_whole_loss:
+            return None
+        setup, step = self._training.setup, self._training.steps
+        return whole_loss_of(setup, leaves, samples, step, self._values)
 
     def _check_loss(self, leaves: Mapping[str, Array], samples: tuple[int, ...]) -> None:
         """Raise `HetpipeError` if micro-batches do not have the loss of their mini-batch."""

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
-    from hetpipe.pipeline.options import UpdateOptions
+    from hetpipe.pipeline.options import PassOptions, UpdateOptions
 
 TRAINING = ("step", "run", "gradients", "diagnose", "save", "rebalance")
 """The calls that need an optimizer."""
 
 
-def check_given(has_loss: bool, has_optimizer: bool, updates: UpdateOptions) -> None:
+def check_given(
+    has_loss: bool, has_optimizer: bool, passes: PassOptions, updates: UpdateOptions
+) -> None:
     """Raise `HetpipeError` for a training without a loss, and for options of updates without an
     optimizer."""
+    if passes.whole_loss and not has_loss:
+        raise HetpipeError(
+            f"loss_over={passes.loss_over!r} needs a loss: give loss_fn, or leave loss_over out"
+        )
     if has_optimizer:
         if not has_loss:
             raise HetpipeError(

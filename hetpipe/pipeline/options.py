@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
 
 
+MICRO_BATCH, MINI_BATCH = LOSSES_OVER = ("micro-batch", "mini-batch")
+
+
 class Options(TypedDict, total=False):
     """The keywords of `Pipeline`, for type checkers; the records below explain them."""
 
@@ -42,6 +45,7 @@ class Options(TypedDict, total=False):
     precision: str | None
     cut_dtype: str | None
     sync_batch_norm: bool
+    loss_over: str
     check_finite: bool
     pass_limit_s: float | None
     seed: int
@@ -173,6 +177,9 @@ class PassOptions:
     """`float16`: the dtype of tensors that cross a cut."""
     sync_batch_norm: bool = False
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
+    loss_over: str = MICRO_BATCH
+    """`micro-batch`: each micro-batch has a loss. `mini-batch`: all outputs together have one loss,
+    which torch computes in the pipeline's process, under the schedule `gpipe`."""
     check_finite: bool = False
     """Whether to check that all outputs of passes are finite; the check slows passes down."""
     pass_limit_s: float | None = None
@@ -181,10 +188,19 @@ class PassOptions:
     """The seed of dropout."""
 
     def __post_init__(self) -> None:
+        if self.loss_over not in LOSSES_OVER:
+            raise HetpipeError(
+                f"loss_over={self.loss_over!r} is not known; {choices(self.loss_over, LOSSES_OVER)}"
+            )
         if self.pass_limit_s is not None and not _is_positive(self.pass_limit_s):
             raise HetpipeError(f"pass_limit_s={self.pass_limit_s!r}: give seconds above 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise HetpipeError(f"seed={self.seed!r}: give a whole number")
+
+    @property
+    def whole_loss(self) -> bool:
+        """Whether all outputs of a mini-batch together have one loss."""
+        return self.loss_over == MINI_BATCH
 
     @property
     def dtypes(self) -> Precision:

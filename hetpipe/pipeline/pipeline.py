@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetpipe.capture.captured import Captured, CapturedForwards
+from hetpipe.capture.captured import Captured
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.named_tensors import NamedTensors, check_capturable
+from hetpipe.capture.whole_loss import capture_of
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -90,13 +91,13 @@ class Pipeline(Facts):
         planned, passes, updates = records_of(options)
         check_capturable(model)
         trains, loss = optimizer is not None, loss_fn or no_loss
-        check_given(loss_fn is not None, trains, updates)
+        check_given(loss_fn is not None, trains, passes, updates)
         rule = NO_OPTIMIZER
         if trains:
             rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
         mini_batch = Example(*example).samples
-        planned, fixed = resolve(planned, cluster, mini_batch, resume)
+        planned, fixed = resolve(planned, passes, cluster, mini_batch, resume)
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
         start = Starting(progress)
@@ -106,8 +107,10 @@ class Pipeline(Facts):
             start.show("capturing", 0, 1)
             if planned.measures and not cluster.described:
                 warm.begin(self._crew)
-            self._captured = captured or (Captured if trains else CapturedForwards)(
-                model, loss, example, passes.dtypes, passes.sync_batch_norm,
+            capture = capture_of(trains, passes.whole_loss)
+            self._captured = captured or capture(
+                model, loss, example, precision=passes.dtypes,
+                sync_batch_norm=passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
             self._state, self._loss_state = states_of(model, loss, self._captured)

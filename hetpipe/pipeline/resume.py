@@ -159,7 +159,7 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
         plan = Plan.from_json(record.plan)
     except PlanError as error:
         raise CheckpointError(f"the checkpoint: {error}") from error
-    settings = {"ema": None, **record.settings}
+    settings = {"ema": None, "loss_over": "micro-batch", **record.settings}
     return Progress(record.step, record.updates, plan, record.loss_scale, settings)
 
 

@@ -19,6 +19,7 @@ from hetpipe.pipeline.fit import (
     check_fit,
     check_loss,
     fixed_by,
+    with_gpipe,
 )
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
@@ -26,6 +27,7 @@ from hetpipe.pipeline.resume import progress_of
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.capture.whole_loss import WholeLossCaptured
     from hetpipe.checkpoint.checkpoint import Checkpoint
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
@@ -49,6 +51,18 @@ class Setup:
     updates: UpdateOptions
 
     @property
+    def whole_loss(self) -> WholeLossCaptured | None:
+        """The captured model, if all outputs of a mini-batch together have one loss."""
+        from hetpipe.capture.whole_loss import WholeLossCaptured
+
+        return self.captured if isinstance(self.captured, WholeLossCaptured) else None
+
+    @property
+    def sums_losses(self) -> bool:
+        """Whether gradients are those of sums, and the update divides them by the loss's count."""
+        return self.captured.has_count or self.passes.whole_loss
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide the numbers of a training, as JSON values, without the learning
         rate and the plan. A resume must have its checkpoint's, except those in `changed`.
@@ -63,6 +77,7 @@ class Setup:
             "precision": captured.precision.compute,
             "cut_dtype": captured.precision.cut,
             "sync_batch_norm": captured.sync_batch_norm,
+            "loss_over": self.passes.loss_over,
             "clip_norm": updates.clip_norm,
             "clip_each": updates.clip_each,
             "accumulate": updates.accumulate,
@@ -77,7 +92,11 @@ class Setup:
 
 
 def resolve(
-    asked: PlanOptions, cluster: Cluster, mini_batch: int, resume: Checkpoint | None
+    asked: PlanOptions,
+    passes: PassOptions,
+    cluster: Cluster,
+    mini_batch: int,
+    resume: Checkpoint | None,
 ) -> tuple[PlanOptions, str]:
     """Return the plan's options, and why the plan's layers may not move (empty if they may).
 
@@ -88,6 +107,8 @@ def resolve(
     if resume is not None and asked.plan is None and not asked.asked:
         asked = replace(asked, plan=progress_of(resume).plan)
     check_costs(asked)
+    if passes.whole_loss:
+        asked = with_gpipe(asked)
     if asked.microbatches is not None:
         check_count(asked.microbatches, mini_batch)
     return asked, fixed
@@ -146,6 +167,10 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
     if passes.sync_batch_norm and not captured.sync_batch_norm:
         raise HetpipeError(
             "captured has sync_batch_norm=False: capture the model with sync_batch_norm=True"
+        )
+    if passes.whole_loss is not captured.keeps_output:
+        raise HetpipeError(
+            f"captured is for another loss_over than {passes.loss_over!r}: leave captured out"
         )
     if planned.plan is None and planned.split is None:
         return replace(planned, split=captured.split or None)

@@ -27,6 +27,7 @@ from hetpipe.pipeline.results import HandedOut, Result, Results
 from hetpipe.pipeline.resume import ROLES, last_save, progress_of
 from hetpipe.pipeline.schedules import ALL, SUMMING, UPDATING
 from hetpipe.pipeline.stages import Stages
+from hetpipe.pipeline.whole_loss import whole_loss_of
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
@@ -133,10 +134,10 @@ class Training:
         try:
             loss = mean_loss(result, request.samples, self.steps)
             check_gradients(result, self.steps)
-        except NotFiniteError as error:
+        except HetpipeError as error:
             if accumulates:
                 self._update(float("nan"))
-            raise type(error)(error.fact, error.index, error.advice + NOT_APPLIED) from None
+            raise _not_applied(error) from error.__cause__
         self.steps += 1
         self.watch(result, sum(request.samples))
         if not accumulates:
@@ -228,12 +229,11 @@ class Training:
     def request(self, x: Any, y: Any) -> StepRequest:
         setup = self.setup
         leaves = setup.captured.leaves(x, y)
-        rows = rows_of(leaves)
-        samples = micro_sizes(rows, self.plan.microbatches)
+        samples = micro_sizes(rows := rows_of(leaves), self.plan.microbatches)
         if len(parts := parts_of(samples, self.plan)) > 1:
             setup.captured.check_means(leaves, parts)
         self.prepare(set(samples), self.stages.sizes[Content.FORWARD])
-        counted, scale = setup.captured.has_count, self.scaling.scale
+        counted, scale = setup.sums_losses, self.scaling.scale
         return StepRequest(
             schedule=(),
             samples=samples,
@@ -245,6 +245,7 @@ class Training:
             grad_scale=None if counted else 1.0 / scale,
             loss_scale=scale,
             clip=self._clip,
+            whole_loss=whole_loss_of(setup, leaves, samples, self.steps),
         )
 
     def prepare(self, sizes: set[int], ready: set[int]) -> None:
@@ -299,3 +300,10 @@ class Training:
         """Tell the loss scale whether an update was skipped, and count the update if not."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
+
+
+def _not_applied(error: HetpipeError) -> HetpipeError:
+    """Return the error of a mini-batch that was not applied; if it is not finite, say so."""
+    if not isinstance(error, NotFiniteError):
+        return error
+    return type(error)(error.fact, error.index, error.advice + NOT_APPLIED)

@@ -136,8 +136,8 @@ def is_asynchronous(name: str) -> bool:
 
 
 ONE_F_ONE_B = register_rule(Rule("1f1b", one_f_one_b, any_depth=True))
+GPIPE = register_rule(Rule("gpipe", gpipe))
 for _rule in (
-    Rule("gpipe", gpipe),
     Rule("naive", naive),
     Rule("1f1b-sno", one_f_one_b_sno),
     Rule("1f1b-as", one_f_one_b_sno),

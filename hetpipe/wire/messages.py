@@ -166,7 +166,7 @@ class Clip:
 class Apply:
     """An update. If `grad_scale` is None, a `Scale` follows when the controller has all losses."""
 
-    serial: int  # identifies the update for the controller and its workers
+    serial: int  # identifies the update
     number: int  # number of the trained mini-batch, from 1
     rates: Mapping[str, float]  # learning rates by the scalar's name
     grad_scale: float | None
@@ -186,7 +186,8 @@ class Batch(Apply):
     loss_tangents: tuple[float, ...]
     seed: int
     guards: bool  # updates wait until losses are known to be finite
-    counted: bool  # losses are sums, with counts
+    counted: bool  # losses are sums
+    awaits: bool  # backwards of the last stage wait for the mini-batch's loss
     lag: Mapping[int, Sequence[int]]  # age of a forward's version, in updates
     ahead: Mapping[int, Sequence[int]]  # updates by which a forward predicts ahead
 
@@ -227,6 +228,8 @@ class Scale:
     serial: int
     clips: bool
     value: float
+    feeds: Mapping[int, Sequence[Mapping[str, Array]]] = field(default_factory=dict)
+    """The gradients of the mini-batch's loss, by stage and micro-batch, if backwards await it."""
 
 
 @dataclass(frozen=True)
@@ -284,12 +287,13 @@ class Losses:
 
     If updates wait for the losses, the stage that computes the loss says whether all losses are
     finite. If losses are sums, the stage that computes the counts (perhaps another stage) reports
-    the counts.
+    the counts. If the mini-batch has one loss, each replica of the last stage reports its outputs.
     """
 
     serial: int
     finite: bool | None
     counts: tuple[float, ...] | None
+    outputs: Mapping[Replica, Sequence[Mapping[str, Array]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hetpipe.schedule.action import (
 from hetpipe.schedule.complete import Closing
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.wire.edges import OnError, Span
-from hetpipe.wire.messages import Batch, Losses, Step, StepReport
+from hetpipe.wire.messages import Array, Batch, Losses, Step, StepReport
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import GRADIENTS as ALL_GRADIENTS
 from hetpipe.wire.wire import Content, Kind, Leaving
@@ -75,8 +75,14 @@ _RECEIVES = {
 }
 
 
+LateFeeds = Mapping[int, Sequence[Mapping[str, Array]]]
+"""The leaves that backwards read and forwards do not, by stage and micro-batch."""
+
+
 class Runner:
     """Runs scripts on a worker's stages, and calls `tell` with the losses of each mini-batch.
+
+    `late_feeds` waits for the leaves of backwards that need the loss of the whole mini-batch.
 
     Each pass is stretched to its duration at the emulated speed.
     """
@@ -86,6 +92,7 @@ class Runner:
         exchange: Exchange,
         updates: Updates,
         tell: Callable[[Losses], None],
+        late_feeds: Callable[[Batch], LateFeeds],
         emulation: Emulation,
         on_error: OnError,
     ) -> None:
@@ -96,7 +103,7 @@ class Runner:
         self._own = {n: Replica(n, number) for n, number in updates.replicas.items()}
         self._shares: Shares = updates.shares
         self._mini_batches: MiniBatches = updates.mini_batches
-        self._emulation = emulation
+        self._late_feeds, self._emulation = late_feeds, emulation
         self._on_error = on_error
         self._doing: dict[int, Action] = {}  # by lane
         self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of rows
@@ -185,7 +192,7 @@ class Runner:
             action.op,
             action.number,
             samples=hi - lo,
-            feed=batch.feeds[n][place],
+            feed=self._feed(action, batch, place),
             rng=(batch.seed, batch.number, self._mini_batches.first_sample(position) + lo),
             lag=batch.lag[n][place],
             ahead=batch.ahead[n][place],
@@ -202,19 +209,29 @@ class Runner:
         waited_s = self._exchange.waited_s - waited_s  # waits for replicas are not stretched
         self._spans.append((action, begin.clock_s, self._emulation.stretch(begin.later(waited_s))))
         has_loss = self._forwards is not Content.INFERENCE and (stage.has_loss or stage.has_count)
-        ends = action.op is Op.FORWARD and has_loss
+        ends = action.op is Op.FORWARD and (has_loss or batch.awaits)
         if ends and self._mini_batches.forwarded(n, position):
             self._report_losses(stage, batch)
 
+    def _feed(self, action: Action, batch: Batch, place: int) -> Mapping[str, Array]:
+        """Return the leaves of a micro-batch that a pass uploads. It may wait for them."""
+        if action.op is Op.FORWARD:
+            return batch.feeds[action.stage][place]
+        if batch.awaits and self._stages[action.stage].has_loss:
+            return self._late_feeds(batch)[action.stage][place]
+        return {}
+
     def _report_losses(self, stage: Stage, batch: Batch) -> None:
-        """Report a mini-batch's counts and, if updates wait, whether its losses are finite."""
+        """Report a mini-batch's counts, whether its losses are finite, or its outputs."""
         finite = counts = None
         if stage.has_loss and batch.guards:
             finite = all(map(math.isfinite, stage.results.peek(LOSS).values()))
         if stage.has_count:
             self._counts = counts = stage.results.take(COUNT) or ()
-        if finite is not None or counts is not None:
-            self._tell(Losses(batch.serial, finite, counts))
+        outputs = stage.results.take_output() if batch.awaits else []
+        if finite is not None or counts is not None or any(outputs):
+            named = {self._own[stage.number]: outputs} if any(outputs) else {}
+            self._tell(Losses(batch.serial, finite, counts, named))
 
     def _sum(self, action: Action, beside: bool) -> None:
         """Sum a stage's gradients over its replicas: `beside` the next actions, or before them."""

@@ -29,7 +29,7 @@ from hetpipe.worker.divided import find_refusals
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver, Sums
-from hetpipe.worker.runner import Runner, Script
+from hetpipe.worker.runner import LateFeeds, Runner, Script
 from hetpipe.worker.stage import Stage
 from hetpipe.worker.updates import MiniBatches, Updates
 
@@ -56,7 +56,7 @@ class Service:
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
-        self._scales: dict[tuple[int, bool], float] = {}
+        self._scales: dict[tuple[int, bool], say.Scale] = {}
         # Held while scales are read or changed; never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
         self._failed = threading.Lock()  # the first failure takes this lock forever
@@ -72,7 +72,7 @@ class Service:
         """Accept a message of the controller; never blocks."""
         if isinstance(message, say.Scale):
             with self._scaled:
-                self._scales[message.serial, message.clips] = message.value
+                self._scales[message.serial, message.clips] = message
                 self._scaled.notify_all()
         elif isinstance(message, say.Speed):
             self._emulation.speed = message.value
@@ -182,7 +182,9 @@ class Service:
             self._stages, self._replicas, message.shares, exchange, MiniBatches(),
             self._grad_scale, self._clip_factor,
         )  # fmt: skip
-        self._runner = Runner(exchange, updates, self._answer, self._emulation, self.fail)
+        self._runner = Runner(
+            exchange, updates, self._answer, self._late_feeds, self._emulation, self.fail
+        )
         self._edges = [
             *senders.values(),
             *receivers.values(),
@@ -233,14 +235,17 @@ class Service:
     def _grad_scale(self, batch: say.Apply) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
-        return self._scale(batch.serial, clips=False)
+        return self._scale(batch.serial, clips=False).value
+
+    def _late_feeds(self, batch: say.Batch) -> LateFeeds:
+        return self._scale(batch.serial, clips=False).feeds
 
     def _clip_factor(self, batch: say.Apply, square: float, culprit: str) -> float:
         self._answer(say.Norm(batch.serial, square, culprit))
-        return self._scale(batch.serial, clips=True)
+        return self._scale(batch.serial, clips=True).value
 
-    def _scale(self, serial: int, clips: bool) -> float:
-        """Wait for a factor that the controller sends for a mini-batch (station 13)."""
+    def _scale(self, serial: int, clips: bool) -> say.Scale:
+        """Wait for an answer that the controller sends for a mini-batch (station 13)."""
         with self._scaled:
             while (serial, clips) not in self._scales:
                 if self._stopped:

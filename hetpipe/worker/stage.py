@@ -38,11 +38,12 @@ CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
 class Pass(NamedTuple):
     """One pass of a micro-batch of `samples`: a forward, a backward or half of one.
 
-    `feed` has the leaves of the batch, `rng` is (seed, mini-batch, first sample's index); `lag` and
-    `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
+    `feed` has the leaves of the batch that the pass uploads, `rng` is (seed, mini-batch, first
+    sample's index); `lag` and `ahead` choose the version of the weights for a forward
+    (`hetpipe.worker.weights`).
     `loss_tangent` is the gradient from which the last stage's backward starts. `queue` is the
     number of the lane's queue on the device. `forwards` says which forward runs: for training, or
-    in eval mode; then `keeps_output` keeps the model's output for the controller.
+    in eval mode; `keeps_output` keeps the model's output for the controller.
     """
 
     op: Op
@@ -134,7 +135,7 @@ class Stage:
         read = self.loans.complete(version, which.mini_batch)
         self._run(bindings.forward, read, frame, after, queue=which.queue, leaving=leaving)
         self._account(0, which, frame, version)
-        self.results.keep(which.microbatch, frame)
+        self.results.keep(which.microbatch, frame, bindings.forward if which.keeps_output else None)
         self.frames.let_go(frame, bindings, 0)
 
     def _backward(self, part: int, which: Pass, version: Version, leaving: Leaving | None) -> None:
@@ -145,9 +146,11 @@ class Stage:
         frame = self.frames.of(which.microbatch)
         if (place := self._binding.places.get((TANGENT, LOSS))) is not None:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
+        late = [(name, index) for name, index in bindings.feeds if name in which.feed]
+        after = self._feed(frame, late, which) if late else ()
         program = bindings.backward(part, self.store.begins_gradients())
         read = self.loans.complete(version, which.mini_batch)
-        self._run(program, read, frame, queue=which.queue, leaving=leaving)
+        self._run(program, read, frame, after, queue=which.queue, leaving=leaving)
         self._account(part + 1, which, frame, version)
         self.frames.let_go(frame, bindings, part + 1)
 
@@ -157,9 +160,7 @@ class Stage:
         frame = self.frames.of(which.microbatch)
         after = self._feed(frame, binding.feeds, which)
         self._run(binding, self.weights.present, frame, after, queue=which.queue)
-        self.results.keep(which.microbatch, frame)
-        if which.keeps_output:
-            self.results.keep_output(which.microbatch, binding, frame)
+        self.results.keep(which.microbatch, frame, binding if which.keeps_output else None)
 
     def update(self, rates: Mapping[str, float], grad_scale: float) -> None:
         """Apply the gradients with these learning rates, which have the names of scalars."""

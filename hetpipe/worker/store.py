@@ -250,20 +250,19 @@ class Results:
         """Return whether the stage makes losses (LOSS) or counts (COUNT)."""
         return self._indices[role] is not None
 
-    def keep(self, microbatch: int, frame: Entries) -> None:
-        """Keep the loss and the count that a forward has made."""
+    def keep(self, microbatch: int, frame: Entries, forward: Binding | None) -> None:
+        """Keep the loss and the count that a forward has made, and take the tensors of the model's
+        output to the host; without the binding `forward`, leave them."""
         for role, index in self._indices.items():
             if index is not None and frame[index] is not None:  # inference makes no loss
                 self._results[role][microbatch] = frame[index]
-
-    def keep_output(self, microbatch: int, binding: Binding, frame: Entries) -> None:
-        """Download the tensors of the model's output that a forward has made."""
-        pairs = zip(binding.program.outputs, binding.targets, strict=True)
-        self._outputs[microbatch] = {
-            slot.name: self._store.download(slot, frame[place.entry])
-            for slot, place in pairs
-            if slot.role == OUTPUT
-        }
+        if forward is None:
+            return
+        self._outputs[microbatch] = {}
+        for slot, place in zip(forward.program.outputs, forward.targets, strict=True):
+            if slot.role == OUTPUT:
+                array = self._store.download(slot, frame[place.entry])
+                self._outputs[microbatch][slot.name], frame[place.entry] = array, None
 
     def take_output(self) -> list[dict[str, Array]]:
         """Return the outputs since the last call, ordered by micro-batch."""

@@ -40,7 +40,8 @@ _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.Mu
 """Modules that draw random numbers in training, or mix samples."""
 _CURE = (
     "a micro-batch would weigh its samples wrong: return (sum, count) instead, as in (F.cross_"
-    "entropy(out, y, reduction='sum'), (y != -100).sum()), or give microbatches=1"
+    "entropy(out, y, reduction='sum'), (y != -100).sum()), or give loss_over='mini-batch' or "
+    "microbatches=1"
 )
 
 

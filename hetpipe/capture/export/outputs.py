@@ -93,10 +93,18 @@ class _Shape:
 def tensors_of(output: Any, samples: int) -> list[Tensor]:
     """Return copies of an output's tensors whose first dimension is the samples.
 
-    numpy lacks bfloat16, so such tensors become float32.
+    numpy lacks bfloat16, so such tensors become float32. Under autocast, every cast is kept: the
+    copies have the dtypes that the tensors have without autocast.
     """
     found = [leaf for leaf in tree_flatten(output)[0] if _has_samples(leaf, samples)]
-    return [leaf.float() if leaf.dtype is torch.bfloat16 else leaf.clone() for leaf in found]
+    return [
+        _cast(leaf, torch.float32 if leaf.dtype is torch.bfloat16 else leaf.dtype) for leaf in found
+    ]
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    copy: Tensor = torch.ops.aten._to_copy.default(leaf, dtype=dtype)
+    return copy
 
 
 def _has_samples(leaf: Any, samples: int) -> bool:

@@ -72,11 +72,7 @@ class WithLoss(nn.Module):
         out = run_model(self.model, x)
         self._seen(out)
         outputs = tensors_of(out, len(leaves[0])) if self._has_output else []  # before the loss
-        result = run_loss(self.loss_fn, out, y)
-        if isinstance(result, tuple) and len(result) == 2:
-            total = _scalar(result[0], "the loss's sum")
-            return total, _scalar(result[1], "the loss's count", total.dtype), *outputs
-        return _scalar(result, "the loss"), *outputs
+        return *scalars_of(run_loss(self.loss_fn, out, y)), *outputs
 
 
 @contextmanager
@@ -120,6 +116,14 @@ def run_model(model: nn.Module, x: Any) -> Any:
 def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
     """Return `loss_fn(out, y)`. This function's name in a traceback shows that the loss failed."""
     return loss_fn(out, y)
+
+
+def scalars_of(loss: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss,), or (sum, count), as 0-d tensors. Raises `CaptureError` for other losses."""
+    if isinstance(loss, tuple) and len(loss) == 2:
+        total = _scalar(loss[0], "the loss's sum")
+        return total, _scalar(loss[1], "the loss's count", total.dtype)
+    return (_scalar(loss, "the loss"),)
 
 
 def _scalar(value: Any, what: str, dtype: torch.dtype | None = None) -> torch.Tensor:
