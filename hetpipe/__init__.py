@@ -7,6 +7,7 @@ from hetpipe._lazy import lazy
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from hetpipe import callbacks as callbacks
     from hetpipe import losses as losses
     from hetpipe import optim as optim
     from hetpipe.capture.captured import capture as capture

@@ -30,6 +30,7 @@ class Guard:
         self._owner = os.getpid()
         self._lock = threading.RLock()  # a thread may make a call within a call
         self._closed = ""  # the reason, after a second interrupt
+        self._held: _HeldSignals | None = None  # of the outermost call, if it holds signals
         self.checks: list[Callable[[str], None]] = []
         """Functions that get the name of a call, and raise `HetpipeError` if it must not begin."""
 
@@ -46,6 +47,8 @@ class Guard:
             )
         held = _HeldSignals()
         held.hold()
+        if held.holds:
+            self._held = held
         try:
             if alone and not self._lock.acquire(blocking=False):
                 raise HetpipeError(
@@ -69,7 +72,14 @@ class Guard:
                     error.args = (self._closed,)
             raise
         finally:
+            if held.holds:
+                self._held = None
             held.release()
+
+    def deliver(self) -> None:
+        """Run the handler of a signal that waits for the end of the outermost call, now."""
+        if self._held is not None:
+            self._held.deliver()
 
     @property
     def owns(self) -> bool:
@@ -105,13 +115,24 @@ class _HeldSignals:
             self.release()
             raise
 
+    @property
+    def holds(self) -> bool:
+        """Whether signals are held."""
+        return bool(self._handlers)
+
+    def deliver(self) -> None:
+        """Run the handler of the waiting signal, if there is one."""
+        if (number := self._waiting) is not None:
+            self._waiting = None
+            self._handlers[number](number, sys._getframe())
+
     def release(self) -> None:
         """Restore the handlers, and run the handler of the waiting signal."""
         self._ends = True
         for number, handler in reversed(self._handlers.items()):
             signal.signal(number, handler)
-        if self._waiting is not None and not self.broken:
-            self._handlers[self._waiting](self._waiting, sys._getframe())
+        if not self.broken:
+            self.deliver()
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self._waiting is None or self._ends:

@@ -10,7 +10,7 @@ from hetpipe.errors import HetpipeError
 if TYPE_CHECKING:
     from hetpipe.pipeline.options import PassOptions, UpdateOptions
 
-TRAINING = ("step", "run", "gradients", "diagnose", "save", "rebalance")
+TRAINING = ("step", "run", "fit", "gradients", "diagnose", "save", "rebalance")
 """The calls that need an optimizer."""
 
 

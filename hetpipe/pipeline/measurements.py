@@ -17,6 +17,7 @@ from hetpipe.simulate.simulator import simulate
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cost.table import CostTable
+    from hetpipe.crew.request import StepResult
     from hetpipe.pipeline.setup import Setup
     from hetpipe.pipeline.training import Ran, Training
     from hetpipe.plan.plan import Plan
@@ -69,22 +70,28 @@ class Measurements:
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
         """By stage, the most bytes of buffers that a device had in the last mini-batches."""
-        results = self._training.last_results("peak_nbytes")
+        results = self._last_results("peak_nbytes")
         return tuple(map(max, zip(*(result.peak_nbytes for result in results), strict=True)))
 
     @property
     def device_nbytes(self) -> dict[str, int]:
         """By member, the bytes in use after the last mini-batch, if its device counts them."""
-        return dict(self._training.last_results("device_nbytes")[-1].device_nbytes)
+        return dict(self._last_results("device_nbytes")[-1].device_nbytes)
+
+    def _last_results(self, asked: str) -> Sequence[StepResult]:
+        """Return the results of the last mini-batches. Raises `HetpipeError` if none has run."""
+        if not self._training.recent:
+            raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
+        return self._training.recent
 
     def _measured(self, asked: str) -> Timeline:
-        results = self._training.last_results(asked)
+        results = self._last_results(asked)
         spans = tuple(span for result in results for span in result.timeline.spans)
         return replace(results[0].timeline, spans=spans)
 
     def _ran(self, asked: str) -> tuple[Ran, list[Timeline]]:
         """Return the last run and its measured timelines."""
-        walls = [result.timeline for result in self._training.last_results(asked)]
+        walls = [result.timeline for result in self._last_results(asked)]
         assert self._training.ran is not None
         return self._training.ran, walls
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,22 +17,22 @@ from hetpipe.crew.crew import Crew
 from hetpipe.environment import refuse_ranks
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
+from hetpipe.loop.loop import Loop
+from hetpipe.loop.options import task_of
 from hetpipe.optim.check import check_optimizer
 from hetpipe.optim.rule import NO_OPTIMIZER
-from hetpipe.pipeline.average import averaged
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
-from hetpipe.pipeline.facts import Facts
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.inference import check_given, no_loss, refuse_losses, refuse_training
 from hetpipe.pipeline.measurements import Measurements
-from hetpipe.pipeline.model_state import as_tensors, load_state, states_of
+from hetpipe.pipeline.model_state import as_tensors, states_of
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
 from hetpipe.pipeline.results import Result
-from hetpipe.pipeline.resume import write
+from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
 from hetpipe.pipeline.starting import Starting
 from hetpipe.pipeline.training import Training
@@ -43,8 +43,12 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self, Unpack
 
+    from hetpipe.callbacks.base import Callback
+    from hetpipe.callbacks.history import History
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.diagnosis.record import Diagnosis
+    from hetpipe.loop.batches import Source
+    from hetpipe.loop.options import FitOptions
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.forwards import Evaluation, Metric
     from hetpipe.pipeline.options import Options
@@ -54,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Result"]
 
 
-class Pipeline(Facts):
+class Pipeline(Saving):
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
     `example` is one mini-batch `(x, y)`: tensors, or tuples or dicts of tensors, whose first axis
@@ -117,7 +121,7 @@ class Pipeline(Facts):
             self._captured.leaves(*example)
             setup, costs = set_up(
                 self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
-                resume, start.show, self._efforts.append,
+                start.show, self._efforts.append,
             )  # fmt: skip
             self._training = Training(setup, mini_batch, resume, start.show)
             self._measurements = Measurements(self._training, costs)
@@ -144,6 +148,31 @@ class Pipeline(Facts):
         result. If the caller stops early, the mini-batches under way are trained without results.
         """
         yield from self._delivery.run(batches)
+
+    def fit(
+        self,
+        batches: Source,
+        epochs: int,
+        *,
+        eval_data: Source | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **options: Unpack[FitOptions],
+    ) -> History:
+        """Train for a number of epochs, evaluate after each, and return the history.
+
+        `batches` and `eval_data` are iterables of mini-batches `(x, y)`, as a DataLoader, or
+        functions that return one for the number of an epoch, from 1. `metrics` as in `evaluate`.
+        `hetpipe.loop.options` describes the options: `split`, `folder`, `resume`, `save_every`,
+        `monitor`, `mode`, `patience`, `progress`. Every epoch ends with a flush. Raises
+        `HetpipeError` for wrong options before it trains.
+
+        An interrupt waits until the update is complete. Then `fit` saves, if it has a folder.
+        """
+        task = task_of(epochs, batches, eval_data, metrics, callbacks, options)
+        with self._guard("fit"):
+            accumulate = self._training.setup.updates.accumulate
+            return Loop(self, task, self._guard, accumulate).run()
 
     def rebalance(self, steps: int = HORIZON) -> Rebalanced:
         """Flush, and move layers if the best plan saves more than 5 % of a step, and in `steps`
@@ -186,11 +215,6 @@ class Pipeline(Facts):
         """Yield `predict(x)` for each x. The pipeline works on later ones meanwhile."""
         yield from self._delivery.predict(xs, ema)
 
-    def flush(self) -> None:
-        """Wait until all mini-batches are applied, and apply accumulated gradients."""
-        with self._delivery.at_rest("flush"):
-            self._training.apply()
-
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Flush, and return loss and gradients (by parameter name) of one mini-batch."""
         with self._guard("gradients"):
@@ -204,43 +228,6 @@ class Pipeline(Facts):
         with self._guard("diagnose"):
             self._delivery.settle_anyway()
             return diagnose_training(self._training, x, y)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's parameters and buffers under their original names, on the CPU."""
-        with self._delivery.at_rest("state_dict"):
-            return self._state.read(self._training)
-
-    def ema_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return `state_dict` with the average of each parameter in its place; buffers are not
-        averaged. Raises `HetpipeError` without the option `ema`."""
-        with self._delivery.at_rest("ema_state_dict"), averaged(self._training):
-            return self._state.read(self._training)
-
-    def copy_to(self, model: torch.nn.Module, *, ema: bool = False) -> None:
-        """Copy the present parameters and buffers into a model, such as the one in training.
-
-        With `ema` copies the average of the parameters. Raises `HetpipeError` if the model has
-        other names or shapes.
-        """
-        load_state(model, self.ema_state_dict() if ema else self.state_dict())
-
-    def loss_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the loss's parameters and buffers, if it has any, under their original names. In
-        checkpoints, gradients and `decay_exclude` the names begin with `loss.`."""
-        with self._delivery.at_rest("loss_state_dict"):
-            return self._loss_state.read(self._training)
-
-    def save(self, directory: str | Path, *, force: bool = False) -> None:
-        """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder.
-
-        Raises `CheckpointError`; then the earlier checkpoint stays valid. Without `force`, refuses
-        weights that are not finite, or that a loss or gradient that was not finite has updated.
-        """
-        with self._guard("save"):
-            self.flush()
-            self._state.warn_of_extra()
-            path, setup = user_path(directory, CheckpointError), self._training.setup
-            write(path, self._training, self.plan, setup.optimizer, setup.settings, force)
 
     @classmethod
     def load(

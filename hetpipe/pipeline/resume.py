@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -35,6 +35,10 @@ class Saved(Protocol):
     last_save: str
     """A text for messages that names the last checkpoint."""
 
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+
     def read(self, role: str) -> Mapping[str, Any]:
         """Return the present values of a role, by name."""
 
@@ -45,10 +49,11 @@ def write(
     plan: Plan,
     optimizer: Optimizer,
     settings: Mapping[str, Any],
+    notes: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Save a training. Without `force`, raises `CheckpointError` if a value is not finite, or if a
-    loss or gradient that was not finite has been applied."""
+    """Save a training and the caller's `notes`. Without `force`, raises `CheckpointError` if a
+    value is not finite, or if a loss or gradient that was not finite has been applied."""
     if training.not_finite is not None and not force:
         raise CheckpointError(
             f"the content of {directory} is not replaced: {training.not_finite} This "
@@ -65,16 +70,31 @@ def write(
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
         "settings": dict(settings),
+        "notes": dict(notes),
     }
     save(directory, values, manifest)
     training.last_save = f"it was last saved at step {training.steps} in {directory}"
 
 
-def last_save(step: int, checkpoint: Checkpoint | None) -> str:
-    """Return a text for messages that names the checkpoint from which a training continues."""
-    if checkpoint is None:
-        return "no checkpoint of it was saved"
-    return f"it was last saved at step {step} in {checkpoint.directory}"
+def restore(
+    training: Saved,
+    saved: Checkpoint,
+    settings: Mapping[str, Any],
+    changed: Sequence[str],
+    load: Callable[[Checkpoint, Sequence[int], int], None],
+) -> None:
+    """Continue a training, with its plan, from a checkpoint. `load` loads the stages.
+
+    Raises `CheckpointError` if the checkpoint does not fit; then nothing has changed.
+    """
+    before = progress_of(saved)
+    before.check_settings(settings, changed)
+    updates = before.updates_under(training.plan)
+    load(saved, updates, before.steps)
+    training.steps, training.updates, training.not_finite = before.steps, updates, None
+    if before.loss_scale is not None:
+        training.scaling.restore(before.loss_scale)
+    training.last_save = f"it was last saved at step {training.steps} in {saved.directory}"
 
 
 def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -96,7 +116,7 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest of a checkpoint. Checkpoints of early versions lack loss scale or settings."""
+    """The manifest of a checkpoint. Early versions wrote no loss scale, settings or notes."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
@@ -104,6 +124,7 @@ class _Record:
     optimizer: _OptimizerRecord
     loss_scale: ScaleState | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,6 +138,8 @@ class Progress:
     loss_scale: ScaleState | None
     settings: Mapping[str, Any]
     """See `Setup.settings` in `hetpipe.pipeline.setup`."""
+    notes: dict[str, Any]
+    """The values that the caller of `Pipeline.save` gave."""
 
     def updates_under(self, plan: Plan) -> list[int]:
         """Return the updates so far, by stage of `plan`.
@@ -160,7 +183,7 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
     except PlanError as error:
         raise CheckpointError(f"the checkpoint: {error}") from error
     settings = {"ema": None, "loss_over": "micro-batch", **record.settings}
-    return Progress(record.step, record.updates, plan, record.loss_scale, settings)
+    return Progress(record.step, record.updates, plan, record.loss_scale, settings, record.notes)
 
 
 Kept = Mapping[str, Mapping[str, Any]]

@@ -120,7 +120,6 @@ def set_up(
     optimizer: Optimizer,
     options: tuple[PlanOptions, PassOptions, UpdateOptions],
     mini_batch: int,
-    resume: Checkpoint | None,
     progress: Progress,
     report: Callable[[Effort], None],
 ) -> tuple[Setup, CostTable | None]:
@@ -148,10 +147,7 @@ def set_up(
     boards = [board.id for board in crew.cluster.described]
     check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
     check_boards(plan, crew.cluster, infos)
-    setup = Setup(captured, crew, plan, optimizer, passes, updates)
-    if resume is not None and captured.trains:
-        progress_of(resume).check_settings(setup.settings, updates.changed)
-    return setup, costs
+    return Setup(captured, crew, plan, optimizer, passes, updates), costs
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:

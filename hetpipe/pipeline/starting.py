@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hetpipe.caches import VARIABLE, cache_folder
+from hetpipe.report.progress import is_watched, progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.profile.measure import Progress
@@ -30,8 +31,6 @@ class Starting:
         if callable(asked):
             self.show = asked
         elif self._tells:
-            from hetpipe.report.progress import progress_bar  # it loads rich
-
             self.show = self._shown.enter_context(progress_bar())
 
     def end(self, effort: Mapping[str, int]) -> None:
@@ -47,17 +46,3 @@ class Starting:
                 "another folder)",
                 file=sys.stderr,
             )
-
-
-def is_watched() -> bool:
-    """Return whether a person reads standard error: in a terminal or a notebook."""
-    if sys.stderr is None:
-        return False
-    try:
-        if sys.stderr.isatty():
-            return True
-    except ValueError:  # it is closed
-        return False
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from hetpipe.pipeline.batches import (
 )
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
 from hetpipe.pipeline.results import HandedOut, Result, Results
-from hetpipe.pipeline.resume import ROLES, last_save, progress_of
+from hetpipe.pipeline.resume import ROLES, restore
 from hetpipe.pipeline.schedules import ALL, SUMMING, UPDATING
 from hetpipe.pipeline.stages import Stages
 from hetpipe.pipeline.whole_loss import whole_loss_of
@@ -63,14 +63,9 @@ class Training:
         """Load stages for mini-batches of `mini_batch` samples, with the values of `resume`."""
         plan, updates = setup.plan, setup.updates
         self.setup, self._crew = setup, setup.crew
-        before = None if resume is None else progress_of(resume)
-        self.steps = 0 if before is None else before.steps
-        self.updates = [0] * len(plan.stages) if before is None else before.updates_under(plan)
         self.scaling: Scaling = choose_scaling(
             updates.loss_scale, setup.captured.precision.compute, not plan.rule.flushes
         )
-        if before is not None and before.loss_scale is not None:
-            self.scaling.restore(before.loss_scale)
         self._clip = watch_gradients(updates.clip, self.scaling, not plan.rule.flushes)
         self.stages = Stages(setup, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
@@ -81,10 +76,21 @@ class Training:
         """The message of the first error about a mini-batch that was applied anyway."""
         self._handed_out: deque[HandedOut] = deque()
         self.results = Results(setup.optimizer)
-        self.last_save = last_save(self.steps, resume)
         self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
         self.stages.expect(micro_sizes(mini_batch, plan.microbatches))
-        self.stages.load(resume, self.updates, self.steps)
+        self.steps, self.updates = 0, [0] * len(plan.stages)
+        self.last_save = "no checkpoint of it was saved"
+        if resume is None:
+            self.stages.load(None, self.updates, 0)
+        else:
+            self.restore(resume)
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Continue from a checkpoint, like `resume.restore`. No mini-batch may be under way."""
+        setup = self.setup
+        settings = setup.settings if setup.captured.trains else {}
+        restore(self, saved, settings, setup.updates.changed, self.stages.load)
+        self._accumulated.clear()
 
     @property
     def plan(self) -> Plan:
@@ -197,12 +203,6 @@ class Training:
         """Update with the accumulated gradients, if there are any, and return the result."""
         total = sum(self._accumulated) * self.scaling.scale
         return self._update(1.0 / total) if self._accumulated else None
-
-    def last_results(self, asked: str) -> Sequence[StepResult]:
-        """Return the results of the last mini-batches. Raises `HetpipeError` if none has run."""
-        if not self.recent:
-            raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
-        return self.recent
 
     def read(self, role: str) -> dict[str, Array]:
         """Return the values of a role, such as PARAM, by name. The training must be at rest."""

@@ -13,6 +13,20 @@ Progress = Callable[[str, int, int], None]
 EVERY_S = 10.0  # seconds between two lines about one phase
 
 
+def is_watched() -> bool:
+    """Return whether a person reads standard error: in a terminal or a notebook."""
+    if sys.stderr is None:
+        return False
+    try:
+        if sys.stderr.isatty():
+            return True
+    except ValueError:  # it is closed
+        return False
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
 @contextmanager
 def progress_bar(phase: str = "") -> Iterator[Progress]:
     """Yield a callable (text, done, total) that shows the progress; `phase` is the first text."""

@@ -33,12 +33,14 @@ drives a crew; a diagnosis and a profile ask a crew's workers; the crew's contro
 workers and shares their vocabulary; workers talk over wires, which know neither.
 """
 GROUND = {
+    "callbacks": {"report"},  # the console of reports
     "capture": {"check", "optim", "sdk"},  # graphs in a backend's operators, and of its updates
     "checkpoint": {"capture"},  # the roles of the stored tensors
     "check": {"sdk"},  # graphs and devices whose numbers it checks
     "cluster": {"check", "cost", "sdk"},  # devices are found and tested; boards have costs
     "cost": set(),
     "explain": {"cluster", "cost", "plan", "report", "schedule", "sdk", "simulate"},
+    "loop": {"callbacks", "checkpoint", "report"},  # it knows a pipeline by a protocol
     "optim": set(),
     "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
     "report": {"cost", "schedule", "sdk", "simulate"},

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hetpipe.pipeline import starting
-from hetpipe.pipeline.starting import Starting, is_watched
+from hetpipe.pipeline.starting import Starting
+from hetpipe.report.progress import is_watched
 
 COLD = {"exports": 1}
 

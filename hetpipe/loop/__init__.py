@@ -1,0 +1,1 @@
+"""The loop of `Pipeline.fit`: epochs, evaluations, and the state from which a run resumes."""

@@ -1,0 +1,89 @@
+"""The calls of a pipeline that return, save and restore weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.checkpoint.checkpoint import load as load_checkpoint
+from hetpipe.errors import CheckpointError
+from hetpipe.files import user_path
+from hetpipe.pipeline.average import averaged
+from hetpipe.pipeline.facts import Facts
+from hetpipe.pipeline.model_state import load_state
+from hetpipe.pipeline.resume import progress_of, write
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetpipe.pipeline.delivery import Delivery
+    from hetpipe.pipeline.guard import Guard
+    from hetpipe.pipeline.model_state import ModelState
+
+
+class Saving(Facts):
+    """A pipeline whose weights can be read, saved and restored."""
+
+    _delivery: Delivery
+    _guard: Guard
+    _loss_state: ModelState
+    _state: ModelState
+
+    def flush(self) -> None:
+        """Wait until all mini-batches are applied, and apply accumulated gradients."""
+        with self._delivery.at_rest("flush"):
+            self._training.apply()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters and buffers under their original names, on the CPU."""
+        with self._delivery.at_rest("state_dict"):
+            return self._state.read(self._training)
+
+    def ema_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return `state_dict` with the average of each parameter in its place; buffers are not
+        averaged. Raises `HetpipeError` without the option `ema`."""
+        with self._delivery.at_rest("ema_state_dict"), averaged(self._training):
+            return self._state.read(self._training)
+
+    def copy_to(self, model: torch.nn.Module, *, ema: bool = False) -> None:
+        """Copy the present parameters and buffers into a model, such as the one in training.
+
+        With `ema` copies the average of the parameters. Raises `HetpipeError` if the model has
+        other names or shapes.
+        """
+        load_state(model, self.ema_state_dict() if ema else self.state_dict())
+
+    def loss_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the loss's parameters and buffers, if it has any, under their original names. In
+        checkpoints, gradients and `decay_exclude` the names begin with `loss.`."""
+        with self._delivery.at_rest("loss_state_dict"):
+            return self._loss_state.read(self._training)
+
+    def save(
+        self, directory: str | Path, *, notes: Mapping[str, Any] | None = None, force: bool = False
+    ) -> None:
+        """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder.
+
+        It also keeps `notes`: JSON values by name, which `restore` returns. Raises
+        `CheckpointError`; then the earlier checkpoint stays valid. Without `force`, refuses weights
+        that are not finite, or that a loss or gradient that was not finite has updated.
+        """
+        with self._guard("save"):
+            self.flush()
+            self._state.warn_of_extra()
+            path, setup = user_path(directory, CheckpointError), self._training.setup
+            settings = setup.settings
+            write(path, self._training, self.plan, setup.optimizer, settings, notes or {}, force)
+
+    def restore(self, directory: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint, with the present plan; return the notes of `save`.
+
+        Weights, optimizer state and counts become the checkpoint's; later training is lost. Raises
+        `CheckpointError` as `load` does; then nothing has changed.
+        """
+        saved = load_checkpoint(user_path(directory, CheckpointError))
+        with self._guard("restore"):
+            self._delivery.settle_anyway()
+            self._training.restore(saved)
+        return progress_of(saved).notes
