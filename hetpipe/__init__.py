@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hetpipe import callbacks as callbacks
+    from hetpipe import hf as hf
     from hetpipe import losses as losses
     from hetpipe import optim as optim
     from hetpipe.capture.captured import capture as capture

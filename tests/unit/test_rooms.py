@@ -22,7 +22,7 @@ from hetpipe._lazy import index_of
 ROOT = Path(__file__).parents[2]
 
 FLOORS = (
-    "cli", "workbench", "conformance", "papers", "study", "bench", "train", "pipeline",
+    "cli", "workbench", "conformance", "papers", "study", "bench", "train", "hf", "pipeline",
     "diagnosis", "profile", "crew", "worker", "wire",
 )  # fmt: skip
 """From top to bottom; each room may import all rooms below it, and everything in GROUND.

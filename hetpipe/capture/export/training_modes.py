@@ -34,8 +34,9 @@ class Modes:
         if not any(training for module, training in self.training if module in modules):
             warnings.warn(
                 f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
-                "dropout is off and batch norms keep their running statistics; call model.train() "
-                "before the model is captured, and eval() only on parts that are frozen",
+                "dropout is off and batch norms keep their running statistics (from_pretrained "
+                "returns such a model); call model.train() before the model is captured, and "
+                "eval() only on parts that are frozen",
                 EvalModeWarning,
                 stacklevel=3,  # the caller of Captured
             )
