@@ -74,7 +74,9 @@ class WholeLossCaptured(Captured):
         self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any], **how: Any
     ) -> None:
         check_capturable(model)
-        if names_module(loss_fn, model):
+        own = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
+        holder = getattr(loss_fn, "__self__", None)  # of a method
+        if names_module(loss_fn, model) or isinstance(holder, nn.Module) or model in set(own):
             raise CaptureError(
                 "loss_over='mini-batch': loss_fn refers to a module of the model, but the loss "
                 "runs apart from the model: let the model return all that the loss needs"

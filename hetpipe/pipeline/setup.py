@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def sums_losses(self) -> bool:
-        """Whether gradients are those of sums, and the update divides them by the loss's count."""
+        """Whether losses are sums, whose gradients the update divides by the loss's count."""
         return self.captured.has_count or self.passes.whole_loss
 
     @property

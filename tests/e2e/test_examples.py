@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hetpipe.sdk.host.registry import devices_of
 
@@ -80,6 +82,26 @@ def test_torch_optimizer(tmp_path: Path) -> None:
     alone = numbers(re.findall(r"^torch \d+ (\S+)$", text, re.MULTILINE))
     assert len(losses) == len(alone) == 10
     assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_contrastive(tmp_path: Path) -> None:
+    """The losses equal plain torch's, with the script's own model, loss and data."""
+    text = output_of("contrastive.py", tmp_path)
+    names: dict[str, Any] = {}
+    script = (EXAMPLES / "contrastive.py").read_text(encoding="utf-8")
+    exec(script.partition("cluster =")[0], names)
+    model, loss_fn, x, y = (names[name] for name in ("model", "loss_fn", "x", "y"))
+    adam, alone = torch.optim.Adam([*model.parameters(), *loss_fn.parameters()], lr=3e-3), []
+    for _ in range(10):
+        adam.zero_grad()
+        loss = loss_fn(model(*x), y)
+        loss.backward()
+        adam.step()
+        alone.append(loss.item())
+    assert numbers(LOSSES.findall(text)) == pytest.approx(alone, rel=1e-5)
+    (temperature,) = re.findall(r"^temperature (\S+)$", text, re.MULTILINE)
+    assert float(temperature) == pytest.approx(loss_fn.scale.exp().item(), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +92,17 @@ class Interruption:
         return counted
 
 
+CALLS = (
+    "step", "run", "evaluate", "predict_batches", "gradients", "state_dict", "flush", "save",
+    "diagnose", "resize",
+)  # fmt: skip
+WHOLE = ("step", "run", "gradients")  # calls that wait for the loss of a whole mini-batch
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize(
-    "call",
-    [
-        "step",
-        "run",
-        "evaluate",
-        "predict_batches",
-        "gradients",
-        "state_dict",
-        "flush",
-        "save",
-        "diagnose",
-        "resize",
-    ],
+    ("schedule", "call"),
+    [*product(("1f1b", "pipedream"), CALLS), *product(("gpipe",), WHOLE)],
 )
 def test_an_interrupt_anywhere(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, schedule: str, call: str, tmp_path: Path
@@ -115,7 +111,8 @@ def test_an_interrupt_anywhere(
     arguments: dict[str, tuple[Any, ...]] = {
         "state_dict": (), "flush": (), "save": (tmp_path,), "evaluate": ([(X, Y)] * 4,),
     }  # fmt: skip
-    with open_pipeline(crew, schedule=schedule) as pipe:
+    whole: dict[str, Any] = {"loss_over": "mini-batch"} if schedule == "gpipe" else {}
+    with open_pipeline(crew, schedule=schedule, **whole) as pipe:
 
         def act() -> None:
             if call == "run":

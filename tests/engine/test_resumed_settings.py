@@ -131,7 +131,8 @@ def test_an_early_checkpoint_has_no_settings(crew: Crew, saved: Path) -> None:
     manifest = json.loads(json.dumps(checkpoint.manifest))
     assert manifest.pop("settings")["seed"] == 0
     early = Checkpoint(manifest, checkpoint.tensors)
-    assert progress_of(early).settings == {"ema": None}  # it has no average for certain
+    # It has no average for certain, and each of its micro-batches had a loss.
+    assert progress_of(early).settings == {"ema": None, "loss_over": "micro-batch"}
     with hp.Pipeline(
         model(), F.cross_entropy, (X, Y), resume=early, **options(crew, seed=3)
     ) as pipe:  # fmt: skip

@@ -182,14 +182,22 @@ def test_contrastive_training_equals_torch(
         assert pipe.plan.schedule == "gpipe"
         plain = Plain(model, loss)
         compare(pipe, plain, data, digits)
+
+
+def test_an_evaluation_equals_torch(crew: Crew) -> None:
+    model, loss, data = towers()
+    with opened(crew, model, loss, data[0], cuts=[3], ema=0.5) as pipe:
+        plain = Plain(model, loss)
+        assert pipe.step(*data[0]) == pytest.approx(plain.step(data[0])[0], rel=1e-10)
         smaller = [((x[0][:7], x[1][:7]), y[:7]) for x, y in data[:2]]
         found = pipe.evaluate([data[0], *smaller], {"size": lambda out, y: len(out[0])})
         with torch.no_grad():
             losses = [plain.loss(plain.model(*x), y) for x, y in (data[0], *smaller)]
         mean = (losses[0] * 10 + losses[1] * 7 + losses[2] * 7) / 24
-        assert found.loss == pytest.approx(float(mean), rel=digits)
+        assert found.loss == pytest.approx(float(mean), rel=1e-10)
         assert found.metrics["size"] == pytest.approx((10 * 10 + 2 * 49) / 24)
-        assert pipe.step(*smaller[0]) == pytest.approx(plain.step(smaller[0])[0], rel=digits)
+        assert pipe.step(*smaller[0]) == pytest.approx(plain.step(smaller[0])[0], rel=1e-10)
+        assert pipe.evaluate(data[:1], ema=True).loss != pipe.evaluate(data[:1]).loss
 
 
 @pytest.mark.parametrize("loss", [weighted, counted])
@@ -204,7 +212,8 @@ def test_other_losses_equal_torch(crew: Crew, loss: Any, how: dict[str, bool]) -
 @pytest.mark.parametrize("loss", [weighted, counted])
 def test_clipping_and_accumulation_equal_torch(crew: Crew, loss: Any) -> None:
     model, data = classes(count=4)
-    options = {"clip_norm": 0.05, "accumulate": 2, "optimizer": hp.optim.sgd(lr=LR)}
+    options = {"clip_norm": 0.05, "accumulate": 2, "recompute": "inputs"}
+    options["optimizer"] = hp.optim.sgd(lr=LR)
     with opened(crew, model, loss, data[0], cuts=[2], **options) as pipe:
         plain = Plain(model, loss, torch.optim.SGD)
         found = [pipe.step(x, y) for x, y in data]
@@ -354,6 +363,11 @@ def vector(out: dict[str, Any], y: Tensor) -> Tensor:
     return F.cross_entropy(out["scores"], y, reduction="none")
 
 
+class Scorer(Classifier):
+    def loss(self, out: dict[str, Any], y: Tensor) -> Tensor:
+        return weighted(out, y)
+
+
 def foreign(weight: nn.Parameter) -> Callable[[dict[str, Any], Tensor], Tensor]:
     return lambda out, y: weighted(out, y) + weight.sum()
 
@@ -368,6 +382,7 @@ def foreign(weight: nn.Parameter) -> Callable[[dict[str, Any], Tensor], Tensor]:
         (foreign(nn.Parameter(torch.ones(3))), {}, HetpipeError, r"a parameter \[3\] that is not"),
         (lambda out, y: weighted(out, y).detach(), {}, HetpipeError, "no gradient of the loss"),
         (Counting(), {}, HetpipeError, "changes its buffer seen"),
+        (Scorer().loss, {}, CaptureError, "refers to a module of the model"),
     ],
 )
 def test_wrong_use_is_refused(
