@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hetpipe import hf as hf
     from hetpipe import losses as losses
     from hetpipe import optim as optim
+    from hetpipe.buckets import BucketBatches as BucketBatches
+    from hetpipe.buckets import Buckets as Buckets
     from hetpipe.capture.captured import capture as capture
     from hetpipe.cluster.cluster import Cluster as Cluster
     from hetpipe.diagnosis.record import Diagnosis as Diagnosis

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
+    from hetpipe.buckets import Buckets
     from hetpipe.capture.captured import Captured as Captured
     from hetpipe.capture.captured import capture as capture
     from hetpipe.capture.export.training_modes import EvalModeWarning as EvalModeWarning
@@ -27,12 +28,16 @@ else:
 
 class _Callable(ModuleType):
     def __call__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        example: tuple[Any, Any],
+        buckets: Buckets | Sequence[int] | None = None,
     ) -> Captured:
         """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured`."""
         from hetpipe.capture.captured import capture
 
-        return capture(model, loss_fn, example)
+        return capture(model, loss_fn, example, buckets)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hetpipe.buckets import Buckets, like
 from hetpipe.capture import disk_cache
 from hetpipe.capture.disk_cache import ModelSummary, summarize
 from hetpipe.capture.export.eager import EagerModule
@@ -19,7 +20,7 @@ from hetpipe.capture.export.identity import (
     optimizer_identity,
     tables_identity,
 )
-from hetpipe.capture.export.index_bounds import mark_checked
+from hetpipe.capture.export.index_bounds import Indices, mark_checked
 from hetpipe.capture.export.layer_labels import check_layers, label, layer_graph
 from hetpipe.capture.export.mean_loss import LossCheck
 from hetpipe.capture.export.model_changes import Watch
@@ -30,7 +31,8 @@ from hetpipe.capture.export.named_tensors import (
     copy_loss,
     move_to_cpu,
 )
-from hetpipe.capture.export.outputs import Outputs
+from hetpipe.capture.export.outputs import KnownOutputs, Outputs
+from hetpipe.capture.export.padding import IGNORED
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.flat_graph import FlatGraph
@@ -74,7 +76,7 @@ class Captured:
         self,
         model: nn.Module,
         loss_fn: Callable[..., Any],
-        example: tuple[Any, Any],
+        example: tuple[Any, Any] | Example,
         precision: Precision = Precision(),  # noqa: B008 - frozen
         sync_batch_norm: bool = False,
         samples: int | None = None,
@@ -91,7 +93,7 @@ class Captured:
         self.sync_batch_norm = sync_batch_norm
         self.split = dict(split or {})
         self._starting = frozenset(starting)
-        self._example = Example(*example)
+        self.example = example if isinstance(example, Example) else Example(*example)
         self._flats: dict[tuple[int, bool], FlatGraph] = {}
         self._layers: dict[int, LayerGraph] = {}
         self.traces = Traces()
@@ -102,13 +104,16 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting), self.trains)
         options = (precision, sync_batch_norm, self.keeps_output, *layers)
-        self._outputs: dict[bool, Outputs] = {}  # by whether the model trains
+        self._outputs = KnownOutputs()
         self._identity = Identity(
-            self._model, self._loss_fn, self._example, self._modes, options, self._note_output
+            self._model, self._loss_fn, self.example, self._modes, options, self._outputs.note
         )
-        first = samples or self._example.samples
-        key = self._identity.key("summary", [first], True)
-        self._summary: ModelSummary = _load_or_make(key, lambda: summarize(self._flat(first)))
+        first = samples or self.example.samples
+        self._summary = self._summarized(first)
+        shorter = self.example.sizes([first]) - {first}
+        summaries = {size: self._summarized(size) for size in shorter} | {first: self._summary}
+        self._indices = Indices({size: each.indices for size, each in summaries.items()})
+        self._indices.check_ignored(self.example.assumed_labels, IGNORED)
         self.layer_names, self.samples = self._summary.layer_names, self._summary.samples
         self.parts = SplitParameters(self._summary.rows)
         self.buffers = {
@@ -194,7 +199,7 @@ class Captured:
         flats = [self._flat(size, training) for size in sizes]
         flats = flats if has_loss else [flat.without_loss() for flat in flats]
         graphs = trace_stages(self.traces, flats, *how)
-        mark_checked(graphs, self._summary.indices)
+        mark_checked(graphs, self._indices)
         return graphs
 
     def _stage_key(
@@ -218,17 +223,9 @@ class Captured:
         Raises `HetpipeError` if the batch differs in structure from the example batch, or holds an
         index out of range: a class, a token, a row.
         """
-        leaves = self._example.leaves(x, *y)
-        for bound in self._summary.indices:
-            if bound.leaf in leaves:
-                bound.check(leaves[bound.leaf])
+        leaves = self.example.leaves(x, *y)
+        self._indices.check(leaves, self.example.size_of(leaves))
         return leaves
-
-    def output(self, training: bool) -> Outputs:
-        """Return the structure of the model's output in training, or in eval mode."""
-        if training not in self._outputs:  # rehearsals have failed: let export note the output
-            self._flat(self._summary.samples, training)
-        return self._outputs[training]
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
@@ -237,31 +234,34 @@ class Captured:
         See `hetpipe.capture.export.mean_loss`.
         """
         key = self._identity.key(
-            "loss", [self._summary.samples], training, samples, self._example.labels_digest,
+            "loss", [self._summary.samples], training, samples, self.example.labels_digest,
             self._tensors.loss_digest(),
         )  # fmt: skip
 
         def compare() -> str:
-            output = self.output(training)
+            output = self.output(self.samples, training)
             with self._modes.apply(evaluation=not training):
                 loss, indices = copy_loss(self._loss_fn), self._summary.indices
-                check = LossCheck(self._model, loss, self._example, indices, samples)
+                check = LossCheck(self._model, loss, self.example, indices, samples)
                 return check.fault(output)
 
         return _load_or_make(key, compare)
 
-    def _note_output(self, samples: int, training: bool, output: Any) -> None:
-        self._outputs[training] = Outputs.of(output, samples)
+    def output(self, size: int, training: bool = False) -> Outputs:
+        """Return the structure of the model's output for the length of this size."""
+        if not self._outputs.has(size, training):
+            self._flat(like(self.samples, size), training)  # it notes the output
+        return self._outputs.of(size, training)
 
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
         """Check the shares of ignored labels in micro-batches, see `IndexBound.check_means`."""
-        for bound in () if self.has_count else self._summary.indices:
-            bound.check_means(leaves[bound.leaf], sizes)
+        if not self.has_count:
+            self._indices.check_means(leaves, self.example.size_of(leaves), sizes)
 
     @property
     def itself(self) -> EagerModule:
         """The model and its loss, for runs in eager torch."""
-        names = self._example, self._modes, self.precision, self.trainable
+        names = self.example, self._modes, self.precision, self.trainable
         return EagerModule(self._model, self._loss_fn, *names)
 
     @cached_property
@@ -271,19 +271,23 @@ class Captured:
             return {}
         return splittable(self._flat(self._summary.samples), set(self.aliases.values()))
 
+    def _summarized(self, size: int) -> ModelSummary:
+        key = self._identity.key("summary", [size], True)
+        return _load_or_make(key, lambda: summarize(self._flat(size)))
+
     def _flat(self, samples: int, training: bool = True) -> FlatGraph:
         if (samples, training) not in self._flats:
             has_output = self.keeps_output or not training
             with self._modes.apply(evaluation=not training):
                 program = export(
-                    self._model, self._loss_fn, self._example, samples, self.precision,
-                    self.sync_batch_norm, partial(self._note_output, samples, training),
+                    self._model, self._loss_fn, self.example, samples, self.precision,
+                    self.sync_batch_norm, partial(self._outputs.note, samples, training),
                     has_output=has_output,
                 )  # fmt: skip
             self._identity.check_computing(samples, training)
             trainable = self.trainable if training and self.trains else None
-            outputs = self._outputs[training].count if has_output else 0
-            flat = flatten(program, self._example.names, self.aliases, trainable, samples, outputs)
+            outputs = self._outputs.of(samples, training).count if has_output else 0
+            flat = flatten(program, self.example.names, self.aliases, trainable, samples, outputs)
             flat.precision = self.precision
             summary = getattr(self, "_summary", None)  # None while the first graph is made
             label(
@@ -292,7 +296,7 @@ class Captured:
             )  # fmt: skip
             split_layers(flat, self.split, set(self.aliases.values()))
             if summary is not None:
-                check_layers(flat, summary.layer_names, summary.samples, training)
+                check_layers(flat, summary, training)
             self._flats[samples, training] = flat
         return self._flats[samples, training]
 
@@ -313,6 +317,11 @@ def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:
     return content
 
 
-def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]) -> Captured:
-    """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured`."""
-    return Captured(model, loss_fn, example)
+def capture(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    example: tuple[Any, Any],
+    buckets: Buckets | Sequence[int] | None = None,
+) -> Captured:
+    """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured` and `Buckets`."""
+    return Captured(model, loss_fn, Example(*example, buckets))

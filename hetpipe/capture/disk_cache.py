@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from hetpipe import data_pickle
+from hetpipe.buckets import Size
 from hetpipe.caches import VARIABLE
 from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
 from hetpipe.capture.export.named_tensors import tensor_bytes
-from hetpipe.capture.flat_graph import FlatGraph
+from hetpipe.capture.flat_graph import FlatGraph, parameters_of
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, COUNT, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.entries import Entries
@@ -26,10 +27,12 @@ from hetpipe.sdk.graph import graph_of_rows, graph_rows
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Names of layers and of buffers that passes read or update, index bounds and a fingerprint."""
+    """Names of layers, of parameters, and of buffers that passes read or update; index bounds, and
+    a fingerprint."""
 
     samples: int  # number of samples in the graph that is summarized
     layer_names: tuple[str, ...]
+    parameters: frozenset[str]
     buffers: frozenset[str]
     updated_buffers: frozenset[str]
     has_count: bool  # loss_fn returns (sum, count)
@@ -44,6 +47,7 @@ def summarize(flat: FlatGraph) -> ModelSummary:
     return ModelSummary(
         samples=flat.samples,
         layer_names=flat.layer_names,
+        parameters=parameters_of(flat),
         buffers=frozenset(read | flat.updated_buffers),
         updated_buffers=flat.updated_buffers,
         has_count=any(key[0] == COUNT for key, _ in flat.outputs),
@@ -105,6 +109,8 @@ def _to_data(value: Any) -> data_pickle.Parts | None:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NUMBERS:
         scalar = isinstance(value, np.generic)
         return "array", (value.dtype.str, value.shape, value.tobytes(), scalar)
+    if isinstance(value, Size):
+        return "Size", value.parts
     if isinstance(value, Program):
         return "Program", (graph_rows(value.graph), value.inputs, value.outputs)
     record, names = RECORDS.get(type(value).__name__, (None, ()))
@@ -123,6 +129,8 @@ def _to_record(parts: data_pickle.Parts) -> Any:
             raise ValueError(f"it has an array of {dtype}, whose elements are not numbers")
         array = np.frombuffer(bytearray(data), dtype).reshape(shape)
         return array[()] if scalar else array
+    if kind == "Size":
+        return Size(*value)
     if kind == "Program":
         rows, inputs, outputs = value
         return Program(graph_of_rows(rows), inputs, outputs)

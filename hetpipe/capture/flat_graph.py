@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.program import BUFFER, OUTPUT
+from hetpipe.capture.program import BUFFER, OUTPUT, PARAM
 from hetpipe.capture.slots import Key
 from hetpipe.sdk.host.parts import reachable
 
@@ -64,6 +64,11 @@ def owner(node: fx.Node) -> tuple[str, str]:
     path = path.partition(f".{PARAMETRIZATIONS}.")[0]
     key = next((k for k, p in reversed(entries) if p == path), key)
     return key, path.removeprefix("model").removeprefix(".")
+
+
+def parameters_of(flat: FlatGraph) -> frozenset[str]:
+    """Return the names of the parameters that a graph reads."""
+    return frozenset(name for n, (role, name) in flat.inputs.items() if role == PARAM and n.users)
 
 
 def is_getitem(node: fx.Node) -> bool:

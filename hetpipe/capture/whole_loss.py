@@ -132,7 +132,7 @@ class WholeLossCaptured(Captured):
         `outputs` are the model's, by number, `leaves` the batch's, and `values` has the present
         `loss_parameters`. Numbers that the loss draws depend only on `seed`. Raises `HetpipeError`.
         """
-        structure = self.output(training)
+        structure = self.output(self.samples, training)
         return self._value(structure, outputs, leaves, values, training=training, seed=seed)
 
     def _value(
@@ -146,7 +146,7 @@ class WholeLossCaptured(Captured):
         seed: int,
     ) -> LossValue:
         out = structure.rebuild(outputs)
-        _, y = self._example.rebuild([torch.from_numpy(leaves[n]) for n in self._example.names])
+        _, y = self.example.rebuild([torch.from_numpy(leaves[n]) for n in self.example.names])
         parameters = [parameter for _, parameter in self._trained()]
         for parameter, name in zip(parameters, self.loss_parameters, strict=True):
             parameter.data = torch.tensor(values[name])

@@ -159,8 +159,8 @@ class Assembly:
         own_feeds = []
         for feed, size in zip(request.feeds, request.samples, strict=True):
             lo, hi = self.shares.rows(replica, size)
-            names = [slot.name for slot in slots[request.forwards, hi - lo]]
-            leaves = {name: feed[name] for name in names if name in feed}
+            slots_read = slots[request.forwards, self.shares.count(replica, size)]
+            leaves = {slot.name: feed[slot.name] for slot in slots_read if slot.name in feed}
             rows = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
@@ -215,13 +215,14 @@ class Assembly:
             for replica, slots in enumerate(replicas):
                 for m, size in enumerate(samples):
                     lo, hi = self.shares.rows(Replica(n, replica), size)
-                    if (request.forwards, hi - lo) not in slots:
+                    count = self.shares.count(Replica(n, replica), size)
+                    if (request.forwards, count) not in slots:
                         present = [str(rows) for of, rows in slots if of is request.forwards]
                         raise HetpipeError(
-                            f"micro-batch {m} has {hi - lo} samples for a replica of stage {n}, "
+                            f"micro-batch {m} has {count} samples for a replica of stage {n}, "
                             f"which has programs for {', '.join(present) or 'no'} samples"
                         )
-                    for slot in slots[request.forwards, hi - lo]:
+                    for slot in slots[request.forwards, count]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
@@ -328,7 +329,7 @@ def _check_feed(
         raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {_some(feed)}")
     leaf = feed[slot.name]
     try:
-        _check_fit(slot, leaf[lo:hi] if leaf.shape[:1] == (samples,) else leaf)
+        _check_fit(slot, leaf[lo:hi] if leaf.shape[:1] == (int(samples),) else leaf)
     except HetpipeError as error:
         raise HetpipeError(f"micro-batch {microbatch}: {error}") from None
 

@@ -97,47 +97,42 @@ class _Crossing:
             rows = self._shares.rows(here, size), self._shares.rows(there, size)
             if overlap(*rows) == (0, 0):
                 continue
-            counts = [hi - lo for lo, hi in rows]
+            counts = [self._shares.count(end, size) for end in (here, there)]
             near, far = left.passes.get(counts[0]), right.passes.get(counts[1])
             if near is not None and far is not None:
-                kind, cuts = self._message(
-                    Content.FORWARD, near.forward.outputs, _inputs(far), CUT, self._stages, rows
-                )
-                yield (here, there), kind, cuts
+                kind = kind_of(Content.FORWARD, size, *rows)
+                sent, read = near.forward.outputs, _inputs(far)
+                yield (here, there), kind, self._layout(kind, sent, read, CUT, self._stages)
                 if near.backward is not None and far.backward is not None:
                     back = self._stages[1], self._stages[0]
                     sent, read = far.backward.outputs, near.backward.inputs
-                    kind, tangents = self._message(
-                        Content.BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
-                    )
-                    yield (there, here), kind, tangents
+                    kind = kind_of(Content.BACKWARD, size, *rows)
+                    yield (there, here), kind, self._layout(kind, sent, read, TANGENT, back)
             for content in IN_EVAL:
                 sides = forwards_of(left, content), forwards_of(right, content)
                 sender, receiver = sides[0].get(counts[0]), sides[1].get(counts[1])
                 if sender is not None and receiver is not None:
-                    kind, cuts = self._message(
-                        content, sender.outputs, receiver.inputs, CUT, self._stages, rows
-                    )
-                    yield (here, there), kind, cuts
+                    kind = kind_of(content, size, *rows)
+                    sent, read = sender.outputs, receiver.inputs
+                    yield (here, there), kind, self._layout(kind, sent, read, CUT, self._stages)
 
-    def _message(
+    def _layout(
         self,
-        content: Content,
+        kind: Kind,
         sent: Sequence[Slot],
         read: Sequence[Slot],
         role: str,
         ends: tuple[int, int],
-        rows: tuple[tuple[int, int], tuple[int, int]],
-    ) -> tuple[Kind, Layout]:
-        kind = kind_of(content, *rows)
-        if kind.content is content:
-            return kind, _common(sent, read, role, ends)
+    ) -> Layout:
+        if not kind.content.has_some_rows:
+            return _common(sent, read, role, ends)
         names = {slot.name for slot in read if slot.role == role}
         whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
+        rows = int(kind.number)
         left, right = (
-            rows_of(tuple(_matching(side, whole)), self.axes, kind.number) for side in (sent, read)
+            rows_of(tuple(_matching(side, whole)), self.axes, rows) for side in (sent, read)
         )
-        return kind, _common(left, right, role, ends)
+        return _common(left, right, role, ends)
 
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Yield name, rows and shape of each tensor that crosses, for every number of rows."""

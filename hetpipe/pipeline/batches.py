@@ -7,23 +7,30 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hetpipe.buckets import like
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.wire.shares import divide
 
 if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
     from hetpipe.crew.request import StepResult
     from hetpipe.plan.plan import Plan
-
-
-def rows_of(leaves: Mapping[str, Any]) -> int:
-    """Return the number of samples of a batch."""
-    return int(next(iter(leaves.values())).shape[0])
 
 
 def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
     """Return the sizes of min(microbatches, rows) micro-batches; sizes differ by at most one."""
     count = min(microbatches, rows)
-    return tuple(rows // count + (index < rows % count) for index in range(count))
+    return tuple(like(rows // count + (index < rows % count), rows) for index in range(count))
+
+
+def sizes_of(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> tuple[int, ...]:
+    """Return the sizes of a mini-batch's micro-batches, in its bucket."""
+    return micro_sizes(captured.example.size_of(leaves), plan.microbatches)
+
+
+def size_of(samples: Sequence[int]) -> int:
+    """Return the size of a mini-batch with micro-batches of these sizes."""
+    return like(sum(samples), samples[0])
 
 
 def parts_of(samples: Sequence[int], plan: Plan) -> list[int]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
-from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric
+from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.results import Result
@@ -132,24 +132,24 @@ class Delivery:
     def predict(self, xs: Iterable[Any], ema: bool) -> Iterator[Any]:
         """Yield the model's output in eval mode for each x."""
         captured = self._training.setup.captured
-        batches = ((captured.leaves(x), None) for x in xs)
+        batches = ((captured.leaves(x), captured.example.length_of(x)) for x in xs)
         forwards = Forwards(self._training, Content.INFERENCE, True, ema)
-        for _, result, _ in self._results_in_eval("predict", forwards, batches):
-            yield captured.output(training=False).rebuild(result.outputs)
+        for request, result, length in self._results_in_eval("predict", forwards, batches):
+            yield output_of(captured, request, result, length)
 
     def evaluate(
         self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Metric], ema: bool
     ) -> Evaluation:
         """Return the mean loss and metrics of mini-batches in eval mode."""
         captured, means = self._training.setup.captured, Means(metrics)
-        pairs = ((captured.leaves(x, y), y) for x, y in batches)
+        pairs = ((captured.leaves(x, y), (captured.example.length_of(x), y)) for x, y in batches)
         with self._guard("evaluate"):
             forwards = Forwards(self._training, Content.EVALUATION, bool(metrics), ema)
         found = self._results_in_eval("evaluate", forwards, pairs)
-        for number, (request, result, y) in enumerate(found):
+        for number, (request, result, (length, y)) in enumerate(found):
             means.add(request, result, number)
             if metrics:
-                output = captured.output(training=False).rebuild(result.outputs)
+                output = output_of(captured, request, result, length)
                 means.measure(output, y, sum(request.samples))
         return means.result()
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
 from hetpipe.errors import HetpipeError, NoMeanError
 from hetpipe.pipeline.average import check_average, swap_average
-from hetpipe.pipeline.batches import mean_loss, micro_sizes, parts_of, rows_of, slices
+from hetpipe.pipeline.batches import mean_loss, parts_of, size_of, sizes_of, slices
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.schedules import FORWARDS
 from hetpipe.pipeline.whole_loss import read_values, whole_loss_of
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
     from hetpipe.pipeline.training import Training
     from hetpipe.wire.messages import Array
 
@@ -80,7 +81,7 @@ class Forwards:
     def admit(self, leaves: Mapping[str, Array]) -> None:
         """Begin the forwards of a mini-batch."""
         training = self._training
-        samples = micro_sizes(rows_of(leaves), training.plan.microbatches)
+        samples = sizes_of(training.setup.captured, leaves, training.plan)
         ready = training.stages.sizes[self._content]
         if self._content is Content.EVALUATION:
             self._check_loss(leaves, samples)
@@ -147,6 +148,18 @@ class Forwards:
             captured.check_means(leaves, parts)
             if not training.stages.sizes[Content.EVALUATION]:
                 check_loss(captured, parts[0], training=False)
+
+
+def output_of(captured: Captured, request: StepRequest, result: StepResult, length: int) -> Any:
+    """Return the model's output for a mini-batch. `length` is the length of its tensors before they
+    were padded; a dimension of the output that has the bucket's length is cut to it."""
+    size, padding = size_of(request.samples), captured.example.padding
+    output, arrays = captured.output(size), result.outputs
+    if padding is not None and (bucket := padding.length(size)) != length:
+        other = padding.another(size)
+        pair = bucket, padding.length(other)
+        arrays = output.cut(arrays, length, captured.output(other), pair)
+    return output.rebuild(arrays)
 
 
 class Means:

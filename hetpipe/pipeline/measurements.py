@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.batches import size_of
 from hetpipe.pipeline.fit import boards_of
 from hetpipe.pipeline.learning import sums_of
 from hetpipe.plan.pricing import predict, predicted_step_s, stage_times
@@ -136,12 +137,12 @@ class BoardTime:
     def _at(self, samples: tuple[int, ...]) -> tuple[Plan, CostTable]:
         """Return plan and costs for a mini-batch of these micro-batches."""
         setup, plan = self.setup, self.setup.plan
-        if (sum(samples), len(samples)) == (plan.mini_batch, plan.microbatches):
+        if (size_of(samples), len(samples)) == (plan.mini_batch, plan.microbatches):
             return plan, self.costs
         if max(plan.replicas) > 1:
             raise HetpipeError(
-                f"a mini-batch of {sum(samples)} samples has no modelled time: replicas were "
-                f"planned for {plan.mini_batch} samples; make a plan for {sum(samples)}"
+                f"a mini-batch of {size_of(samples)} samples has no modelled time: replicas were "
+                f"planned for {plan.mini_batch} samples; make a plan for {size_of(samples)}"
             )
         size = max(samples)
         modelled = modelled_costs(setup.captured, setup.crew.cluster, setup.optimizer, [size])[size]

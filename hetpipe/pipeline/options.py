@@ -20,6 +20,7 @@ from hetpipe.wire.messages import Clip
 from hetpipe.words import choices
 
 if TYPE_CHECKING:
+    from hetpipe.buckets import Buckets
     from hetpipe.capture.precision import Precision
     from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     cut_dtype: str | None
     sync_batch_norm: bool
     loss_over: str
+    buckets: Buckets | Sequence[int] | None
     check_finite: bool
     pass_limit_s: float | None
     seed: int
@@ -180,6 +182,8 @@ class PassOptions:
     loss_over: str = MICRO_BATCH
     """`micro-batch`: each micro-batch has a loss. `mini-batch`: all outputs together have one loss,
     which torch computes in the pipeline's process, under the schedule `gpipe`."""
+    buckets: Buckets | Sequence[int] | None = None
+    """The lengths to which batches of varying length are padded; see `hetpipe.buckets`."""
     check_finite: bool = False
     """Whether to check that all outputs of passes are finite; the check slows passes down."""
     pass_limit_s: float | None = None
@@ -191,6 +195,12 @@ class PassOptions:
         if self.loss_over not in LOSSES_OVER:
             raise HetpipeError(
                 f"loss_over={self.loss_over!r} is not known; {choices(self.loss_over, LOSSES_OVER)}"
+            )
+        if self.buckets is not None and self.whole_loss:
+            raise HetpipeError(
+                "buckets and loss_over='mini-batch' do not go together: let loss_fn return (sum, "
+                "count), which is exact for labels that it leaves out, or pad all mini-batches to "
+                "one length"
             )
         if self.pass_limit_s is not None and not _is_positive(self.pass_limit_s):
             raise HetpipeError(f"pass_limit_s={self.pass_limit_s!r}: give seconds above 0")

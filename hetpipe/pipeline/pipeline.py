@@ -100,7 +100,8 @@ class Pipeline(Saving):
         if trains:
             rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
-        mini_batch = Example(*example).samples
+        padded = Example(*example, passes.buckets)
+        mini_batch = padded.samples
         planned, fixed = resolve(planned, passes, cluster, mini_batch, resume)
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
@@ -113,8 +114,8 @@ class Pipeline(Saving):
                 warm.begin(self._crew)
             capture = capture_of(trains, passes.whole_loss)
             self._captured = captured or capture(
-                model, loss, example, precision=passes.dtypes,
-                sync_batch_norm=passes.sync_batch_norm,
+                model, loss, example if passes.buckets is None else padded,
+                precision=passes.dtypes, sync_batch_norm=passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
             self._state, self._loss_state = states_of(model, loss, self._captured)

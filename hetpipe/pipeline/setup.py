@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hetpipe.buckets import Buckets
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import NO_OPTIMIZER
@@ -71,13 +72,14 @@ class Setup:
         changes their statistics.
         """
         captured, optimizer, updates = self.captured, self.optimizer, self.updates
-        rule = updates.loss_scale
+        rule, padding = updates.loss_scale, captured.example.padding
         settings: dict[str, Any] = {
             "seed": self.passes.seed,
             "precision": captured.precision.compute,
             "cut_dtype": captured.precision.cut,
             "sync_batch_norm": captured.sync_batch_norm,
             "loss_over": self.passes.loss_over,
+            "buckets": None if padding is None else padding.settings,
             "clip_norm": updates.clip_norm,
             "clip_each": updates.clip_each,
             "accumulate": updates.accumulate,
@@ -141,6 +143,8 @@ def set_up(
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
     plan, costs = planning.choose(asked)
+    if (padding := captured.example.padding) is not None and padding.text not in plan.notes:
+        plan = replace(plan, notes=(*plan.notes, padding.text))
     divided = microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1
     if divided and captured.trains:
         check_loss(captured, -(-mini_batch // 2), replicas=True)
@@ -159,6 +163,14 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
         raise HetpipeError(
             f"captured has {captured.precision}, not {passes.dtypes}: capture the model with these "
             "dtypes"
+        )
+    padding = captured.example.padding
+    if passes.buckets is not None and (
+        padding is None or Buckets.of(passes.buckets) != padding.buckets
+    ):
+        raise HetpipeError(
+            f"captured has {'no buckets' if padding is None else padding.buckets}, not "
+            f"{Buckets.of(passes.buckets)}: give capture() these buckets"
         )
     if passes.sync_batch_norm and not captured.sync_batch_norm:
         raise HetpipeError(

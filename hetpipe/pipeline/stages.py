@@ -111,7 +111,7 @@ class Loading:
 
     def _own(self, stage: StageGraphs, replica: int, sizes: Collection[int]) -> StageGraphs:
         """Return the stage with only the passes for a replica's rows."""
-        rows = {self._count(Replica(stage.stage, replica), size) for size in sizes}
+        rows = {self.shares.count(Replica(stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
@@ -150,12 +150,8 @@ class Loading:
 
     def _rows(self, replicas: Sequence[Replica], sizes: Collection[int]) -> list[int]:
         """Return the rows that replicas have in micro-batches of these sizes, the most first."""
-        counts = {self._count(replica, size) for replica in replicas for size in sizes}
+        counts = {self.shares.count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
-
-    def _count(self, replica: Replica, samples: int) -> int:
-        lo, hi = self.shares.rows(replica, samples)
-        return hi - lo
 
 
 def _with(stage: StageGraphs, other: StageGraphs, field: str) -> StageGraphs:
@@ -191,10 +187,12 @@ class Stages:
         self._own_load = 0
 
     def expect(self, samples: Collection[int]) -> None:
-        """Include programs for micro-batches of these sizes in the first load."""
-        self.sizes[Content.FORWARD] |= set(samples)
-        if not self._setup.captured.trains:
-            self.sizes[Content.INFERENCE] |= set(samples)
+        """Include programs for micro-batches of these sizes, in all buckets, in the first load."""
+        captured = self._setup.captured
+        sizes = captured.example.sizes(samples)
+        self.sizes[Content.FORWARD] |= sizes
+        if not captured.trains:
+            self.sizes[Content.INFERENCE] |= sizes
 
     def check_own(self) -> None:
         """Raise `HetpipeError` if another pipeline or profile has loaded its stages on the crew."""

@@ -19,7 +19,8 @@ from hetpipe.pipeline.batches import (
     mean_loss,
     micro_sizes,
     parts_of,
-    rows_of,
+    size_of,
+    sizes_of,
     slices,
 )
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
@@ -121,7 +122,7 @@ class Training:
     def fits(self, x: Any, y: Any) -> bool:
         """Whether the stages are loaded for a mini-batch's sizes. Raises `HetpipeError` for an
         invalid mini-batch."""
-        samples = micro_sizes(rows_of(self.setup.captured.leaves(x, y)), self.plan.microbatches)
+        samples = sizes_of(self.setup.captured, self.setup.captured.leaves(x, y), self.plan)
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes[Content.FORWARD]
 
@@ -145,7 +146,7 @@ class Training:
                 self._update(float("nan"))
             raise _not_applied(error) from error.__cause__
         self.steps += 1
-        self.watch(result, sum(request.samples))
+        self.watch(result, size_of(request.samples))
         if not accumulates:
             self._record(result)
         else:
@@ -178,7 +179,7 @@ class Training:
         self.recent.append(result)
         handed = self._handed_out.popleft()
         self.ran = Ran(None, handed.samples)
-        self.watch(result, sum(handed.samples))
+        self.watch(result, size_of(handed.samples))
         try:
             loss = mean_loss(result, handed.samples, handed.number)
             check_gradients(result, handed.number)
@@ -229,7 +230,7 @@ class Training:
     def request(self, x: Any, y: Any) -> StepRequest:
         setup = self.setup
         leaves = setup.captured.leaves(x, y)
-        samples = micro_sizes(rows := rows_of(leaves), self.plan.microbatches)
+        rows = sum(samples := sizes_of(setup.captured, leaves, self.plan))
         if len(parts := parts_of(samples, self.plan)) > 1:
             setup.captured.check_means(leaves, parts)
         self.prepare(set(samples), self.stages.sizes[Content.FORWARD])
@@ -249,13 +250,13 @@ class Training:
         )
 
     def prepare(self, sizes: set[int], ready: set[int]) -> None:
-        """Load stages that also have passes for these sizes, unless `ready` contains all sizes."""
+        """Load stages for these sizes too, in all buckets, unless `ready` contains all sizes."""
         if sizes <= ready:
             return
         self.flush()
         roles = (*ROLES, *self._accumulating())
         values = Checkpoint({}, {role: self.read(role) for role in roles})
-        more = sizes - ready
+        more = self.setup.captured.example.sizes(sizes) - ready
         ready |= more
         try:
             self.stages.load(values, self.updates, self.steps)

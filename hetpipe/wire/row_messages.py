@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetpipe.buckets import like
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.shares import Replica, Rows, Shares, overlap
 from hetpipe.wire.wire import Array, Axes, Content, Kind, Layout, host_dtype
@@ -35,14 +36,14 @@ def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: 
         theirs = shares.rows(peer, samples)
         lo, hi = overlap(mine, theirs)
         if lo < hi:
-            overlapping.append(Route(peer, (lo, hi), kind_of(content, mine, theirs)))
+            overlapping.append(Route(peer, (lo, hi), kind_of(content, samples, mine, theirs)))
     return overlapping
 
 
-def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
-    """Return the kind of a message between two replicas that compute these rows."""
+def kind_of(content: Content, samples: int, one: Rows, other: Rows) -> Kind:
+    """Return the kind of a message between two replicas that compute these rows of `samples`."""
     lo, hi = overlap(one, other)
-    return Kind(content if one == other else content.some_rows, hi - lo)
+    return Kind(content if one == other else content.some_rows, like(hi - lo, samples))
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
@@ -62,12 +63,14 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
     axes = [
         axis
         for axis in range(min(ranks))
-        if all(shape[axis] == rows for rows, shape in shapes.items())
+        if all(shape[axis] == int(rows) for rows, shape in shapes.items())
     ]
     other_sizes = {
-        tuple(size for a, size in enumerate(s) if a not in axes) for s in shapes.values()
+        (like(0, rows), *(size for a, size in enumerate(s) if a not in axes))
+        for rows, s in shapes.items()
     }
-    if len(ranks) != 1 or len(axes) != 1 or len(other_sizes) != 1:
+    buckets = {like(0, rows) for rows in shapes}
+    if len(ranks) != 1 or len(axes) != 1 or len(other_sizes) != len(buckets):
         listed = ", ".join(f"{list(s)} for {rows} samples" for rows, s in sorted(shapes.items()))
         raise HetpipeError(
             f"{name}, which crosses between stages, is {listed}: it is not clear which dimension "

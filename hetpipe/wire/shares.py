@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
+from hetpipe.buckets import like
 from hetpipe.errors import HetpipeError
 
 
@@ -69,8 +70,13 @@ class Shares:
         """Return a replica's rows of a micro-batch in which the replica takes part."""
         weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
-            return 0, samples
+            return 0, int(samples)
         return _ends(samples, weights)[replica.number]
+
+    def count(self, replica: Replica, samples: int) -> int:
+        """Return the number of these rows, as a size in the bucket of `samples`."""
+        lo, hi = self.rows(replica, samples)
+        return like(hi - lo, samples)
 
     def takes(self, replica: Replica, mini_batch: int) -> bool:
         """Return whether a replica computes any part of a mini-batch."""

@@ -75,7 +75,7 @@ class Routes:
         if kind.content.stays_on_host:
             return kind
         rows = (self._shares.rows(end, kind.number) for end in (source, target))
-        return kind_of(kind.content, *rows)
+        return kind_of(kind.content, kind.number, *rows)
 
     def layout(self, own: Replica, route: Route, sends: bool) -> Layout | None:
         """Return the layout of a route's messages; None if no message travels there."""
@@ -313,8 +313,8 @@ class Exchange:
             # The next update overwrites tied tensors, so download them before the next action.
             version = stage.loans.chosen(message.number)
             return [stage.store.get(slot.key, version) for slot in layout]
-        lo, hi = self._shares.rows(own, kind.number)
-        return stage.frames.depart(message.number, hi - lo, layout)
+        rows = self._shares.count(own, kind.number)
+        return stage.frames.depart(message.number, rows, layout)
 
     def _store_received(
         self, n: int, message: Message, kind: Kind, layout: Layout, tensors: list[Any]

@@ -191,7 +191,7 @@ class Runner:
         work = Pass(
             action.op,
             action.number,
-            samples=hi - lo,
+            samples=self._shares.count(self._own[n], position.samples),
             feed=self._feed(action, batch, place),
             rng=(batch.seed, batch.number, self._mini_batches.first_sample(position) + lo),
             lag=batch.lag[n][place],

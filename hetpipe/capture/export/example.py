@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from hetpipe.buckets import Buckets, Size
+from hetpipe.capture.export.padding import Padding
 from hetpipe.errors import CaptureError, HetpipeError
 
 Array = np.ndarray[Any, Any]
@@ -24,10 +26,11 @@ class Example:
     """One batch (x, y) of batch-first tensors; every later batch must have the same structure.
 
     A leaf is a tensor, named by its position: "x", "x.0", "x.mask", "y". All other values belong to
-    the structure.
+    the structure. With `buckets`, batches are padded to the length of a bucket, and the example to
+    the largest length.
     """
 
-    def __init__(self, x: Any, y: Any) -> None:
+    def __init__(self, x: Any, y: Any, buckets: Buckets | Sequence[int] | None = None) -> None:
         self._x, self._y = x, y
         self._leaves = {
             name: torch.as_tensor(_array_of(name, value))
@@ -44,6 +47,37 @@ class Example:
                     "every tensor"
                 )
         self.samples = _samples({name: tuple(t.shape) for name, t in self._leaves.items()})
+        self.padding: Padding | None = None
+        if buckets is not None:
+            arrays = {name: leaf.numpy() for name, leaf in self._leaves.items()}
+            self.padding = Padding(Buckets.of(buckets), arrays)
+            padded = self.padding.pad(arrays, self.padding.buckets.largest)
+            self._leaves = {name: torch.as_tensor(array) for name, array in padded.items()}
+
+    @property
+    def assumed_labels(self) -> Collection[str]:
+        """The tensors of y that are padded with `IGNORED` without the user's word."""
+        return () if self.padding is None else self.padding.assumed
+
+    def size_of(self, leaves: Mapping[str, Array]) -> int:
+        """Return the size of a batch; see `Size`."""
+        samples = int(next(iter(leaves.values())).shape[0])
+        if self.padding is None:
+            return samples
+        return self.padding.size(samples, self.padding.length_of(leaves))
+
+    def length_of(self, x: Any) -> int:
+        """Return the length of a valid batch's `x`; 0 without buckets."""
+        if self.padding is None:
+            return 0
+        return self.padding.length_of({n: v for n, v in _named(x).items() if _is_tensor(v)})
+
+    def sizes(self, samples: Iterable[int]) -> set[int]:
+        """Return these numbers of samples in every bucket."""
+        if self.padding is None:
+            return set(samples)
+        lengths = self.padding.buckets.lengths
+        return {self.padding.size(int(n), length) for n in samples for length in lengths}
 
     @property
     def structure(self) -> str:
@@ -66,11 +100,15 @@ class Example:
         return digest.hexdigest()
 
     def tensors(self, samples: int) -> list[torch.Tensor]:
-        """Return the leaves, sliced or repeated to `samples` samples."""
+        """Return the leaves, sliced or repeated to `samples` samples, and cut to their length."""
         if samples < 1:
             raise CaptureError(f"a micro-batch needs at least 1 sample, not {samples}")
-        index = torch.arange(samples) % self.samples
-        return [leaf[index] for leaf in self._leaves.values()]
+        index = torch.arange(int(samples)) % self.samples
+        leaves = {name: leaf[index] for name, leaf in self._leaves.items()}
+        if isinstance(samples, Size) and self.padding is not None:
+            for name, dim in self.padding.dims.items():
+                leaves[name] = leaves[name].narrow(dim, 0, samples.length).contiguous()
+        return list(leaves.values())
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
         """Return the batch (x, y) with the leaves replaced by `tensors`."""
@@ -82,10 +120,12 @@ class Example:
         return _map(replace, "x", self._x), _map(replace, "y", self._y)
 
     def leaves(self, x: Any, *y: Any) -> dict[str, Array]:
-        """Return the tensors of a batch as row-major arrays, by name; `y` may be left out.
+        """Return the tensors of a batch as row-major arrays, by name; `y` may be left out. With
+        buckets the arrays are padded.
 
-        Raises `HetpipeError` if the structure, a dtype or a shape (apart from its first dimension)
-        differs from the example's, or if the leaves disagree on the number of samples.
+        Raises `HetpipeError` if the structure, a dtype or a shape (apart from samples and length)
+        differs from the example's, if the leaves disagree on the number of samples or the length,
+        or if the batch is longer than every bucket.
         """
         values = _named(x, *y)
         expected = _named(self._x, self._y) if y else _named(self._x)
@@ -103,7 +143,7 @@ class Example:
                     "is not a tensor is fixed when the model is captured"
                 )
         _samples({name: array.shape for name, array in arrays.items()})
-        return arrays
+        return arrays if self.padding is None else self.padding.pad(arrays)
 
     def _array(self, name: str, value: Any) -> Array:
         if not _is_tensor(value):
@@ -113,10 +153,14 @@ class Example:
         array = _array_of(name, value)
         example = self._leaves[name]
         dtype = str(example.dtype).removeprefix("torch.")
-        if array.shape[1:] != tuple(example.shape[1:]) or array.ndim == 0:
+        shape = tuple(example.shape)
+        dim = None if self.padding is None else self.padding.dims.get(name)
+        fixed = [n for n in range(1, len(shape)) if n != dim]
+        if array.ndim != len(shape) or any(array.shape[n] != shape[n] for n in fixed):
+            varying = "the first dimension" if dim is None else f"dimensions 0 and {dim}"
             raise HetpipeError(
-                f"{name} has shape {array.shape}, but {tuple(example.shape)} in the example batch; "
-                "only the first dimension may differ"
+                f"{name} has shape {array.shape}, but {shape} in the example batch; only {varying} "
+                "may differ"
             )
         if str(array.dtype) != dtype:
             raise HetpipeError(

@@ -50,7 +50,7 @@ def flatten(
     write_by_where(graph)
     _name_inputs(flat, program, leaves, aliases)
     _name_outputs(flat, program, aliases, output_count)
-    rng = make_explicit(graph, samples)
+    rng = make_explicit(graph, int(samples))
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     samples_and_draws = [n for n, (role, _) in flat.inputs.items() if role in (INPUT, RNG)]

@@ -7,7 +7,7 @@ device reads the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from hetpipe.buckets import like
 from hetpipe.capture.export.example import Array
 from hetpipe.capture.flat_graph import FlatGraph, is_getitem, owner
 from hetpipe.capture.program import INPUT, StageGraphs
@@ -97,14 +98,46 @@ class IndexBound:
         )
 
 
-def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) -> None:
+class Indices:
+    """The bounds of a model's indices, by bucket: `bounds` has a size in each bucket."""
+
+    def __init__(self, bounds: Mapping[int, Sequence[IndexBound]]) -> None:
+        self._bounds = {like(0, size): own for size, own in bounds.items()}
+
+    def of(self, size: int) -> Sequence[IndexBound]:
+        """Return the bounds in batches of this size."""
+        return self._bounds[like(0, size)]
+
+    def check(self, leaves: Mapping[str, Array], size: int) -> None:
+        """Raise `HetpipeError` for an index of a batch that is out of bounds."""
+        for bound in self.of(size):
+            if bound.leaf in leaves:
+                bound.check(leaves[bound.leaf])
+
+    def check_ignored(self, labels: Collection[str], value: int) -> None:
+        """Raise `HetpipeError` unless a loss is known to leave out this value of the labels."""
+        ignored = {bound.leaf for own in self._bounds.values() for bound in own
+                   if bound.ignored == value}  # fmt: skip
+        for name in sorted(set(labels) - ignored):
+            raise HetpipeError(
+                f"buckets would pad {name} with {value}, and it is not known that the loss leaves "
+                f"out this label: give the value, as hp.Buckets(lengths, pad={{{name!r}: {value}}})"
+            )
+
+    def check_means(self, leaves: Mapping[str, Array], size: int, parts: Sequence[int]) -> None:
+        """Check the labels of a batch's parts, see `IndexBound.check_means`."""
+        for bound in self.of(size):
+            bound.check_means(leaves[bound.leaf], parts)
+
+
+def mark_checked(graphs: Sequence[StageGraphs], indices: Indices) -> None:
     """Mark the inputs of programs that the host checks, so that backends need not check them."""
-    ranges: dict[str, Range] = {}
-    for bound in bounds:
-        if bound.columns is None and bound.leaf not in ranges:
-            ranges[bound.leaf] = (bound.low, bound.high, bound.ignored)
-    passes = (passes for stage in graphs for passes in stage.passes.values())
-    for program in (program for pair in passes for program in pair.programs):
+    passes = (pair for stage in graphs for pair in stage.passes.items())
+    for size, program in ((size, program) for size, pair in passes for program in pair.programs):
+        ranges: dict[str, Range] = {}
+        for bound in indices.of(size):
+            if bound.columns is None:
+                ranges.setdefault(bound.leaf, (bound.low, bound.high, bound.ignored))
         for slot, placeholder in zip(program.inputs, graph_inputs(program.graph), strict=True):
             if slot.role == INPUT and slot.name in ranges:
                 placeholder.meta["checked"] = ranges[slot.name]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 
 import torch
 from torch import fx, nn
 
-from hetpipe.capture.flat_graph import PARAMETRIZATIONS, FlatGraph, is_getitem, owner
+from hetpipe.capture.disk_cache import ModelSummary
+from hetpipe.capture.flat_graph import PARAMETRIZATIONS, FlatGraph, is_getitem, owner, parameters_of
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, OUTPUT, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes
@@ -107,19 +108,28 @@ def _merge_shared_buffers(flat: FlatGraph, updated: frozenset[str]) -> None:
     flat.layer_names = tuple(n for n, j in zip(flat.layer_names, joined, strict=True) if not j)
 
 
-def check_layers(flat: FlatGraph, names: Sequence[str], samples: int, training: bool) -> None:
-    """Raise `CaptureError` unless the graph has the layers of the first graph, of training with
-    `samples` samples."""
-    if tuple(names) == flat.layer_names:
-        return
-    pairs = zip_longest(flat.layer_names, names, fillvalue="none")
-    number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+def check_layers(flat: FlatGraph, first: ModelSummary, training: bool) -> None:
+    """Raise `CaptureError` unless the graph has the layers, and in training the parameters, of the
+    first graph, of training."""
     mode = "training" if training else "eval mode"
-    raise CaptureError(
-        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
-        f"in {mode} but {len(names)} for {samples} in training: layer {number} is {name}, not "
-        f"{expected}; make the model's structure independent of the batch size and the mode"
-    )
+    names = first.layer_names
+    independent = "independent of the batch's size and length, and of the mode"
+    if names != flat.layer_names:
+        pairs = zip_longest(flat.layer_names, names, fillvalue="none")
+        number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+        raise CaptureError(
+            f"the model has {len(flat.layer_names)} layers for {flat.samples} samples "
+            f"in {mode} but {len(names)} for {first.samples} in training: layer {number} is "
+            f"{name}, not {expected}; make the model's structure {independent}"
+        )
+    unlike = sorted(parameters_of(flat) ^ first.parameters) if training else []
+    if unlike:
+        one, other = flat.samples, first.samples
+        reads, not_ = (other, one) if unlike[0] in first.parameters else (one, other)
+        raise CaptureError(
+            f"the model reads {unlike[0]} for {reads} samples but not for {not_}, and every update "
+            f"changes the same parameters: make the model's structure {independent}"
+        )
 
 
 def layer_graph(flat: FlatGraph) -> LayerGraph:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hetpipe.buckets import Size
 from hetpipe.errors import HetpipeError
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +41,11 @@ class Outputs:
         """The number of tensors that have samples."""
         return sum(_has_samples(leaf, self.samples) for leaf in self.leaves)
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that have samples."""
+        return [leaf.shape for leaf in self.leaves if _has_samples(leaf, self.samples)]
+
     def elements(self, samples: int) -> int:
         """Return the number of elements for `samples` samples."""
         sizes = [math.prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Shape)]
@@ -63,6 +69,21 @@ class Outputs:
             leaves.append(leaf)
         return tree_unflatten(leaves, self.spec)
 
+    def cut(
+        self, arrays: Mapping[str, Array], length: int, other: Outputs, lengths: tuple[int, int]
+    ) -> dict[str, Array]:
+        """Return the tensors that have samples, by number, without their padding after `length`.
+
+        `lengths` are the length of the batch and the length for which the `other` output was seen.
+        A dimension that has these sizes in the two outputs is cut.
+        """
+        cut = {}
+        shapes = zip(self.shapes, other.shapes, strict=True)
+        for (number, array), pair in zip(sorted(arrays.items()), shapes, strict=True):
+            varies = [sizes == lengths for sizes in zip(*pair, strict=True)]
+            cut[number] = array[tuple(slice(length) if v else slice(None) for v in varies)]
+        return cut
+
     def draw(self, samples: int, is_wide: bool = False) -> list[Any] | None:
         """Draw leaves for `samples` samples; None if a tensor is not batch-first and floating.
 
@@ -82,6 +103,29 @@ class Outputs:
             else:
                 return None
         return leaves
+
+
+class KnownOutputs:
+    """The structures of a model's output that were seen, by mode and by length of the batch."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[bool, int], Outputs] = {}
+
+    def note(self, size: int, training: bool, output: Any) -> None:
+        """Note an output for a batch of this size, whose tensors may have no values."""
+        self._seen[training, _length(size)] = Outputs.of(output, int(size))
+
+    def has(self, size: int, training: bool) -> bool:
+        """Return whether an output was seen for the length of this size."""
+        return (training, _length(size)) in self._seen
+
+    def of(self, size: int, training: bool) -> Outputs:
+        """Return the structure that was seen for the length of this size."""
+        return self._seen[training, _length(size)]
+
+
+def _length(size: int) -> int:
+    return size.length if isinstance(size, Size) else 0
 
 
 @dataclass(frozen=True)
