@@ -35,7 +35,8 @@ class Evaluation:
 
 
 class UpdatedMetric(Protocol):
-    """A metric that collects batches, as in torchmetrics."""
+    """A metric that collects batches, as in torchmetrics. `compute` may return a dict of values,
+    whose names then replace the metric's."""
 
     def update(self, output: Any, y: Any) -> object: ...
 
@@ -207,10 +208,12 @@ class Means:
                 0,
                 ": give evaluate() at least one mini-batch (x, y) whose loss counts a sample",
             )
-        found = {
-            name: float(metric.compute())
-            if hasattr(metric, "compute")
-            else self._sums[name] / self._samples
-            for name, metric in self._metrics.items()
-        }
+        found: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            if not hasattr(metric, "compute"):
+                found[name] = self._sums[name] / self._samples
+            elif isinstance(value := metric.compute(), Mapping):
+                found |= {key: float(each) for key, each in value.items()}
+            else:
+                found[name] = float(value)
         return Evaluation(self._loss / self._weight, self._samples, found)

@@ -1,0 +1,57 @@
+"""Collected: a metric that hands all outputs and labels to a function, as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hetpipe.errors import HetpipeError
+from hetpipe.hf.model_losses import logits_of
+
+Compute = Callable[[Any], Mapping[str, float]]
+"""Maps an `EvalPrediction`, all logits and labels, to metrics by name."""
+
+
+class Collected:
+    """Collects the logits and labels of an evaluation. `prefix` begins the names of metrics."""
+
+    def __init__(self, compute: Compute | None, prefix: str) -> None:
+        self._compute, self._prefix = compute, prefix
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all mini-batches."""
+        self._logits: list[Any] = []
+        self._labels: list[Any] = []
+
+    def update(self, output: Any, y: Any) -> None:
+        """Add a mini-batch."""
+        self._logits.append(logits_of(output).float().numpy())
+        if isinstance(y, Tensor):
+            self._labels.append(y.numpy())
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics."""
+        from transformers import EvalPrediction
+
+        if self._compute is None:
+            return {}
+        found = self._compute(EvalPrediction(self.logits, self.labels))
+        if not isinstance(found, Mapping):
+            raise HetpipeError(
+                f"compute_metrics returned a {type(found).__name__}: return a dict of numbers"
+            )
+        return {f"{self._prefix}{name}": float(value) for name, value in found.items()}
+
+    @property
+    def logits(self) -> Any:
+        """The logits of all samples, as one numpy array."""
+        return np.concatenate(self._logits)
+
+    @property
+    def labels(self) -> Any:
+        """The labels of all samples; None if there are none."""
+        return np.concatenate(self._labels) if self._labels else None

@@ -1,0 +1,63 @@
+"""The arguments of hp.hf.Trainer: meanings as in transformers, and refusals by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hetpipe as hp
+from hetpipe.hf.arguments import arguments_of
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_an_object_and_a_dict_are_read_alike() -> None:
+    values = {"num_train_epochs": 2, "optim": "sgd", "max_steps": -1, "output_dir": "out"}
+    assert arguments_of(SimpleNamespace(**values)) == arguments_of(values)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_steps": 100}, "max_steps=100: give num_train_epochs"),
+        ({"fsdp": "full_shard"}, "fsdp='full_shard': name the devices with cluster="),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5: leave it at its default"),
+        ({"report_to": "wandb"}, "report_to='wandb': give callbacks="),
+        ({"eval_steps": 10}, "eval_steps=10: it evaluates after every epoch"),
+        ({"learning_rat": 1}, "no 'learning_rat': did you mean learning_rate? leave it out"),
+        ({"optim": "adafactor"}, "optim='adafactor'"),
+        ({"eval_strategy": "steps"}, "eval_strategy='steps'"),
+        ({"num_train_epochs": 1.5}, "num_train_epochs=1.5: give a whole number"),
+        ({"bf16": True, "fp16": True}, "bf16 and fp16 are both True"),
+        ({"load_best_model_at_end": True}, 'needs eval_strategy="epoch"'),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "give output_dir"),
+        (3, "args is a int"),
+    ],
+)
+def test_other_arguments_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(hp.HetpipeError) as caught:
+        arguments_of(given)
+    assert text in str(caught.value)
+
+
+def test_the_arguments_of_transformers_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import TrainingArguments
+
+    own = {
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "num_train_epochs": 2,
+        "eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "cosine",
+        "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "warmup_steps": 0.1,
+        "report_to": "none", "do_train": True, "optim": "adamw_torch",
+    }  # fmt: skip
+    args = arguments_of(TrainingArguments(**own))
+    assert (args.optim, args.lr_scheduler_type, args.eval_strategy) == (
+        "adamw_torch", "cosine", "epoch",
+    )  # fmt: skip
+    assert (args.monitor, args.mode, args.warmup(25)) == ("eval_accuracy", "max", 3)
+    assert args.folder == str(tmp_path)
+    with pytest.raises(hp.HetpipeError, match="torch_compile=True: leave it"):
+        arguments_of(TrainingArguments(**own, torch_compile=True))
