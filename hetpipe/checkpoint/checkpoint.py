@@ -30,6 +30,7 @@ from hetpipe.checkpoint.manifest import (
     read_tensors,
 )
 from hetpipe.errors import CheckpointError
+from hetpipe.files import user_path
 
 MANIFEST = "manifest.json"
 _OURS = re.compile(
@@ -47,7 +48,7 @@ class Checkpoint:
 
 
 def save(
-    directory: Path, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]
+    directory: str | Path, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint into `directory`; it replaces the present checkpoint.
 
@@ -59,6 +60,7 @@ def save(
     Raises `CheckpointError` as well if the folder cannot be written to, or if another process or
     thread is saving into it. After an error the previous checkpoint stays, without new files.
     """
+    directory = user_path(directory, CheckpointError)
     check_values(manifest)
     check_tensors(tensors)
     values = dict(manifest)
@@ -93,13 +95,14 @@ def save(
         ) from error
 
 
-def load(directory: Path) -> Checkpoint:
+def load(directory: str | Path) -> Checkpoint:
     """Read the checkpoint in `directory` and check every byte against its checksum.
 
     If another process saves there meanwhile, the new checkpoint is read. Raises `CheckpointError`,
     with the file's name, if there is no checkpoint, if a file is missing, truncated or altered, and
     for another version of the format.
     """
+    directory = user_path(directory, CheckpointError)
     manifest = read_manifest(directory / MANIFEST)
     while True:
         try:

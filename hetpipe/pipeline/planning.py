@@ -209,7 +209,8 @@ class Planning:
         if absent:
             raise PlanError(
                 f"the plan uses {', '.join(dict.fromkeys(absent))}, the cluster has "
-                f"{', '.join(self.members)}: the plan can be simulated, but not run here"
+                f"{', '.join(self.members)}: the plan can be simulated, but not run here; "
+                "give another plan, or a part of one, such as microbatches=4"
             )
         if asked.costs is not None:
             return asked.costs

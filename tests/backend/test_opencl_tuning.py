@@ -129,10 +129,12 @@ def test_convolutions_are_right_in_small_blocks(
 
 
 @on_processors
-def test_a_tuning_is_kept_for_the_device(device_id: str) -> None:
+def test_a_tuning_is_kept_for_the_device(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OpenCLBackend()
     cl_device, runtime = backend.place(device_id)
     shipped = tuning_of(cl_device, runtime)
+    monkeypatch.setenv(tuning.VARIABLE, "")
+    assert tuning_of(cl_device, runtime) == shipped
     runner = backend.kernel_runner()
     ways = runner.tunings(device_id)
     assert len(ways) == len({*candidates(), shipped}) == len(set(ways))

@@ -18,9 +18,9 @@ from hetpipe.schedule import schedule_names, weights
 from hetpipe.schedule.rule import rule_of
 
 ROOT = Path(__file__).parents[2]
-README, COMMANDS_PAGE, TRAINING_PAGE, OPTIONS_PAGE = (
+README, COMMANDS_PAGE, SCHEDULES_PAGE, OPTIONS_PAGE = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/commands.md", "docs/training.md", "docs/options.md")
+    for name in ("README.md", "docs/commands.md", "docs/schedules.md", "docs/options.md")
 )
 SHOWN = re.findall(r"^    hetpipe (.+)$", README + COMMANDS_PAGE, re.MULTILINE)
 
@@ -96,11 +96,12 @@ def test_the_table_has_every_keyword_of_a_pipeline() -> None:
 
 
 def test_the_tables_have_every_schedule_and_weight_policy() -> None:
-    text = section(TRAINING_PAGE, "Schedules and weights")
-    rows = [line.split("|") for line in text.splitlines() if "|" in line]
-    for column, names in ((2, shipped_schedules()), (3, set(weights._policies))):
-        named = re.findall(r"`([\w-]+)`", " ".join(row[column] for row in rows[1:]))
-        assert set(named) == names
+    for title, names in (
+        ("Which one should I choose?", shipped_schedules()),
+        ("Weights of asynchronous schedules", set(weights._policies)),
+    ):
+        rows = re.findall(r"^\| `([\w-]+)` \|", section(SCHEDULES_PAGE, title), re.MULTILINE)
+        assert sorted(rows) == sorted(names)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

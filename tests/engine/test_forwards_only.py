@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,14 +94,6 @@ def test_a_checkpoint_of_a_training_predicts(crew: Crew, tmp_path: Path) -> None
     options = {"cluster": crew.cluster, "crew": crew}
     with hp.Pipeline.load(tmp_path, MLP(), F.cross_entropy, DATA[0], **options) as pipe:
         assert torch.equal(pipe.predict(x), expected)
-
-
-def test_the_lines_on_the_page_run(crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    section = page.split("\n## Predictions without a training\n")[1].split("\n## ")[0]
-    code = "\n".join(re.findall(r"^    (.*)$", section, re.MULTILINE))
-    exec(code, {"hp": hp, "model": MLP(), "x": DATA[0][0], "cluster": crew.cluster})
-    assert capsys.readouterr().out == 2 * "torch.Size([12, 5])\n"
 
 
 def test_no_program_trains() -> None:

@@ -64,7 +64,7 @@ def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
 
     Raises `BackendError` if the variable or the stored text is not a valid tuning.
     """
-    if (text := os.environ.get(VARIABLE)) is not None:
+    if text := os.environ.get(VARIABLE, "").strip():
         return _parsed(text, f"the variable {VARIABLE}")
     kept = ENTRIES.load(_key(cl_device))
     if kept is not None:

@@ -109,6 +109,14 @@ def test_only_given_roles_have_files(tmp_path):
     assert checkpoint.load(tmp_path).tensors.keys() == {"param"}
 
 
+def test_a_folder_may_be_a_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpoint.save("~/run", {"param": {"w": np.ones(2)}}, {"step": 3})
+    assert checkpoint.load(str(tmp_path / "run")).manifest == {"step": 3}
+    with pytest.raises(CheckpointError, match="no file can have the path"):
+        checkpoint.load("")
+
+
 def test_files_are_plain_safetensors_with_aligned_elements(tmp_path):
     odd = {"bytes": np.ones(3, "int8"), "wide": np.ones(2), "half": np.ones(5, "float16")}
     checkpoint.save(tmp_path, {"param": odd}, {"step": 3})
