@@ -57,6 +57,8 @@ TYPES = {
     "pipe.predicted": "Timeline",
     "pipe.costs": "CostTable | None",
     "pipe.rebalance()": "Rebalanced",
+    "pipe.fit([(x, y)], epochs=1)": "History",
+    "pipe.fit([(x, y)], 1, folder='run', resume='auto').epochs": "list[Epoch]",
     'hp.Pipeline.load("at", model, loss_fn, (x, y))': "Pipeline",
     "hp.capture(model, loss_fn, (x, y))": "Captured",
     "hp.discover_devices()": "tuple[list[DeviceInfo], dict[str, str]]",
@@ -79,6 +81,7 @@ WRONG = {
     "hp.Pipline": "attribute",
     'hp.Pipeline(model, loss_fn, (x, y), cluster=cluster, optimizer=sgd, cuts="1")': "arg",
     "hp.optim.sgd()": "arg",
+    "pipe.fit([(x, y)], epochs=1, patience='two')": "arg",
 }
 """A user's mistakes, with a word of both checkers' complaints."""
 
