@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hetpipe.capture.captured import Captured, CapturedForwards
 from hetpipe.capture.export.attributes import names_module
 from hetpipe.capture.export.example import Array, Example
+from hetpipe.capture.export.model_changes import Watch
 from hetpipe.capture.export.named_tensors import LOSS_PREFIX, check_capturable, deep_copy
 from hetpipe.capture.export.outputs import Outputs, tensors_of
 from hetpipe.capture.export.torch_export import run_loss, run_model, scalars_of
@@ -99,6 +100,7 @@ class WholeLossCaptured(Captured):
         super().__init__(
             model, Substitute(loss_fn), (example[0], self._with_zeros(example[1], samples)), **how
         )
+        self.watch = Watch(model, loss_fn, self._identity.changed)
         tensors = {str(n): tensor.numpy() for n, tensor in enumerate(tensors_of(out, samples))}
         values = {name: self.parameters[name] for name in self.loss_parameters}
         structure = Outputs.of(out, samples)

@@ -95,7 +95,7 @@ class Answers:
         outputs = {k: part for losses in self._losses for k, part in losses.outputs.items()}
         try:
             self.whole = loss(_joined(outputs))
-        except Exception as error:  # workers go on, and apply nothing
+        except Exception as error:  # the workers finish, but do not update
             self.failure = error
             return math.nan
         count = 1.0 if self.whole.count is None else self.whole.count

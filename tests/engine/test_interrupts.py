@@ -96,7 +96,7 @@ CALLS = (
     "step", "run", "evaluate", "predict_batches", "gradients", "state_dict", "flush", "save",
     "diagnose", "resize",
 )  # fmt: skip
-WHOLE = ("step", "run", "gradients")  # calls that wait for the loss of a whole mini-batch
+WHOLE = ("step", "gradients")  # calls that wait for the loss of a whole mini-batch
 
 
 @pytest.mark.slow
