@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hetpipe.errors import HetpipeError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,9 @@ class BucketBatches:
 
     `sample_lengths` has the length of every sample, and `buckets` the lengths of the buckets. Each
     pass over the object is an epoch: it yields lists of `batch_size` indices, every sample once, in
-    another order that depends only on `seed` and the number of the epoch. The last samples of a
-    bucket may join the next larger one, so only the last batch may be smaller; `drop_last`
-    leaves it out. Raises `HetpipeError` for a sample that no bucket holds.
+    a new order. The last samples of a bucket may join the next larger one, so only the last batch
+    may be smaller; `drop_last` leaves it out. Raises `HetpipeError` for a sample that no bucket
+    holds.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class BucketBatches:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        import torch
+
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise HetpipeError(f"batch_size={batch_size!r}: give a whole number of 1 or more")
         kinds = Buckets.of(buckets)
@@ -134,30 +138,32 @@ class BucketBatches:
             except HetpipeError as error:
                 raise HetpipeError(f"sample {index}: {error}") from None
         self._count, self._batch_size = len(sample_lengths), batch_size
-        self._seed, self._drop_last = seed, drop_last
-        self.epoch = 0
-        """The number of the next epoch; set it to continue a training."""
+        self._drop_last = drop_last
+        self.generator = torch.Generator().manual_seed(seed)
+        """Decides the order; its state is the state of the sampler."""
 
     def __len__(self) -> int:
         whole, rest = divmod(self._count, self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        drawn = random.Random(f"{self._seed} {self.epoch}")
-        self.epoch += 1
         batches: list[list[int]] = []
         rest: list[int] = []
         for indices in self._by_bucket.values():
-            own = list(indices)
-            drawn.shuffle(own)
-            own = rest + own
+            own = rest + self._shuffled(indices)
             whole = len(own) // self._batch_size * self._batch_size
             batches += [own[lo : lo + self._batch_size] for lo in range(0, whole, self._batch_size)]
             rest = own[whole:]
-        drawn.shuffle(batches)
+        batches = self._shuffled(batches)
         if rest and not self._drop_last:
             batches.append(rest)
         return iter(batches)
+
+    def _shuffled(self, items: Sequence[_T]) -> list[_T]:
+        import torch
+
+        order = torch.randperm(len(items), generator=self.generator).tolist()
+        return [items[index] for index in order]
 
 
 def _checked(lengths: object) -> list[int]:

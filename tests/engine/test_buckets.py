@@ -170,7 +170,6 @@ def test_losses_and_weights_equal_torchs_on_the_same_padding(
         {"schedule": "gpipe", "cuts": [4], "replicas": [1, 2]},
         {"schedule": "zb-h1"},
         {"accumulate": 2},
-        {"microbatches": 1},
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import hetpipe as hp
 from hetpipe.buckets import Size, like
 from hetpipe.errors import HetpipeError
+from hetpipe.loop.chance import loader_states, set_loader
 
 LENGTHS = torch.randint(1, 33, (101,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -32,9 +33,22 @@ def test_every_sample_comes_once_beside_samples_of_like_length() -> None:
     assert first != second
     again = hp.BucketBatches(LENGTHS, [8, 16, 32], 4, seed=3)
     assert list(again) == first
-    again.epoch = 1
     assert list(again) == second
     assert list(hp.BucketBatches(LENGTHS, [8, 16, 32], 4, seed=4)) != first
+
+
+def test_a_loader_of_batches_continues_where_its_state_was_saved() -> None:
+    loader = DataLoader(
+        LENGTHS, batch_sampler=hp.BucketBatches(LENGTHS, [8, 16, 32], 4), collate_fn=list
+    )  # type: ignore[arg-type]
+    list(loader)
+    states = loader_states(loader)
+    right = list(loader)
+    other = DataLoader(
+        LENGTHS, batch_sampler=hp.BucketBatches(LENGTHS, [8, 16, 32], 4, seed=1), collate_fn=list
+    )  # type: ignore[arg-type]
+    set_loader(other, states)
+    assert list(other) == right
 
 
 def test_the_last_small_batch_may_be_dropped() -> None:
