@@ -30,8 +30,8 @@ GPUS = (
     *("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090", "rtx-4060", "rtx-4070", "rtx-4080"),
     *("rtx-4090", "rtx-5070", "rtx-5080", "rtx-5090", "rtx-a4000", "rtx-a5000", "rtx-a6000"),
     *("rtx-6000-ada", "a10", "l4", "l40s", "b200", "mi210", "mi250x", "mi300x", "mi325x"),
-    *("arc-a770", "arc-b580", "gaudi-3", "jetson-agx-orin", "jetson-orin-nano"),
-    *("m1-ultra", "m2-max", "m2-ultra"),
+    *("arc-a770", "arc-b580", "gaudi-2", "gaudi-3", "jetson-agx-orin", "jetson-orin-nano"),
+    *("m1-ultra", "m2-max", "m2-ultra", "m3-max", "m4-max"),
 )
 FPGAS = (
     *("vcu118", "vcu129", "vck190", "alveo-u50", "u200", "u250", "u280", "u55c"),
@@ -357,7 +357,7 @@ def test_a_damaged_file_gives_one_error_with_its_place(path: Path, text: str) ->
     [("v100", "v100-sxm-32"), ("Alveo-U280", "did you mean u280"), ("vcu119", "vcu118")],
 )
 def test_the_error_of_an_unknown_board_suggests_similar_names(id: str, near: str) -> None:
-    with pytest.raises(CostError, match=f"no board '{id}'.*{near}.*`hetpipe boards` lists all 56"):
+    with pytest.raises(CostError, match=f"no board '{id}'.*{near}.*`hetpipe boards` lists all 59"):
         board(id)
 
 
