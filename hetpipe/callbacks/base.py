@@ -45,7 +45,11 @@ class Pipeline(Protocol):
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Any: ...
     def evaluate(
-        self, batches: Iterable[tuple[Any, Any]], metrics: Mapping[str, Any] | None = None
+        self,
+        batches: Iterable[tuple[Any, Any]],
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        ema: bool = False,
     ) -> Evaluation: ...
     def flush(self) -> None: ...
     def save(

@@ -165,7 +165,8 @@ class Loop:
         for metric in task.metrics.values():
             if hasattr(metric, "update") and hasattr(metric, "reset"):
                 metric.reset()
-        found = self._pipe.evaluate(self._eval_pairs(task.eval_data), task.metrics)
+        pairs = self._eval_pairs(task.eval_data)
+        found = self._pipe.evaluate(pairs, task.metrics, ema=task.settings.ema)
         return position.sums.epoch(position.epoch, eval_loss=found.loss, metrics=found.metrics)
 
     def _eval_pairs(self, data: Batches) -> Iterator[tuple[Any, Any]]:

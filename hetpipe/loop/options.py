@@ -30,6 +30,7 @@ class FitOptions(TypedDict, total=False):
     mode: str | None
     patience: int | None
     progress: bool | None
+    ema: bool
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Settings:
     """The number of epochs in a row without a better value after which the fit stops."""
     progress: bool | None = None
     """Whether to show the progress; None: in terminals and notebooks."""
+    ema: bool = False
+    """Whether evaluations use the average of the weights."""
 
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):

@@ -21,6 +21,7 @@ from hetpipe.loop.loop import Loop
 from hetpipe.loop.options import task_of
 from hetpipe.optim.check import check_optimizer
 from hetpipe.optim.rule import NO_OPTIMIZER
+from hetpipe.pipeline.average import check_average
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
 from hetpipe.pipeline.gradients import gradients_of
@@ -165,12 +166,14 @@ class Pipeline(Saving):
         `batches` and `eval_data` are iterables of mini-batches `(x, y)`, as a DataLoader, or
         functions that return one for the number of an epoch, from 1. `metrics` as in `evaluate`.
         `hetpipe.loop.options` describes the options: `split`, `folder`, `resume`, `save_every`,
-        `monitor`, `mode`, `patience`, `progress`. Every epoch ends with a flush. Raises
+        `monitor`, `mode`, `patience`, `progress`, `ema`. Every epoch ends with a flush. Raises
         `HetpipeError` for wrong options before it trains.
 
         An interrupt waits until the update is complete. Then `fit` saves, if it has a folder.
         """
         task = task_of(epochs, batches, eval_data, metrics, callbacks, options)
+        if task.settings.ema:
+            check_average(self._training)
         with self._guard("fit"):
             accumulate = self._training.setup.updates.accumulate
             return Loop(self, task, self._guard, accumulate).run()

@@ -258,3 +258,12 @@ def test_users_callbacks_may_use_the_pipeline(crew: Crew) -> None:
     assert len(found) == 2
     assert len(history.epochs) == 1
     assert 8 <= len(record.losses) < 14
+
+
+def test_evaluations_use_the_average_of_the_weights(crew: Crew) -> None:
+    with open_fit(crew, ema=0.5) as pipe:
+        history = pipe.fit(loader(seed=1), 2, eval_data=[data(1)], ema=True)
+        averaged, plain = (pipe.evaluate([data(1)], ema=ema).loss for ema in (True, False))
+    assert history.epochs[-1].eval_loss == averaged != plain
+    with open_fit(crew) as pipe, pytest.raises(HetpipeError, match="keeps no average"):
+        pipe.fit(loader(), 1, eval_data=[data(1)], ema=True)
