@@ -12,8 +12,9 @@ from delayed import ADAM, SGD, batch, loss_fn, task
 from pipelines import pipeline
 
 import hetpipe as hp
+from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CheckpointError
+from hetpipe.errors import CheckpointError, PlanError
 
 STEPS = 12
 
@@ -89,6 +90,18 @@ def test_another_optimizer_and_damaged_files_are_refused(crew: Crew, tmp_path: P
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=damaged.name):
         open_resumed(crew, tmp_path, 2, "flush")
+
+
+def test_a_plan_for_absent_devices_names_the_cure(crew: Crew, tmp_path: Path) -> None:
+    with open_straight(crew, 2, "flush") as pipe:
+        pipe.save(tmp_path)
+    other = Cluster((Member("other", "numpy:cpu:0"),), transport="local")
+    options: dict[str, Any] = {"cluster": other, "optimizer": ADAM[0]}
+    with pytest.raises(PlanError, match="not run here; give another plan, or a part of one"):
+        hp.Pipeline.load(tmp_path, *task(), **options)
+    options |= {"cuts": [], "microbatches": 2, "schedule": "1f1b"}
+    with hp.Pipeline.load(tmp_path, *task(), **options) as pipe:
+        assert pipe.plan.devices == ("other",)
 
 
 def test_another_model_is_refused(crew: Crew, tmp_path: Path) -> None:
