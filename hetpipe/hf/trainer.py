@@ -46,10 +46,11 @@ class Trainer:
 
     `args` is a `transformers.TrainingArguments`, or a dict or an object with the same names. The
     arguments that hetpipe does not carry out must have their defaults. A mini-batch, of all devices
-    together, has `per_device_train_batch_size` samples; `data_collator` must pad each to the same
-    length. `compute_metrics` as in transformers. `loss` is a function of the model's output and the
-    labels; by default it is the loss of the model's class. `options` are a `cluster` (by default
-    all devices of this machine), `callbacks` and the options of `Pipeline`, which win over `args`.
+    together, has `per_device_train_batch_size` samples; without the option `buckets`,
+    `data_collator` must pad each to the same length. `compute_metrics` as in transformers. `loss`
+    is a function of the model's output and the labels; by default it is the loss of the model's
+    class. `options` are a `cluster` (by default all devices of this machine), `callbacks` and the
+    options of `Pipeline`, which win over `args`.
 
     Every call starts a pipeline with the weights in `model`, and closes it at the end.
     """

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hetpipe.sdk.host.registry import devices_of
 
@@ -19,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SHOWN = ("two_devices.py", "hugging_face.py")
 LOSSES = re.compile(r"^(?:step \d+|loss) (\S+)$", re.MULTILINE)
+UPDATES = re.compile(r"^update (\d+) (\S+)$", re.MULTILINE)
+ROWS = re.compile(r"^epoch (\d+) (\S+) (\S+)$", re.MULTILINE)
 
 
 def output_of(name: str, folder: Path) -> str:
@@ -158,3 +162,142 @@ def test_resume(tmp_path: Path) -> None:
     same, other = (numbers(text.split(", ")) for text in lists)
     assert len(same) == 5
     assert other == pytest.approx(same, rel=1e-5)
+
+
+def recipe(name: str, end: str) -> dict[str, Any]:
+    """Run the part of an example before the line that begins with `end`; return its names."""
+    text, _, rest = (EXAMPLES / name).read_text(encoding="utf-8").partition(f"\n{end}")
+    assert rest
+    names: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(text, name, "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_gpt2(tmp_path: Path) -> None:
+    """The losses equal torch's, and the model goes on counting."""
+    pytest.importorskip("transformers")
+    text = output_of("gpt2.py", tmp_path)
+    names = recipe("gpt2.py", "speeds")
+    model, (x, labels) = names["model"], names["batch"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wanted = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(**x, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert numbers(LOSSES.findall(text)) == pytest.approx(wanted, rel=1e-5)
+    assert "continued [10, 11, 12, 13, 14, 15, 16, 17]" in text
+
+
+def classified() -> Iterator[tuple[list[float], float, float]]:
+    """Train the classifier of bert.py in torch; yield losses, evaluated loss and accuracy of each
+    epoch."""
+    names = recipe("bert.py", "example")
+    model, optimizer, scheduler = (names[each] for each in ("model", "optimizer", "scheduler"))
+    next(iter(names["tests"]))  # the example draws a seed for worker processes
+    while True:
+        losses = []
+        for batch in names["batches"]:
+            optimizer.zero_grad()
+            loss = model.train()(**batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            batches = list(names["tests"])
+            outputs = [model.eval()(**batch) for batch in batches]
+        right = [
+            (output.logits.argmax(-1) == batch["labels"]).float().mean().item()
+            for output, batch in zip(outputs, batches, strict=True)
+        ]
+        yield losses, sum(output.loss.item() for output in outputs) / 2, sum(right) / 2
+
+
+@pytest.mark.slow
+def test_bert(tmp_path: Path) -> None:
+    """Losses and accuracies equal torch's, also after an interrupt and a second start."""
+    pytest.importorskip("transformers")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    text = output_of("bert.py", whole)
+    updates, rows = dict(UPDATES.findall(text)), ROWS.findall(text)
+    found, epochs = list(map(float, updates.values())), iter(classified())
+    for number, (_, eval_loss, accuracy) in enumerate(rows):
+        losses, mean, share = next(epochs)
+        assert found[10 * number : 10 * number + 10] == pytest.approx(losses, rel=1e-4)
+        assert (float(eval_loss), float(accuracy)) == pytest.approx((mean, share), rel=1e-4)
+    assert 5 <= len(rows) < 12  # it stopped early
+    assert float(rows[-1][2]) == 1.0
+
+    first = interrupted("bert.py", parts, "update 13 ")
+    assert 13 <= len(UPDATES.findall(first)) < len(updates)
+    second = output_of("bert.py", parts)
+    assert dict(UPDATES.findall(first) + UPDATES.findall(second)) == updates
+    assert len(UPDATES.findall(first) + UPDATES.findall(second)) == len(updates)
+    assert ROWS.findall(second) == rows
+
+
+def interrupted(name: str, folder: Path, line: str) -> str:
+    """Run an example, press Ctrl-C after it has printed a line, and return its output."""
+    child = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / name)],
+        env={**os.environ, "HETPIPE_CACHE": str(folder / "cache")},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    seen = ""
+    for text in child.stdout:
+        seen += text
+        if text.startswith(line):
+            child.send_signal(signal.SIGINT)
+            break
+    rest, errors = child.communicate(timeout=60)
+    assert child.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    return seen + rest
+
+
+@pytest.mark.slow
+def test_resnet(tmp_path: Path) -> None:
+    """The losses equal torch's with micro-batches under autocast; so does the average's loss."""
+    text = output_of("resnet.py", tmp_path)
+    names = recipe("resnet.py", "options")
+    model, loader, optimizer, scheduler = (
+        names[each] for each in ("model", "loader", "optimizer", "scheduler")
+    )
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+    )
+    loss_fn = nn.functional.cross_entropy
+    next(iter(loader))
+    wanted = []
+    for x, y in (batch for _ in range(6) for batch in loader):
+        optimizer.zero_grad()
+        losses = []
+        for part, labels in zip(x.split(16), y.split(16), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model(part), labels) / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        average.update_parameters(model)
+        wanted.append(sum(losses))
+    assert numbers([loss for _, loss in UPDATES.findall(text)]) == pytest.approx(wanted, rel=1e-2)
+    mean = re.search(r"^average (\S+)$", text, re.MULTILINE)
+    assert mean is not None
+    for buffer, value in zip(average.module.buffers(), model.buffers(), strict=True):
+        buffer.copy_(value)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        average.eval()
+        losses = [loss_fn(average(x), y).item() for x, y in loader]
+    assert float(mean[1]) == pytest.approx(sum(losses) / len(losses), rel=1e-2)
