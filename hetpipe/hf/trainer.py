@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Generator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from hetpipe.callbacks.base import Callback, State
 from hetpipe.callbacks.history import Epoch, History
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
 
 LABELS = "labels"
+
+
+class Numbered(Protocol):
+    """Samples by number, such as a list or a dataset of the package `datasets`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+Samples = Dataset[Any] | Numbered
+"""A dataset with a length."""
 
 
 class TrainerOptions(Options, total=False):
@@ -59,8 +70,8 @@ class Trainer:
         self,
         model: nn.Module,
         args: object,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: Samples | None = None,
+        eval_dataset: Samples | None = None,
         data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
         compute_metrics: Compute | None = None,
         loss: Callable[[Any, Any], Any] | None = None,
@@ -110,12 +121,12 @@ class Trainer:
             pipe.copy_to(self.model)
         return history
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Samples | None = None) -> dict[str, float]:
         """Return `eval_loss` and the metrics, whose names begin with `eval_`."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         return self._evaluate(data, "eval_dataset", "eval_", self._metrics("eval_"))
 
-    def predict(self, dataset: Any) -> Any:
+    def predict(self, dataset: Samples) -> Any:
         """Return a `PredictionOutput` of transformers: the logits and the labels of all samples as
         numpy arrays, and metrics, whose names begin with `test_`. Labels may be missing."""
         from transformers.trainer_utils import PredictionOutput

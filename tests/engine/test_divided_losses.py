@@ -46,7 +46,7 @@ def test_refused_at_the_start(crew: Crew) -> None:
 
 
 def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
-    with pytest.raises(HetpipeError, match=r"or give microbatches=1 and one device per stage"):
+    with pytest.raises(HetpipeError, match=r"or microbatches=1 and one device per stage"):
         pipeline(
             crew, network(), weighted, (X, Y), [("m0", "m1")], optimizer=hp.optim.sgd(lr=0.1)
         )  # fmt: skip

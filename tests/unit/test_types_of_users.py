@@ -90,6 +90,7 @@ ANY = {
     "y": "as x",
     "*y": "as x",
     "predict": "whatever the model returns",
+    "output": "as predict's result",
     "**options": "`Pipeline.load` passes them to `Pipeline`, which checks them",
     "**chosen": "fields of `PlannerOptions`, which checks them",
     "program": "a device runs what its own `_compile` returned",
