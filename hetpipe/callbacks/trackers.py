@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.files import user_path
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """Sends values to a service, at the number of an update.
 
     After every `every`-th mini-batch: `loss`, `lr` (of the first group of parameters) and, if it is
@@ -25,9 +26,9 @@ class Tracker(Callback):
             raise HetpipeError(f"every={every!r}: give a number of mini-batches, 1 or more")
         self.every = every
 
+    @abstractmethod
     def log(self, values: Mapping[str, float], update: int) -> None:
         """Send values."""
-        raise NotImplementedError
 
     def step(self, state: State, result: Result) -> None:
         """Send the loss and the learning rate of every `every`-th mini-batch."""
