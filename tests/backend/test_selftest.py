@@ -70,3 +70,12 @@ def test_the_rates_are_the_best_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.bursts == BURSTS == 3
     assert result.copy_Bps == pytest.approx(2 * 4096 / fast_s)
     assert result.gflops_matmul == pytest.approx(2 * 16**3 / fast_s / 1e9)
+
+
+@pytest.mark.parametrize(("fastest_s", "sizes"), [(0.010, 3), (0.020, 1)])
+def test_larger_products_follow_unless_one_takes_a_second(
+    monkeypatch: pytest.MonkeyPatch, fastest_s: float, sizes: int
+) -> None:
+    """On a busy machine a small product may take 10 ms, 4000 times as long as on a quiet one."""
+    monkeypatch.setattr(module, "_fastest_s", lambda call: fastest_s)
+    assert len(module._products(opened("pytorch:cpu:0"))) == sizes
