@@ -144,11 +144,19 @@ class Trainer:
         return PredictionOutput(collected.logits, None, {})
 
     def save_model(self, folder: str | Path | None = None) -> None:
-        """Write the model for `from_pretrained`, by default to `output_dir`."""
+        """Write the model for `from_pretrained`, by default to `output_dir`. Raises `HetpipeError`
+        without a folder, and for a model that is not of transformers."""
         target = folder or self.args.output_dir
         if target is None:
             raise HetpipeError("save_model() needs a folder: give one, or output_dir in args")
-        self.model.save_pretrained(target)  # type: ignore[operator]
+        write = getattr(self.model, "save_pretrained", None)
+        if write is None:
+            kind = type(self.model).__name__
+            raise HetpipeError(
+                f"a {kind} has no save_pretrained, so it is no model of transformers: write "
+                "model.state_dict() with torch.save"
+            )
+        write(target)
 
     def _evaluate(
         self, data: Any, name: str, prefix: str, metrics: dict[str, Collected]

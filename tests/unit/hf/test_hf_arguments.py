@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import hetpipe as hp
 from hetpipe.hf.arguments import arguments_of
@@ -61,3 +62,11 @@ def test_the_arguments_of_transformers_are_read(tmp_path: Path) -> None:
     assert args.folder == str(tmp_path)
     with pytest.raises(hp.HetpipeError, match="torch_compile=True: leave it"):
         arguments_of(TrainingArguments(**own, torch_compile=True))
+
+
+def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
+    trainer = hp.hf.Trainer(nn.Linear(2, 2), {}, loss=hp.losses.mse())
+    with pytest.raises(hp.HetpipeError, match=r"a Linear has no save_pretrained.*torch\.save"):
+        trainer.save_model(tmp_path)
+    with pytest.raises(hp.HetpipeError, match="needs a folder"):
+        trainer.save_model()
