@@ -81,7 +81,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline], details: Details | No
         for event in _Process(process, timeline, details or Details()).events()
     ]
     try:
-        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
+        text = json.dumps({"traceEvents": events}, allow_nan=False)
     except ValueError as error:
         last_s = max(span.end_s for timeline in timelines for span in timeline.spans)
         raise CostError(
@@ -158,7 +158,7 @@ class _Process:
 
     def _arrow(self, phase: str, number: int, thread: int, time_s: float, **more: str) -> Event:
         where = {"pid": self._number, "tid": thread, "ts": self._us(time_s)}
-        unique = f"{self._number}.{number}"
+        unique = f"{self._number:x}{number:08x}"  # Perfetto reads it as a hexadecimal number
         return {"ph": phase, "id": unique, "name": "message", "cat": "transfer", **where, **more}
 
     def _name(self, thread: int, what: str, name: str) -> Event:

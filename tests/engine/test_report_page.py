@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browsers import chromium
 from crews import Crews
 from found_devices import infos
 from priced import losses, open_planned
@@ -19,7 +19,6 @@ import hetpipe as hp
 from hetpipe.explain.explanation import explain
 from hetpipe.plan.proposal import Proposal
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 DEVICES = ("pytorch:cpu:0", "opencl:pocl:0")
 
 
@@ -40,14 +39,8 @@ def report(crews: Crews, priced: None, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Start the system's Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if BROWSER is None:
-        pytest.skip("no chromium on the path: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 def test_long_times_have_no_exponent(browser: Any, tmp_path: Path) -> None:
