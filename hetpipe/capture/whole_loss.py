@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,12 @@ class WholeLossCaptured(Captured):
         self.watch = Watch(model, loss_fn, self._identity.changed)
         tensors = {str(n): tensor.numpy() for n, tensor in enumerate(tensors_of(out, samples))}
         values = {name: self.parameters[name] for name in self.loss_parameters}
-        structure = Outputs.of(out, samples)
-        self._value(structure, tensors, self.leaves(*example), values, training=self.trains, seed=0)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        structure, leaves = Outputs.of(out, samples), self.leaves(*example)
+        self.try_loss = partial(
+            self._value, structure, tensors, leaves, values, training=self.trains, seed=0
+        )
+        self.try_loss()
 
     @property
     def loss_parameters(self) -> list[str]:

@@ -14,7 +14,7 @@ def upgraded(data: Any, version: int) -> Any:
     """Return a table of an earlier version in the form of this version; other data unchanged."""
     if not isinstance(data, Mapping):
         return data
-    data = {"contention": 0.0, "trains": True, **data}
+    data = {"contention": 0.0, "trains": True, "whole_loss": {}, **data}
     if data.get("version") not in EARLIER:
         return data
     new: dict[str, Any] = {"version": version}

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Annotated, Any
 
 from hetpipe.cost.earlier_tables import upgraded
+from hetpipe.cost.loss import Label, LossCost
 from hetpipe.cost.probe import Drift, Probe, Relative
 from hetpipe.errors import CostError
 from hetpipe.html import table_html
@@ -32,7 +33,6 @@ Ratio = Annotated[float, Number(above=True)]
 MaybeSeconds = Annotated[float, Number(most=1e9), NullIsInfinite()]
 Bandwidth = Annotated[float, Number(above=True), NullIsInfinite()]
 Execution = Annotated[str, OneOf(("sync", "async"))]
-Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,8 @@ class CostTable:
     tied: tuple[TiedBytes, ...] = ()
     contention: float = 0.0  # share of the cores that other work used; 0 if it was small
     trains: bool = True  # whether parameters have gradients, as large as the parameters
+    whole_loss: dict[str, LossCost] = field(default_factory=dict)
+    """The loss over a whole mini-batch, by the device of the last stage; empty: there is none."""
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """Return the seconds of the forward of layers lo..hi-1; the fixed overhead counts once."""
@@ -248,6 +250,8 @@ class CostTable:
             del data["contention"]
         if self.trains:
             del data["trains"]
+        if not self.whole_loss:
+            del data["whole_loss"]
         data["links"] = [
             {"source": source, "target": target, **asdict(link)}
             for (source, target), link in self.links.items()
@@ -296,6 +300,7 @@ class _Table:
     tied: tuple[TiedBytes, ...]
     contention: Annotated[float, Number(most=1.0)]
     trains: bool
+    whole_loss: dict[str, LossCost]
 
 
 def _check_references(table: _Table, source: Source) -> None:
@@ -308,6 +313,9 @@ def _check_references(table: _Table, source: Source) -> None:
         if len(device.layers) != count:
             why = f"has {len(device.layers)} entries, the model {count} layers: give one per layer"
             raise source.fault(("devices", id, "layers"), why)
+    if table.whole_loss and table.whole_loss.keys() != table.devices.keys():
+        why = f"has {words(table.whole_loss)}, the table {words(table.devices)}: give all or none"
+        raise source.fault(("whole_loss",), why)
     pairs = [(link.source, link.target) for link in table.links]
     for index, pair in enumerate(pairs):
         absent = [id for id in pair if id not in table.devices]

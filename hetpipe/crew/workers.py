@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
-from hetpipe.cost.table import Label
+from hetpipe.cost.loss import Label
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.launcher import launch
 from hetpipe.errors import HetpipeError

@@ -88,7 +88,8 @@ def _changes(plan: Plan, tables: Tables) -> Iterator[Change]:
     if not plan.rule.replicates:
         yield from _moves(plan, present)
     yield from _microbatches(plan, present, tables)
-    yield from _schedules(plan, present)
+    if not any(table.whole_loss for table in tables.values()):  # it allows only gpipe
+        yield from _schedules(plan, present)
     if plan.recompute:
         yield (
             "recompute",

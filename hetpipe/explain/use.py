@@ -121,7 +121,7 @@ class Activity:
     def _kind(self, each: Interval) -> str:
         if each.kind in COMPUTING:
             return _COMPUTING
-        if each.kind is Kind.WAIT:
+        if each.kind in (Kind.WAIT, Kind.LOSS):
             return cause_of(each.action, self._plan)
         return _RECEIVING if each.kind is Kind.TRANSFER else _SUMMING
 
@@ -132,6 +132,8 @@ _COMPUTING, _RECEIVING, _SUMMING = "computing", "receiving", "summing"
 def cause_of(delayed: Action, plan: Plan) -> str:
     """Name the thing for which a pass waits."""
     stage, op = delayed.stage, delayed.op
+    if op is Op.LOSS:
+        return "the loss of the mini-batch, outside of the devices"
     if op is Op.UPDATE:
         return "the losses and gradients of the mini-batch"
     if op is Op.FORWARD and stage > 0:

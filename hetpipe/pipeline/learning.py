@@ -27,6 +27,7 @@ FARTHEST = 1e3
 """A device that seems this many times slower or faster than its profile has a wrong clock."""
 # Looked up only once, because a look-up in an enum for every pass takes too long.
 FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
+COMPUTES = frozenset(op for op in Op if op.is_compute)
 
 
 class Learning:
@@ -165,7 +166,7 @@ def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[t
     counts: Counter[tuple[int, str]] = Counter()
     for span in timeline.spans:
         op = span.action.op
-        if len(op) > 1:  # a transfer
+        if op not in COMPUTES:
             continue
         key = span.action.stage, "F" if op is FORWARD else "U" if op is UPDATE else "B"
         time_s = span.end_s - span.start_s

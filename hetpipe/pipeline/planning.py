@@ -8,7 +8,8 @@ from functools import partial
 from itertools import islice, permutations
 from typing import TYPE_CHECKING
 
-from hetpipe.cost.table import CostTable, DeviceCost, Label, LayerBytes, LayerCost, LinkCost
+from hetpipe.cost.loss import Label
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.lent import with_program_notes
@@ -20,6 +21,7 @@ from hetpipe.plan.planner import make_plan, with_notes
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.proposal import PlannerOptions, Proposal, nearest_table
 from hetpipe.profile.boards import board_costs
+from hetpipe.profile.losses import LossPrices
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
@@ -63,17 +65,18 @@ def planning_for(
     With boards no plan is kept for later pipelines, because modelled costs do not vary.
     """
     measured = captured, crew, optimizer
+    with_loss = LossPrices(captured, crew).added
     if crew.cluster.described:
         return Planning(
             captured.name, captured.layer_names, crew.cluster, mini_batch,
-            partial(board_costs, *measured, progress=progress, report=report),
+            with_loss(partial(board_costs, *measured, progress=progress, report=report)),
             whole_batch_statistics=bool(captured.updated_buffers), label="modelled",
             noted=partial(with_program_notes, *measured),
         )  # fmt: skip
     return Planning(
         captured.name, captured.layer_names, crew.cluster, mini_batch,
-        partial(profile, *measured, progress=progress, report=report),
-        partial(stored_costs, *measured), captured.layer_graph, crew.label,
+        with_loss(partial(profile, *measured, progress=progress, report=report)),
+        with_loss(partial(stored_costs, *measured)), captured.layer_graph, crew.label,
         bool(captured.updated_buffers), EarlierPlans(cost_parts(*measured)),
         partial(with_program_notes, *measured),
     )  # fmt: skip

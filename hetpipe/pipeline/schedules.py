@@ -14,7 +14,7 @@ from hetpipe.schedule.complete import Tied, closing
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.schedule.requirements import HALVES
-from hetpipe.schedule.rule import ONE_F_ONE_B
+from hetpipe.schedule.rule import GPIPE_WITH_LOSS, ONE_F_ONE_B
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.turns import places
 from hetpipe.schedule.weights import WeightPolicy
@@ -30,8 +30,9 @@ class Schedules:
     """The schedules of one plan. Each is made only once, because a crew recognises a schedule by
     the identity of the object, and sends no schedule twice."""
 
-    def __init__(self, plan: Plan, tied: Tied = ()) -> None:
+    def __init__(self, plan: Plan, tied: Tied = (), whole_loss: bool = False) -> None:
         self._plan = plan
+        self._rule = GPIPE_WITH_LOSS if whole_loss else plan.rule
         self._tied = tied
         self._schedules: dict[tuple[int, frozenset[Op]], Schedule] = {}
 
@@ -69,7 +70,7 @@ class Schedules:
     def _whole(
         self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
     ) -> Schedule:
-        plan, rule = self._plan, self._plan.rule
+        plan, rule = self._plan, self._rule
         return generate(
             rule if rule.flushes else ONE_F_ONE_B,
             len(plan.stages),

@@ -145,6 +145,9 @@ def set_up(
     plan, costs = planning.choose(asked)
     if (padding := captured.example.padding) is not None and padding.text not in plan.notes:
         plan = replace(plan, notes=(*plan.notes, padding.text))
+    if costs is not None and costs.whole_loss:
+        cost = costs.whole_loss[plan.stages[-1].devices[0]]
+        plan = replace(plan, notes=(*plan.notes, str(cost)))
     divided = microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1
     if divided and captured.trains:
         check_loss(captured, -(-mini_batch // 2), replicas=True)

@@ -256,7 +256,8 @@ class Stages:
         """Trace a plan's graphs for the sizes in use. Raises `HetpipeError`."""
         loading = self._loading(plan)
         graphs = loading.graphs(self.sizes)
-        schedules = Schedules(plan, sharing_stages(stage[0] for stage in graphs))
+        tied = sharing_stages(stage[0] for stage in graphs)
+        schedules = Schedules(plan, tied, self._setup.passes.whole_loss)
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
 
     def columns(self) -> Iterator[tuple[list[StageGraphs], list[str]]]:

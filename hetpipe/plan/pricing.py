@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise, permutations
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate
+from hetpipe.schedule.rule import GPIPE, GPIPE_WITH_LOSS, Rule
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import period_s, simulate
 from hetpipe.simulate.timeline import Timeline
@@ -41,7 +42,7 @@ def predict(
     gives the `times`.
     """
     times = times or stage_times(plan, table)
-    rule, names, count = plan.rule, plan.devices, 1
+    rule, names, count = _rule_of(plan, table), plan.devices, 1
     workers = len(set(names))
     if not rule.flushes:  # the schedule has a row for every replica
         names, count = plan.all_devices, mini_batches or _filling(plan)
@@ -64,12 +65,17 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
     alone = max(plan.replicas) == 1
     if not times.shares_media and (alone or not (plan.rule.several_stages or pairs)):
         order = order_of(
-            plan.rule, len(plan.stages), plan.microbatches, plan.in_flight,
+            _rule_of(plan, table), len(plan.stages), plan.microbatches, plan.in_flight,
             len(set(plan.devices)), pairs,
         )  # fmt: skip
         if order is not None:
             return step_s(order, times if alone else _summed(times)) + times.step_overhead_s
     return predict(plan, table, times=times).total_s
+
+
+def _rule_of(plan: Plan, table: CostTable) -> Rule:
+    """Return the plan's rule, with the wait for a loss over the mini-batch if it has a price."""
+    return GPIPE_WITH_LOSS if table.whole_loss and plan.rule == GPIPE else plan.rule
 
 
 def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
@@ -166,7 +172,15 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
         chunks=tuple([math.inf if stream else 1.0 for stream in streams]),
         all_reduce_s=tuple([stage.all_reduce_s for stage in plan.stages]),
         gradient_links=tuple(gradient_links),
+        loss_s=loss_s(plan, table),
     )
+
+
+def loss_s(plan: Plan, table: CostTable) -> float:
+    """Return the seconds in which the last stage waits for the loss of the whole mini-batch; 0
+    without such a loss. The outputs of replicas reach the controller one after another."""
+    last = plan.stages[-1].devices
+    return max([table.whole_loss[id].total_s for id in last]) if table.whole_loss else 0.0
 
 
 def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:

@@ -54,10 +54,10 @@ def measure_links(crew: Crew) -> tuple[Links, float]:
             times_s.append(transfer_s)
             overheads_s.append(overhead_s)
         pair = crew.cluster.links.get(frozenset((source, target)))
-        links[source, target] = _fit(times_s, "measured" if pair is None else "emulated")
+        links[source, target] = fit_link(times_s, "measured" if pair is None else "emulated")
     for both in combinations(crew.infos, 2):
         if may_group(crew.cluster, both, crew.infos):
-            sums = _fit([_sum_s(crew, both, nbytes) for nbytes in NBYTES], "measured")
+            sums = fit_link([_sum_s(crew, both, nbytes) for nbytes in NBYTES], "measured")
             for ends in (both, both[::-1]):
                 speed = sums.bandwidth_Bps / links[ends].bandwidth_Bps
                 links[ends] = replace(links[ends], sum_speed=speed)
@@ -67,7 +67,8 @@ def measure_links(crew: Crew) -> tuple[Links, float]:
     return links, statistics.median(overheads_s)
 
 
-def _fit(times_s: list[float], label: str) -> LinkCost:
+def fit_link(times_s: list[float], label: str) -> LinkCost:
+    """Return the link of a line through the seconds of messages of `NBYTES`."""
     slope, latency_s = np.polyfit(
         np.array(NBYTES, float), np.array(times_s), 1, w=1 / np.array(times_s)
     )

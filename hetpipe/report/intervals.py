@@ -33,6 +33,7 @@ class Kind(str, Enum):
     BACKWARD_INPUT = "backward: inputs"
     BACKWARD_WEIGHT = "backward: weights"
     UPDATE = "update"
+    LOSS = "loss of the mini-batch"
     SUM = "sum over replicas"
     TRANSFER = "transfer"
     WAIT = "wait"
@@ -44,8 +45,9 @@ PASSES = {
     Op.BACKWARD_INPUT: Kind.BACKWARD_INPUT,
     Op.BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
     Op.UPDATE: Kind.UPDATE,
+    Op.LOSS: Kind.LOSS,
 }
-"""Actions that occupy a lane. In this module an update counts as a pass."""
+"""Actions that occupy a lane. In this module an update and a loss count as passes."""
 
 
 class Interval(NamedTuple):

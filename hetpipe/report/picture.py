@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
 from hetpipe.report.intervals import PASSES, Interval, Kind, intervals
-from hetpipe.schedule.action import Op
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -29,6 +28,7 @@ COLOURS = {
     Kind.BACKWARD_INPUT: "#e58b6b",
     Kind.BACKWARD_WEIGHT: "#f7df8e",
     Kind.UPDATE: "#8fbc8f",
+    Kind.LOSS: "#d9c7e8",
     Kind.SUM: "#a48fd0",
     Kind.TRANSFER: "#5f6b76",
     Kind.WAIT: "#dedede",
@@ -121,7 +121,7 @@ def _draw(axes: Axes, timeline: Timeline, shown: Sequence[Interval], width_s: fl
 
 
 _COMPUTE = frozenset(PASSES.values())
-_NUMBERED = _COMPUTE - {PASSES[Op.UPDATE]}
+_NUMBERED = _COMPUTE - {Kind.UPDATE, Kind.LOSS}
 
 
 def _begin_s(shown: Sequence[Interval]) -> float:

@@ -26,6 +26,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 CATEGORIES = dict.fromkeys(BACKWARDS, "backward") | {
     Kind.FORWARD: "forward",
     Kind.UPDATE: "update",
+    Kind.LOSS: "loss",
     Kind.TRANSFER: "transfer",
     Kind.SUM: "sum",
     Kind.WAIT: "wait",
@@ -133,7 +134,7 @@ class _Process:
 
     def _beside(self) -> Iterator[Event]:
         """Yield the events of sums and messages, and an arrow from each send to its receive."""
-        spans = [s for s in self._timeline.spans if not s.action.op.is_compute]
+        spans = [s for s in self._timeline.spans if not s.action.op.holds]
         send_of = {id(receive): send for send, receive in pair_messages(spans)}
         threads: dict[int, int] = {}
         for span in sorted(spans, key=attrgetter("start_s")):

@@ -36,6 +36,7 @@ class Op(str, Enum):
     RECV_KEPT = "RK"
     SEND_VACANT = "SV"  # to the forwards' lane: a backward has ended, so a forward may begin
     RECV_VACANT = "RV"
+    LOSS = "L"  # waits for the loss over a whole mini-batch; number: as for UPDATE
     ALL_REDUCE = "A"  # begins to sum gradients over the replicas; number: as for UPDATE
     SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: the mini-batch
     RECV_GRAD = "RA"  # gradients of the mini-batch `number`, which another replica ran
@@ -46,6 +47,12 @@ class Op(str, Enum):
     @property
     def is_compute(self) -> bool:
         """Whether the operation occupies the device: F, B, I, W and U."""
+        return self.holds and self is not Op.LOSS
+
+    @property
+    def holds(self) -> bool:
+        """Whether the operation takes time in its row and needs no message: L, and all that
+        compute."""
         return len(self) == 1 and self is not Op.ALL_REDUCE
 
     @property
@@ -60,7 +67,7 @@ class Op(str, Enum):
 
 
 GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
-PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
+PER_MINI_BATCH = (Op.LOSS, Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
 AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 """Operations that read or change summed gradients, and so wait for all sums that began before."""

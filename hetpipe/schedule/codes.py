@@ -15,11 +15,12 @@ OPS = tuple(Op)
 CODES = {op: code for code, op in enumerate(OPS)}
 
 RECEIVE, COMPUTE, SEND, OTHER = range(4)
-"""The roles of operations. A step of `schedule.order.Order` receives, computes, then sends."""
+"""The roles of operations. A step of `schedule.order.Order` receives, computes, then sends. The
+wait for a loss counts as COMPUTE here."""
 
 
 def _role(op: Op) -> int:
-    if op.is_compute:
+    if op.holds:
         return COMPUTE
     if ENDS.get(op, ("", None, None))[1:] == (0, 0) or op is Op.ALL_REDUCE:
         return OTHER  # a message or a sum between lanes or replicas of a stage
@@ -27,6 +28,7 @@ def _role(op: Op) -> int:
 
 
 ROLES = np.array([_role(op) for op in OPS], np.int8)
+COMPUTES = np.array([op.is_compute for op in OPS])
 IS_TIED = np.array([op in TIED_OPS for op in OPS])
 KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
 """For a send or receive between stages: the kind of its message, as an index of "FBGP"."""

@@ -81,7 +81,10 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
             yield from shape.tied(n, number // shape.microbatches, parameters)
     elif op in (Op.SEND_FORWARD, Op.SEND_KEPT):
         yield Action(n, Op.FORWARD, number)
+    elif op is Op.LOSS:
+        yield from (a for a in row if a.stage == n and a.op is Op.FORWARD)
     elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        yield from (a for a in row if a.stage == n and a.op is Op.LOSS)
         yield Action(n, Op.RECV_KEPT if n in shape.laned else Op.FORWARD, number)
         if n < shape.stages - 1:
             yield Action(n, Op.RECV_BACKWARD, number)

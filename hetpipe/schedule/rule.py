@@ -17,6 +17,7 @@ from hetpipe.schedule.straight import (
     data_parallel,
     fbp,
     gpipe,
+    gpipe_with_loss,
     naive,
     one_f_one_b,
     one_f_one_b_sno,
@@ -137,6 +138,8 @@ def is_asynchronous(name: str) -> bool:
 
 ONE_F_ONE_B = register_rule(Rule("1f1b", one_f_one_b, any_depth=True))
 GPIPE = register_rule(Rule("gpipe", gpipe))
+GPIPE_WITH_LOSS = Rule("gpipe", gpipe_with_loss)
+"""`GPIPE` for a loss over whole mini-batches. A plan names both `gpipe`."""
 for _rule in (
     Rule("naive", naive),
     Rule("1f1b-sno", one_f_one_b_sno),

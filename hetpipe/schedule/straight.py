@@ -12,7 +12,8 @@ import numpy as np
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op, Schedule
-from hetpipe.schedule.columns import Turns, in_turns
+from hetpipe.schedule.codes import CODES
+from hetpipe.schedule.columns import Columns, Turns, columns_of, in_turns
 
 
 def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
@@ -44,6 +45,21 @@ def gpipe(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
             f"limit; use 1f1b or {min(in_flight)} micro-batches"
         )
     return one_f_one_b(stages, microbatches, [microbatches] * stages)
+
+
+def gpipe_with_loss(
+    stages: int, microbatches: int, in_flight: Sequence[int] | None = None
+) -> Schedule:
+    """GPipe, with a wait of the last stage for the loss over all outputs (2 stages, 2
+    micro-batches).
+
+        0  F0 F1  .  .  .  . B0 B1
+        1   . F0 F1  L  L B0 B1
+    """
+    passes = columns_of(gpipe(stages, microbatches, in_flight))
+    place = len(passes.codes) - microbatches  # the last row ends with its backwards
+    table = np.insert(passes.table, place, [CODES[Op.LOSS], stages - 1, 0], axis=1)
+    return Columns(table, passes.lengths + (np.arange(stages) == stages - 1))
 
 
 def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:

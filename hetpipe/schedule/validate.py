@@ -111,7 +111,7 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
             own = everything[replica :: shape.replicas[n]]
             ends = {round_of(b, shape.per_update[n], mini_batches)[-1] for b in everything}
             groups.append(({worker}, [(n, own, sorted(ends))]))
-    optional = {op for op in Op if op.value[-1] in "GPV"}
+    optional = {op for op in Op if op.value[-1] in "GLPV"}
     optional |= set() if shape.one_by_one else {Op.ALL_REDUCE}
     for workers, due in groups:
         required = {

@@ -2,7 +2,7 @@
 
 Each row is a generator. It runs until an action takes time, and yields the end of that time:
 
-    pass, update        the computation's end; known when it begins, unless lanes share the device
+    pass, update, loss  the end of its time; known when it begins, unless lanes share the device
     receive             the arrival of the message; if it is not sent yet, its send sets the event
     after sums          the end of the last sum; if a sum has not begun, that sum sets the event
 
@@ -79,7 +79,7 @@ class StageOps(dict[tuple[Op, int], StageOp]):
         times, first, second = self._times, Action(stage, op, 0), Action(stage, op, 1)
         compute_s, transfer = 0.0, None
         first_key, key_step = stage * (MOST_NUMBER + 1), 1
-        if op.is_compute:
+        if op.holds:
             code, compute_s = COMPUTE, times.compute_s(first)
         elif op is Op.ALL_REDUCE:
             code, transfer = SUM, times.sum_of(stage)

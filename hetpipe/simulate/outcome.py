@@ -160,8 +160,9 @@ class Occupation:
     """Shares of a step, means over the workers; their sum is 1.
 
     `computing` is the share in which workers compute. `waiting`: they wait for a message that has
-    not left yet, or for the end of the step. `transfer`: they wait for a message that is under way.
-    `engine` is hetpipe's work: all other time, also the controller's before and after the spans.
+    not left yet, for a loss over the mini-batch, or for the end of the step. `transfer`: they wait
+    for a message that is under way. `engine` is hetpipe's work: all other time, also the
+    controller's before and after the spans.
     """
 
     computing: float
@@ -183,7 +184,7 @@ def occupation(timeline: Timeline) -> Occupation:
     computing_s = transfer_s = waiting_s = 0.0
     for worker in range(len(timeline.workers)):
         at_s = begin_s  # the worker's time before this is already counted
-        own = [s for s in timeline.spans if s.worker == worker and s.action.op.is_compute]
+        own = [s for s in timeline.spans if s.worker == worker and s.action.op.holds]
         for span in sorted(own, key=lambda span: span.start_s):
             receive = of_action.get(_receive_before(span.action))
             if receive is not None and receive is not span:
@@ -192,7 +193,11 @@ def occupation(timeline: Timeline) -> Occupation:
                 left_s = arrival_s if send is None else _within(send.start_s, at_s, arrival_s)
                 waiting_s += left_s - at_s
                 transfer_s += arrival_s - left_s
-            computing_s += max(0.0, span.end_s - max(span.start_s, at_s))
+            lasts_s = max(0.0, span.end_s - max(span.start_s, at_s))
+            if span.action.op is Op.LOSS:
+                waiting_s += lasts_s
+            else:
+                computing_s += lasts_s
             at_s = max(at_s, span.end_s)
         waiting_s += end_s - at_s
     whole_s = timeline.total_s * len(timeline.workers)

@@ -14,7 +14,7 @@ from hetpipe.errors import ScheduleError
 from hetpipe.html import Bar, bars_html, table_html
 from hetpipe.records import Count, Number, Parsed, Source
 from hetpipe.schedule.action import Action
-from hetpipe.schedule.codes import COMPUTE, ROLES, Array
+from hetpipe.schedule.codes import COMPUTES, Array
 from hetpipe.schedule.columns import Columns, LazySequence
 from hetpipe.words import format_s
 
@@ -61,7 +61,7 @@ class SpanColumns(LazySequence[Span]):
 
     def busy_s(self) -> tuple[float, ...]:
         """Return the seconds of compute, by row."""
-        computes = ROLES[self.schedule.codes] == COMPUTE
+        computes = COMPUTES[self.schedule.codes]
         rows, lasts_s = self.schedule.rows[computes], (self.ends_s - self.starts_s)[computes]
         return tuple(np.bincount(rows, lasts_s, len(self.schedule)).tolist())
 

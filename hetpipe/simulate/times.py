@@ -62,6 +62,7 @@ class StageTimes:
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
     gradient_links: tuple[Transfer, ...] = ()  # between replicas of a stage; empty: free
+    loss_s: float = 0.0  # from the last forward to the first backward, for a loss of all outputs
     sums: tuple[Transfer, ...] = ()  # sums over replicas; give these or `all_reduce_s`, not both
 
     def __post_init__(self) -> None:
@@ -93,7 +94,8 @@ class StageTimes:
         return any(each.media for each in (*links, *self.tied.values(), *self.sums))
 
     def compute_s(self, action: Action) -> float:
-        """Return the seconds of a pass, sum or update that is alone on its device or media."""
+        """Return the seconds of a pass, sum or update that is alone on its device or media, or of
+        the wait for a loss."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]
@@ -103,6 +105,8 @@ class StageTimes:
             return self.input_s[stage] if self.input_s else self.backward_s[stage] / 2
         if op is Op.BACKWARD_WEIGHT:
             return self.weight_s[stage] if self.weight_s else self.backward_s[stage] / 2
+        if op is Op.LOSS:
+            return self.loss_s
         if op is Op.ALL_REDUCE:
             transfer = self.sum_of(stage)
             return transfer.latency_s + transfer.occupancy_s

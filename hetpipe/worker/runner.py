@@ -146,6 +146,8 @@ class Runner:
             elif action.op is Op.ALL_REDUCE:
                 waits = following is None or following[0].op in AFTER_SUMS
                 self._sum(action, beside=not waits)
+            elif action.op is Op.LOSS:
+                self._await_loss(action)
             elif action.op is Op.UPDATE:
                 begin = self._updates.apply(action)
                 self._spans.append((action, begin.clock_s, self._emulation.stretch(begin)))
@@ -220,6 +222,13 @@ class Runner:
         if batch.awaits and self._stages[action.stage].has_loss:
             return self._late_feeds(batch)[action.stage][place]
         return {}
+
+    def _await_loss(self, action: Action) -> None:
+        """Wait for the loss of the whole mini-batch, after which the last stage's backwards run."""
+        begin_s, batch = time.monotonic(), self._mini_batches.update(action.number)
+        assert isinstance(batch, Batch)
+        self._late_feeds(batch)
+        self._spans.append((action, begin_s, time.monotonic()))
 
     def _report_losses(self, stage: Stage, batch: Batch) -> None:
         """Report a mini-batch's counts, whether its losses are finite, or its outputs."""

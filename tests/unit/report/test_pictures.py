@@ -92,8 +92,8 @@ def labels(axes: Axes) -> dict[str, list[PolyCollection]]:
 
 KINDS = {
     "1f1b": {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.TRANSFER, Kind.WAIT},
-    "zb-h1": {*Kind} - {Kind.BACKWARD, Kind.SUM},
-    "zb-v": {*Kind} - {Kind.BACKWARD, Kind.SUM},
+    "zb-h1": {*Kind} - {Kind.BACKWARD, Kind.SUM, Kind.LOSS},
+    "zb-v": {*Kind} - {Kind.BACKWARD, Kind.SUM, Kind.LOSS},
     "fbp": {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.TRANSFER, Kind.WAIT},
     "data-parallel": {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.SUM},
 }
