@@ -1,4 +1,6 @@
-"""Folders for caches: the user's cache folder or, if it is unusable, a private temporary one.
+"""Folders for caches: the one that HETPIPE_CACHE names, or the user's cache folder.
+
+If that folder is unusable, a private temporary one takes its place.
 
 The content of a cache can be computed again, so a warning is enough when a cache moves to another
 folder. The content becomes code: captured programs, compiled kernels, the list of OpenCL's
@@ -30,8 +32,8 @@ WARNED = "HETPIPE_WARNED_CACHE"
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 VARIABLE = "HETPIPE_CACHE"
-"""Environment variable with the folder of the caches `MOVABLE`."""
-MOVABLE = ("captures", "compiled", "costs", "inductor")
+"""Environment variable with the folder of all caches."""
+KINDS = ("captures", "compiled", "costs", "inductor", "opencl", "selftests")
 
 _usable: set[Path] = set()
 """Folders that this process found usable, and does not check again."""
@@ -41,14 +43,14 @@ class CacheWarning(UserWarning):
     """A cache, or an entry of it, is unusable and will be made again."""
 
 
-def cache_folder(kind: str, variable: str = "") -> Path:
+def cache_folder(kind: str) -> Path:
     """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
-    Its parent is the path in the environment variable `variable`, or else the user's cache folder.
+    Its parent is the path in the environment variable `VARIABLE`, or else the user's cache folder.
     For an unusable folder (see `problem_of`), return a temporary one, with a `CacheWarning`.
     Raises `HetpipeError` if the temporary folder is unusable as well.
     """
-    named = environment.path(variable)
+    named = environment.path(VARIABLE)
     base = _users_folder() if named is None else Path(os.path.abspath(named))
     problem = _problem_of_cache(base, kind, tighten_base=named is None)
     if not problem:
@@ -59,7 +61,7 @@ def cache_folder(kind: str, variable: str = "") -> Path:
             f"neither {base} ({problem}) nor {folder} ({trouble}) can hold a cache; free space, or "
             "set TMPDIR to a folder that can be written"
         )
-    warn_once(base, problem, folder.parent, variable or "XDG_CACHE_HOME")
+    warn_once(base, problem, folder.parent, VARIABLE)
     return folder
 
 
@@ -70,10 +72,10 @@ def _users_folder() -> Path:
         return Path("~/.cache/hetpipe")
 
 
-def optional_folder(kind: str, variable: str = "") -> Path | None:
+def optional_folder(kind: str) -> Path | None:
     """Return `cache_folder`, or None with a `CacheWarning` if no folder can hold the cache."""
     try:
-        return cache_folder(kind, variable)
+        return cache_folder(kind)
     except HetpipeError as error:
         text = f"{error}; until then nothing is kept, and each start computes everything again"
         if os.environ.get(WARNED) != "everywhere":
@@ -147,7 +149,7 @@ def present_caches() -> list[Cache]:
     """Return the caches in the folder that `VARIABLE` names, in the user's folder and in the
     temporary one."""
     named = environment.path(VARIABLE)
-    found = [] if named is None else [Path(os.path.abspath(named)) / kind for kind in MOVABLE]
+    found = [] if named is None else [Path(os.path.abspath(named)) / kind for kind in KINDS]
     for base in (_users_folder(), temporary()):
         found += sorted(base.iterdir()) if base.is_dir() else []
     kept = (path for path in dict.fromkeys(found) if path.is_dir() and not path.is_symlink())

@@ -35,13 +35,12 @@ class Entries:
     """The entries of one kind, in a folder of the user's caches.
 
     With more than `most` entries, `store` deletes the oldest ones and keeps nine tenths of `most`.
-    `variable` is as for `cache_folder`. `suffix` ends the file names.
+    `suffix` ends the file names.
     """
 
     kind: str
     suffix: str
     most: int
-    variable: str = ""
 
     def load(self, key: str) -> bytes | None:
         """Return the content of an entry; None if it is missing or unusable.
@@ -82,7 +81,7 @@ class Entries:
         self._prune(folder)
 
     def _folder(self) -> Path | None:
-        return optional_folder(self.kind, self.variable)
+        return optional_folder(self.kind)
 
     def _name(self, key: str) -> str:
         return f"{key}.{self.suffix}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import shares
+from cache_folders import new_cache
 
 # `python -m pytest` puts the project's folder on the path, where Python would import `kernels` and
 # `backends` as packages of other projects (transformers looks for one called `kernels`).
@@ -40,7 +41,7 @@ def module_cache(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("cache")
     (folder / "captures").symlink_to(captures)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETPIPE_CACHE", str(folder))
+        patch.setenv("HETPIPE_CACHE", new_cache(folder))
         yield
 
 

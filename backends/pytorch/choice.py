@@ -35,8 +35,8 @@ MARGIN = 0.02
 LEAST, LEAST_S, MOST = 9, 1.0, 50
 """Runs of each way in a comparison: at least `LEAST`, for `LEAST_S` seconds, at most `MOST`."""
 
-_PROGRAMS = Entries("compiled", "torch", most=400, variable="HETPIPE_CACHE")
-_CHOICES = Entries("compiled", "json", most=4000, variable="HETPIPE_CACHE")
+_PROGRAMS = Entries("compiled", "torch", most=400)
+_CHOICES = Entries("compiled", "json", most=4000)
 
 log = logging.getLogger(__name__)
 

@@ -127,7 +127,7 @@ def _settings() -> Iterator[None]:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         if os.environ.get(FOLDER, default_cache_dir()) == default_cache_dir():
-            os.environ[FOLDER] = str(cache_folder("inductor", "HETPIPE_CACHE"))
+            os.environ[FOLDER] = str(cache_folder("inductor"))
 
         with config.patch(compile_threads=1), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Inductor's advice on other settings

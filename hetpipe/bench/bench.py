@@ -28,11 +28,11 @@ from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.planner import make_pipeline
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.profile.cache import fresh_costs
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
 from hetpipe.profile.probing import median_probe
-from hetpipe.train.training import fresh_costs
 from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:

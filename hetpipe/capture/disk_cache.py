@@ -15,7 +15,6 @@ import torch
 
 from hetpipe import data_pickle
 from hetpipe.buckets import Size
-from hetpipe.caches import VARIABLE
 from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
 from hetpipe.capture.export.named_tensors import tensor_bytes
 from hetpipe.capture.flat_graph import FlatGraph, parameters_of
@@ -73,7 +72,7 @@ def _fingerprint(flat: FlatGraph) -> str:
     return digest.hexdigest()
 
 
-ENTRIES = Entries("captures", "pickle", most=200, variable=VARIABLE)
+ENTRIES = Entries("captures", "pickle", most=200)
 RECORDS = {
     each.__name__: (each, tuple(field.name for field in fields(each)))
     for each in (ModelSummary, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)

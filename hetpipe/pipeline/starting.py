@@ -39,7 +39,7 @@ class Starting:
         took_s = time.monotonic() - self._begin_s
         is_cold = effort.get("exports", 0) + effort.get("compilations", 0) > 0
         if self._tells and is_cold and took_s > SLOW_S:
-            folder = cache_folder("costs", VARIABLE).parent
+            folder = cache_folder("costs").parent
             print(
                 f"the start took {took_s:.0f} s; the next start of this model on these devices is "
                 f"shorter, because programs and costs are kept in {folder} ({VARIABLE} names "

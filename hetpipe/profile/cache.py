@@ -8,19 +8,37 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from hetpipe.caches import VARIABLE, CacheWarning, cache_folder, optional_folder
+from hetpipe.caches import CacheWarning, cache_folder, optional_folder
 from hetpipe.entries import read_own
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
 
+_instead: Path | None = None
+"""The folder within `fresh_costs`."""
+
 
 def folder() -> Path:
     """Return the folder of the entries. Issues a `CacheWarning` if the usual folder is unusable."""
-    return cache_folder("costs", VARIABLE)
+    return _instead or cache_folder("costs")
+
+
+@contextmanager
+def fresh_costs() -> Iterator[None]:
+    """Use an empty cache of costs within the context, so that all costs are measured again."""
+    global _instead
+    before = _instead
+    with TemporaryDirectory() as empty:
+        _instead = Path(empty)
+        try:
+            yield
+        finally:
+            _instead = before
 
 
 def key(parts: Mapping[str, Any]) -> str:
@@ -40,7 +58,7 @@ def load(entry: str) -> dict[str, Any] | None:
     If the file is damaged, or another user may have written it, issues a `CacheWarning` and returns
     None.
     """
-    there = optional_folder("costs", VARIABLE)
+    there = _instead or optional_folder("costs")
     if there is None:
         return None
     path = there / f"{entry}.json"
@@ -63,7 +81,7 @@ def store(entry: str, content: Mapping[str, Any]) -> None:
 
     If that fails, for example on a full disk, issues a `CacheWarning` and returns.
     """
-    there = optional_folder("costs", VARIABLE)
+    there = _instead or optional_folder("costs")
     if there is None:
         return
     document = json.dumps({"checksum": _checksum(content), "content": content})

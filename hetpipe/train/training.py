@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hetpipe.caches import VARIABLE
 from hetpipe.check.difference import eps_of, largest_magnitude, tensor_difference, tolerance
 from hetpipe.check.reference import with_rounding_errors
 from hetpipe.pipeline.batches import micro_sizes
@@ -263,20 +260,6 @@ def compare(
         drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
         rounding += ROUNDING_FACTOR * drift
     return Comparison(len(expected), worst, rounding, gradient)
-
-
-@contextmanager
-def fresh_costs() -> Iterator[None]:
-    """Use an empty cache of costs within the context, so that all costs are measured again."""
-    before = os.environ.get(VARIABLE)
-    with TemporaryDirectory() as empty:
-        os.environ[VARIABLE] = empty
-        try:
-            yield
-        finally:
-            del os.environ[VARIABLE]
-            if before is not None:
-                os.environ[VARIABLE] = before
 
 
 @contextmanager

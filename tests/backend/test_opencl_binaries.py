@@ -39,10 +39,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(
-        binaries, "BINARIES", binaries.Entries("programs", "bin", most=2, variable="OWN_CACHE")
-    )
-    monkeypatch.setenv("OWN_CACHE", str(tmp_path))
+    monkeypatch.setattr(binaries, "BINARIES", binaries.Entries("programs", "bin", most=2))
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     return tmp_path / "programs"
 
 

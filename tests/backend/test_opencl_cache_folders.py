@@ -28,7 +28,7 @@ with Crew.start(cluster) as crew:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not POCL, reason="no PoCL: apt install pocl-opencl-icd")
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "POCL_CACHE_DIR"])
+@pytest.mark.parametrize("variable", ["HETPIPE_CACHE", "POCL_CACHE_DIR"])
 def test_workers_run_without_the_users_cache_folder(tmp_path: Path, variable: str) -> None:
     """One warning appears and no traceback, neither from a worker nor at the exit."""
     (tmp_path / "file").write_text("")

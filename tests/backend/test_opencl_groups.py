@@ -23,9 +23,9 @@ A, B, C, D = map(kernel, "abcd")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    entries = groups.Entries("groups", "json", most=100, variable="OWN_CACHE")
+    entries = groups.Entries("groups", "json", most=100)
     monkeypatch.setattr(groups, "GROUPS", entries)
-    monkeypatch.setenv("OWN_CACHE", str(tmp_path))
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     return tmp_path / "groups"
 
 

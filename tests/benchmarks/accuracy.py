@@ -35,12 +35,13 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, single_device_groups
+from hetpipe.profile.cache import fresh_costs
 from hetpipe.profile.clock import half_width_s
 from hetpipe.profile.drift import mean_correction
 from hetpipe.profile.measure import profile
 from hetpipe.report.tables import Table
 from hetpipe.sdk.host.registry import register_backend
-from hetpipe.train.training import fresh_costs, one_thread, train
+from hetpipe.train.training import one_thread, train
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 

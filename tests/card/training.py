@@ -96,7 +96,7 @@ def pace(setting: Setting, beside: str) -> None:
     """
     from hetpipe.bench.inturn import even_cuts
     from hetpipe.cluster.cluster import Cluster
-    from hetpipe.train.training import fresh_costs
+    from hetpipe.profile.cache import fresh_costs
     from hetpipe.zoo.load import load_workload
 
     workload = load_workload("gpt2-small" if setting.quick else PACE_MODEL)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_folders import new_cache
 
 TWO = "pytorch:cpu:0,pytorch:cpu:0"
 SLOW = "pytorch:cpu:0#1=0.5"
@@ -30,12 +31,15 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "HETPIPE_CACHE": str(home / "cache"), "COLUMNS": "160"}
+    return {**os.environ, "HETPIPE_CACHE": new_cache(home / "cache"), "COLUMNS": "160"}
 
 
-def run(home: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, *arguments: object, code: int = 0, cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    settings = environment(home) | ({} if cache is None else {"HETPIPE_CACHE": str(cache)})
     done = subprocess.run(
-        command(*arguments), cwd=home, env=environment(home), capture_output=True, text=True,
+        command(*arguments), cwd=home, env=settings, capture_output=True, text=True,
         timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
@@ -259,8 +263,10 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
 @pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
     """The warning is about a cache folder that is a file."""
-    (tmp_path / "cache").write_text("a file, where the folder would be")
-    done = run(tmp_path, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
+    bad = tmp_path / "bad"
+    bad.write_text("a file, where the folder would be")
+    plan = ("plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
+    done = run(tmp_path, *plan, cache=bad)
     phases = ("capturing", "compiling", "profiling", "profiled")
     lines = [line for line in done.stderr.splitlines() if not line.startswith(phases)]
     assert lines

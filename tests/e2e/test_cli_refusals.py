@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cache_folders import new_cache
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 
@@ -99,7 +100,7 @@ PLAN = {
 def command(
     home: Path, *arguments: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    settings = {"HETPIPE_CACHE": str(home / "cache"), "COLUMNS": "160", **(environment or {})}
+    settings = {"HETPIPE_CACHE": new_cache(home / "cache"), "COLUMNS": "160", **(environment or {})}
     return subprocess.run(
         [sys.executable, "-m", "hetpipe", *map(str, arguments)], cwd=home, text=True,
         env={**os.environ, **settings}, capture_output=True, timeout=240,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cache_folders import new_cache
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def factory():
 
 
 def zoo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HETPIPE_CACHE": str(folder / "cache"), "COLUMNS": "160"}
+    environment = {**os.environ, "HETPIPE_CACHE": new_cache(folder / "cache"), "COLUMNS": "160"}
     return subprocess.run(
         [sys.executable, "-m", "hetpipe", "zoo", *arguments], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=240,

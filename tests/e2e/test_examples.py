@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_folders import new_cache
 from torch import nn
 
 from hetpipe.sdk.host.registry import devices_of
@@ -29,7 +30,7 @@ def output_of(name: str, folder: Path) -> str:
     """Run an example as a user would, from another folder; return its output."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
-        env={**os.environ, "HETPIPE_CACHE": str(folder / "cache")},
+        env={**os.environ, "HETPIPE_CACHE": new_cache(folder / "cache")},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -247,7 +248,7 @@ def interrupted(name: str, folder: Path, line: str) -> str:
     """Run an example, press Ctrl-C after it has printed a line, and return its output."""
     child = subprocess.Popen(
         [sys.executable, str(EXAMPLES / name)],
-        env={**os.environ, "HETPIPE_CACHE": str(folder / "cache")},
+        env={**os.environ, "HETPIPE_CACHE": new_cache(folder / "cache")},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

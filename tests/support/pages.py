@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cache_folders import new_cache
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -17,7 +19,7 @@ def run_page(name: str, blocks: int, folder: Path) -> str:
     assert len(found) == blocks
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(found)],
-        env={**os.environ, "HETPIPE_CACHE": str(folder / "cache")},
+        env={**os.environ, "HETPIPE_CACHE": new_cache(folder / "cache")},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -70,7 +70,7 @@ def test_a_full_disk_counts_as_unusable(private: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.warns(CacheWarning, match=r"full \(3 MiB are free, 16 MiB are needed\)"):
-        assert not cache_folder("costs", "HETPIPE_CACHE").is_relative_to(full)
+        assert not cache_folder("costs").is_relative_to(full)
 
 
 def test_a_child_process_does_not_warn_again(
@@ -110,7 +110,7 @@ def test_without_any_place_nothing_is_stored(
 ) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(below_a_file(private)))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0))
-    entries = Entries("kind", "bin", most=9, variable="HETPIPE_CACHE")
+    entries = Entries("kind", "bin", most=9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.store("k", {"seconds": 0.25})
@@ -134,7 +134,7 @@ def test_a_user_without_a_home(private: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.chdir(private)
     with pytest.warns(CacheWarning, match=r"\(this user has no home folder and no entry"):
-        assert cache_folder("costs", "HETPIPE_CACHE") == caches.temporary() / "costs"
+        assert cache_folder("costs") == caches.temporary() / "costs"
     assert [path.name for path in private.iterdir()] == [caches.temporary().name]
 
 
@@ -143,3 +143,15 @@ def test_a_good_folder_is_silent(private: Path, monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.folder() == private / "good" / "costs"
+
+
+@pytest.mark.parametrize("kind", caches.KINDS)
+def test_one_variable_moves_every_cache(
+    private: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private / "user"))
+    monkeypatch.setenv("HETPIPE_CACHE", str(private / "moved"))
+    assert cache_folder(kind) == private / "moved" / kind
+    Entries(kind, "bin", most=9).store("k", b"content")
+    assert [path.parent.name for path in private.rglob("k.bin")] == [kind]
+    assert not (private / "user").exists()

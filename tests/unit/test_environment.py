@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("HETPIPE_CACHE", lambda: cache_folder("costs", "HETPIPE_CACHE")),
+        ("HETPIPE_CACHE", lambda: cache_folder("costs")),
         ("HETPIPE_DATA", lambda: reproduce("pipedream")),
         ("HETPIPE_NATIVE", lambda: NativeBackend().discover()),
     ],
@@ -51,7 +51,7 @@ def test_training_continues_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HETPIPE_CACHE", NOBODY)
     monkeypatch.setenv("HETPIPE_WARNED_CACHE", "")
     with pytest.warns(CacheWarning, match=r"variable HETPIPE_CACHE: .* nothing is kept"):
-        assert optional_folder("costs", "HETPIPE_CACHE") is None
+        assert optional_folder("costs") is None
 
 
 def test_the_clock_of_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetpipe.caches import MOVABLE
+from hetpipe.caches import KINDS
 from hetpipe.schedule import generate
 from hetpipe.schedule.action import Op
 from hetpipe.schedule.rule import rule_of
@@ -20,11 +20,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 THROUGH_LIBRARIES = {"XDG_CACHE_HOME", "TMPDIR"}  # platformdirs and tempfile read them
 FIRST_ARGUMENT = {"path", "paths", "seconds", "_user_set", "getenv"}
-SECOND_ARGUMENT = {"cache_folder", "optional_folder"}
+CACHES = {"cache_folder", "optional_folder", "Entries"}
 PASSES_ON = {  # functions that read the variable that their caller names
     "hetpipe/environment.py": {"seconds", "paths", "path"},
-    "hetpipe/caches.py": {"cache_folder", "optional_folder", "warn_once"},
-    "hetpipe/entries.py": {"_folder"},
+    "hetpipe/caches.py": {"warn_once"},
     "backends/opencl/platform/runtimes.py": {"_user_set", "_set"},
 }
 
@@ -80,17 +79,12 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else _name(node.func)
         owner = _name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-        named = {keyword.arg: keyword.value for keyword in node.keywords}
         arguments = node.args
         owners = {"environ", "environment"} if name in {"get", "pop"} else {"", "environment", "os"}
         if name in {"get", "pop", *FIRST_ARGUMENT} and owner in owners and arguments:
             self._note(arguments[0])
-        elif name in SECOND_ARGUMENT and len(arguments) > 1:
-            self._note(arguments[1])
-        elif name == "Entries" and "variable" in named:
-            self._note(named["variable"])
         kind = getattr(arguments[0], "value", None) if arguments else None
-        if name in {*SECOND_ARGUMENT, "Entries"} and isinstance(kind, str):
+        if name in CACHES and isinstance(kind, str):
             self.caches.add(kind.partition("/")[0])
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -140,9 +134,8 @@ def test_the_table_has_every_environment_variable(reads: list[Reads]) -> None:
 
 def test_the_table_has_every_cache(reads: list[Reads]) -> None:
     table = page("environment.md").split("## Environment variables")[0]
-    assert set(first_cells(table)) == set().union(*(each.caches for each in reads))
-    moved = re.findall(r"^\| `(\w+)` .*\| `HETPIPE_CACHE`", table, re.MULTILINE)
-    assert sorted(moved) == sorted(MOVABLE)
+    in_code = set().union(*(each.caches for each in reads))
+    assert set(first_cells(table)) == in_code == set(KINDS)
 
 
 def test_every_link_of_the_contents_exists() -> None:

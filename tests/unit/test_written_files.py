@@ -77,13 +77,13 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "old")]
 
 
-ENTRIES = Entries("kind", "bin", most=9, variable="OWN_CACHE")
+ENTRIES = Entries("kind", "bin", most=9)
 
 
 @pytest.fixture
 def entry_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Store an entry named `key`; return its folder."""
-    monkeypatch.setenv("OWN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(caches.WARNED, "")
     ENTRIES.store("key", b"content")
     assert ENTRIES.load("key") == b"content"
@@ -140,7 +140,7 @@ def test_cache_folders_are_private(entry_folder: Path, monkeypatch: pytest.Monke
     assert (entry_folder / "key.bin").stat().st_mode & 0o777 == 0o600
     entry_folder.chmod(0o775)
     monkeypatch.setattr(caches, "_usable", set())
-    assert cache_folder("kind", "OWN_CACHE") == entry_folder
+    assert cache_folder("kind") == entry_folder
     assert entry_folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -163,15 +163,15 @@ def test_a_link_of_another_user_is_not_followed(
     (tmp_path / "target").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "link").symlink_to(tmp_path / "target")
-    monkeypatch.setenv("OWN_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path / "mine"))
     monkeypatch.setenv(caches.WARNED, "")
-    assert cache_folder("link", "OWN_CACHE") == tmp_path / "mine" / "link"
+    assert cache_folder("link") == tmp_path / "mine" / "link"
     os.chown(tmp_path / "mine" / "link", OTHER, OTHER, follow_symlinks=False)
     monkeypatch.setattr(caches, "_usable", set())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     caches.temporary.cache_clear()
     with pytest.warns(CacheWarning, match=f"is a link of user {OTHER}"):
-        assert cache_folder("link", "OWN_CACHE").parent == caches.temporary()
+        assert cache_folder("link").parent == caches.temporary()
     caches.temporary.cache_clear()
 
 

@@ -25,6 +25,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("user/hetpipe/captures/a.pickle", 7),
         ("user/hetpipe/opencl/programs/b.bin", 2048),
         ("moved/captures/c.pickle", 5),
+        ("moved/opencl/programs/f.bin", 9),
         ("moved/thesis/d.tex", 3),
         ("temporary/tmp123/e", 1),
     ):
@@ -44,6 +45,7 @@ def test_caches_are_listed_with_files_and_bytes(base: Path) -> None:
     rows = json.loads(run("--json", "-"))["caches"]
     assert [(row["name"], row["files"], row["nbytes"]) for row in rows] == [
         ("captures", 1, 5),
+        ("opencl", 1, 9),
         ("captures", 1, 7),
         ("opencl", 1, 2048),
     ]
@@ -54,7 +56,7 @@ def test_caches_are_listed_with_files_and_bytes(base: Path) -> None:
 def test_one_cache_or_all_are_cleared(base: Path) -> None:
     assert run("clear", "captures").count("deleted 1 files") == 2
     files = {path.name for path in base.rglob("*") if path.is_file()}
-    assert files == {"b.bin", "d.tex", "e"}
+    assert files == {"b.bin", "f.bin", "d.tex", "e"}
     run("clear")
     assert {path.name for path in base.rglob("*") if path.is_file()} == {"d.tex", "e"}
     assert (base / "user" / "hetpipe" / "opencl" / "programs").is_dir()
