@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetpipe.capture.captured import Captured, CapturedForwards
+from hetpipe.capture.eager_whole_loss import LABELS, EagerWholeLoss
 from hetpipe.capture.export.attributes import names_module
 from hetpipe.capture.export.example import Array, Example
 from hetpipe.capture.export.model_changes import Watch
@@ -24,8 +25,8 @@ from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.export.unsupported import explain
 from hetpipe.errors import CaptureError, HetpipeError
 
-LABELS, OUTPUTS, PARAMETERS = "labels", "outputs", "parameters"
-"""The parts of the substitute's y: the user's y, and gradients by outputs and by parameters."""
+OUTPUTS, PARAMETERS = "outputs", "parameters"
+"""The parts of the substitute's y besides `LABELS`: gradients by outputs and by parameters."""
 
 
 class Substitute(nn.Module):
@@ -116,6 +117,14 @@ class WholeLossCaptured(Captured):
         """The captured names of the loss's trained parameters."""
         names = [LOSS_PREFIX + name for name, _ in self._trained()]
         return [self.aliases.get(name, name) for name in names]
+
+    @property
+    def itself(self) -> EagerWholeLoss:
+        """The model and the user's loss, for runs in eager torch."""
+        names = self.example, self._modes, self.precision, self.trainable
+        return EagerWholeLoss(
+            self._model, self._loss, *names, loss_modes=self._loss_modes, aliases=self.aliases
+        )
 
     def leaves(self, x: Any, *y: Any) -> dict[str, Array]:
         """Return the tensors of a batch by name, and zeros for the gradients of the loss."""

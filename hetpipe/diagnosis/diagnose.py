@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import fx
 
-from hetpipe.capture.program import CUT
+from hetpipe.capture.program import CUT, LOSS
 from hetpipe.check.difference import Difference, eps_of, tensor_difference
 from hetpipe.check.reference import is_comparable, reference_values, tensors_of, terms_of
 from hetpipe.crew.workers import Workers
@@ -59,6 +59,8 @@ def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
     finally:
         with suppress(WorkerError):  # the earlier call has already raised for a dead worker
             examination.close()
+    if verdict == "healthy" and rehearsal.whole and not math.isfinite(rehearsal.loss):
+        verdict = "numbers"
     return Diagnosis(verdict, rehearsal.loss, examination.count, culprit), rehearsal
 
 
@@ -214,6 +216,8 @@ class _Examination:
             value = search.values[node]
             if self.not_finite is not None or slot.role not in CHECKED or is_finite(value):
                 continue
+            if slot.role == LOSS and self._rehearsal.start.request.whole_loss is not None:
+                continue  # no loss of a micro-batch is used
             if slot.role == CUT and bool((value.isfinite() | value.isneginf()).all()):
                 continue  # minus infinity may come from an attention mask
             device = self._devices[run.member]

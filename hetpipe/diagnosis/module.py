@@ -11,7 +11,7 @@ import torch
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.export.eager import EagerRun
-from hetpipe.capture.program import BUFFER, LOSS, PARAM, RNG
+from hetpipe.capture.program import BUFFER, PARAM, RNG
 from hetpipe.check.difference import half_digits, largest_magnitude
 from hetpipe.check.reference import reference_values, tensors_of
 from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
@@ -74,15 +74,12 @@ class ModuleComparison:
 
     def _losses(self) -> str:
         """Describe the first differing loss; for micro-batch 0 also the first differing layer."""
-        for number, frame in enumerate(self._rehearsal.frames):
-            actual = next(float(value) for (role, _), value in frame.items() if role == LOSS)
+        for number, actual in enumerate(self._rehearsal.losses):
             near, exact = self._near.losses[number], self._exact.losses[number]
             if self._differs(torch.tensor(actual), torch.tensor(near), torch.tensor(exact)):
                 layer = self._first_layer() if number == 0 else ""
-                return (
-                    f"its loss of micro-batch {number} is {actual:.6g}, the module's is {exact:.6g}"
-                    f"{layer}"
-                )
+                place = "" if self._rehearsal.whole else f" of micro-batch {number}"
+                return f"its loss{place} is {actual:.6g}, the module's is {exact:.6g}{layer}"
         return ""
 
     def _gradients(self) -> str:

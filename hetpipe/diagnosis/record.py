@@ -123,7 +123,11 @@ class Diagnosis:
                 "fault. Report this, or look for state that the module keeps between calls",
             ]
         culprit = self.culprit
-        assert culprit is not None
+        if culprit is None:
+            return [
+                f"every stage agrees with torch ({compared}), but the loss of the mini-batch is "
+                f"{self.loss:.6g}: look at loss_fn, and at y"
+            ]
         if self.verdict == "numbers":
             return [
                 f"every stage agrees with torch, but a value is not finite, in torch as well: "

@@ -22,6 +22,7 @@ from hetpipe.capture.program import (
     INPUT,
     LOSS,
     NORM,
+    OUTPUT,
     PARAM,
     RNG,
     SAVED,
@@ -33,7 +34,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.crew.request import StepRequest
+from hetpipe.crew.request import StepRequest, WholeLoss
 
 Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
@@ -90,6 +91,8 @@ class Rehearsal:
     saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
     """Saved tensors by stage, micro-batch and name: the device's values, or reference values if
     only the device can read its values."""
+    whole: WholeLoss | None = None
+    """The loss of the whole mini-batch, after the forwards, if micro-batches have no losses."""
     _squares: list[float] = field(default_factory=list)  # one for each stage with a norm program
     _grad_scale: float = 1.0
     _clip: dict[int, float] = field(default_factory=dict)  # by stage
@@ -103,12 +106,24 @@ class Rehearsal:
         self.frames = [{} for _ in self.start.request.samples]
 
     @property
-    def loss(self) -> float:
-        """The mean loss of the mini-batch; NaN before the last forward."""
+    def losses(self) -> list[float]:
+        """The losses of the micro-batches, or the loss of the whole mini-batch; empty before the
+        last forward."""
+        if self.start.request.whole_loss is not None:
+            return [] if self.whole is None else [self.loss]
         keys = [next((key for key in frame if key[0] == LOSS), None) for frame in self.frames]
         if None in keys:
+            return []
+        return [float(frame[key]) for frame, key in zip(self.frames, keys, strict=True) if key]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the mini-batch; NaN before the last forward."""
+        if self.whole is not None:
+            return self.whole.loss / self._count if self._count else float("nan")
+        losses = self.losses
+        if not losses:
             return float("nan")
-        losses = [float(frame[key]) for frame, key in zip(self.frames, keys, strict=True) if key]
         if self._counted:
             return sum(losses) / self._count if self._count else float("nan")
         samples = self.start.request.samples
@@ -126,6 +141,7 @@ class Rehearsal:
             for m in microbatches:
                 program = self._passes(stage, m).forward
                 yield self._run(stage, "forward", program, m)
+        self._meet()
         if not np.isfinite(self.loss):
             return
         for stage in reversed(stages):
@@ -192,7 +208,7 @@ class Rehearsal:
             return torch.tensor(self._scalars(n)[slot.name], dtype=getattr(torch, slot.dtype))
         assert m is not None
         if slot.role == INPUT:
-            return torch.from_numpy(np.array(request.feeds[m][slot.name]))
+            return torch.from_numpy(np.array(self.feeds[m][slot.name]))
         if slot.role == RNG:
             first = list(accumulate(request.samples, initial=0))[m]
             return torch.tensor([request.seed, request.number, first])
@@ -201,6 +217,23 @@ class Rehearsal:
         if slot.key == (TANGENT, LOSS):
             return torch.tensor(request.loss_tangents[m], dtype=getattr(torch, slot.dtype))
         return self.frames[m][slot.key]
+
+    @property
+    def feeds(self) -> list[Mapping[str, Array]]:
+        """The leaves of each micro-batch, after the forwards with the gradients of the loss of the
+        whole mini-batch."""
+        feeds = self.start.request.feeds
+        if self.whole is None:
+            return [*feeds]
+        return [{**own, **late} for own, late in zip(feeds, self.whole.feeds, strict=True)]
+
+    def _meet(self) -> None:
+        """Compute the loss of the whole mini-batch, if it has one."""
+        if (loss := self.start.request.whole_loss) is not None:
+            names = [name for role, name in self.frames[0] if role == OUTPUT]
+            self.whole = loss(
+                {n: torch.cat([frame[OUTPUT, n] for frame in self.frames]).numpy() for n in names}
+            )
 
     def _scalars(self, stage: int) -> dict[str, float]:
         factor = LATER_LR if self._is_later else 1.0
@@ -251,10 +284,13 @@ class Rehearsal:
 
     @property
     def _counted(self) -> bool:
-        return any(role == COUNT for role, _ in self.frames[0])
+        """Whether losses are sums. The loss of a whole mini-batch is one, also without a count."""
+        return self.whole is not None or any(role == COUNT for role, _ in self.frames[0])
 
     @property
     def _count(self) -> float:
         """The number of terms in the mini-batch's losses."""
+        if self.whole is not None:
+            return 1.0 if self.whole.count is None else self.whole.count
         frames = (value for frame in self.frames for key, value in frame.items() if key[0] == COUNT)
         return sum(map(float, frames))

@@ -14,7 +14,6 @@ from hetpipe.diagnosis.diagnose import diagnose
 from hetpipe.diagnosis.module import ModuleComparison
 from hetpipe.diagnosis.record import Diagnosis
 from hetpipe.diagnosis.rehearsal import Rehearsal, Start
-from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.gradients import gradients_of
 
 if TYPE_CHECKING:
@@ -33,12 +32,6 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     compared with the model in eager torch. Raises the same errors as `diagnose`.
     """
     training.stages.check_own()
-    if training.setup.whole_loss is not None:
-        raise HetpipeError(
-            "diagnose compares programs that end in a loss, and with loss_over='mini-batch' the "
-            "loss runs apart: diagnose a pipeline of this model without loss_over, with another "
-            "loss that is a mean over samples"
-        )
     request = training.request(x, y)
     setup, stages = training.setup, training.stages
     crew = setup.crew

@@ -514,10 +514,3 @@ def test_the_lines_on_the_page_run(crew: Crew) -> None:
     names["cluster"] = Cluster(crew.cluster.members[:2])
     exec(code, names)
     assert 0 < names["result"].loss < 2 * math.log(8)
-
-
-def test_diagnose_is_refused(crew: Crew) -> None:
-    model, loss, data = towers()
-    pipe = opened(crew, model, loss, data[0], cuts=[1])
-    with pipe, pytest.raises(HetpipeError, match="without loss_over"):
-        pipe.diagnose(*data[0])

@@ -64,7 +64,7 @@ class EagerModule:
         module = WithLoss(self.model, self.loss_fn, self.example)
         tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for full, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            name = _own_name(full)
+            name = own_name(full)
             value = torch.tensor(values[name]) if name in values else tensor.detach().clone()
             tensors[full] = to_float64(value) if wide else value
             if name in self.trainable:
@@ -75,7 +75,7 @@ class EagerModule:
             for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
                 leaves = [torch.tensor(feed[name]) for name in self.example.names]
                 arguments = tuple(to_float64(leaves)) if wide else tuple(leaves)
-                with _record_outputs(module, outputs, number == 0):
+                with record_outputs(module, outputs, number == 0):
                     loss = functional_call(module, tensors, arguments)[0]
                 if loss.requires_grad:
                     (loss * tangent).backward()
@@ -84,7 +84,7 @@ class EagerModule:
         return EagerRun(losses, gradients, outputs)
 
 
-def _own_name(full: str) -> str:
+def own_name(full: str) -> str:
     """Return the name in checkpoints of a tensor of the module that joins model and loss."""
     if full.startswith(OF_LOSS):
         return LOSS_PREFIX + full.removeprefix(OF_LOSS)
@@ -92,7 +92,7 @@ def _own_name(full: str) -> str:
 
 
 @contextmanager
-def _record_outputs(
+def record_outputs(
     with_loss: nn.Module, outputs: list[tuple[str, torch.Tensor]], watches: bool
 ) -> Iterator[None]:
     """With `watches`, append to `outputs` the first tensor that each module returns."""
