@@ -20,7 +20,7 @@ def command(
     id: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ID]",
+            metavar="ID",
             help="The id of a board, to print all its numbers.",
             autocompletion=complete.board,
         ),

@@ -37,7 +37,7 @@ def show(context: typer.Context, json: JsonOption = None) -> None:
 def clear(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="A cache's name. \\[default: every cache]"),
+        typer.Argument(metavar="NAME", help="A cache's name. \\[default: every cache]"),
     ] = None,
 ) -> None:
     """Delete the files of a cache, or of all caches."""

@@ -14,7 +14,7 @@ from hetpipe.report.progress import progress_bar
 def command(
     devices: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DEVICE]...", help="Device ids. \\[default: all processors]"),
+        typer.Argument(metavar="DEVICE", help="Device ids. \\[default: all processors]"),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -23,7 +23,7 @@ def command(
     ],
     table: Annotated[
         str | None,
-        typer.Argument(metavar="[TABLE]", help="One table; an unknown name lists all names."),
+        typer.Argument(metavar="TABLE", help="One table; an unknown name lists all names."),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -94,7 +94,7 @@ class SubjectOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             callback=_known_model,
             help="A zoo name, or package.module:factory.",
             autocompletion=complete.model,

@@ -29,7 +29,7 @@ def command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...",
+            metavar="MODEL",
             autocompletion=complete.model,
             help="Zoo names, or package.module:factory. \\[default: the small models]",
         ),

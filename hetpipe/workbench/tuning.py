@@ -41,6 +41,10 @@ class Combination:
     def median_s(self) -> float:
         return median(self.rounds_s)
 
+    def is_faster(self, other: Combination) -> bool:
+        """Whether every round was faster than all rounds of the other combination."""
+        return max(self.rounds_s) < min(other.rounds_s)
+
 
 def with_grid(trial: Trial, texts: Sequence[str]) -> Trial:
     """Return the trial with the values in texts like `TILE=8,16` instead of those in `[define]`.

@@ -21,7 +21,7 @@ GROUPS = ("operators", "lengths", "strides", "dtypes", "values")  # of the confo
 
 def command(
     source: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The file of the kernel, such as my.cl.")
+        Path | None, typer.Argument(metavar="FILE", help="The file of the kernel, such as my.cl.")
     ] = None,
     spec: Annotated[
         Path | None,

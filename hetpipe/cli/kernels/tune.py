@@ -12,7 +12,7 @@ from hetpipe.cli.output import Output
 from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hetpipe.sdk.info import DeviceInfo
 
@@ -23,7 +23,7 @@ GAIN = 1.02  # the best way replaces the way in use if its share is larger by th
 def command(
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The file of a kernel of your own, such as my.cl."),
+        typer.Argument(metavar="FILE", help="The file of a kernel of your own, such as my.cl."),
     ] = None,
     grid: Annotated[
         list[str] | None,
@@ -46,7 +46,7 @@ def command(
         int | None, typer.Option(help="With FILE: the case to measure. \\[default: the largest]")
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="With FILE: write the best values into [define].")
+        bool, typer.Option("--keep", help="With FILE: write the best values into \\[define].")
     ] = False,
     device: Annotated[
         list[str] | None,
@@ -117,9 +117,7 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
             for at, (name, variables) in enumerate(ways.items()):
                 progress(f"tuning {info.id}", number * len(ways) + at, rounds * len(ways))
                 shares[name].append(_share(info, variables, seconds))
-    medians = {name: median(values) for name, values in shares.items()}
-    first, best = next(iter(ways)), max(medians, key=medians.__getitem__)
-    chosen = best if medians[best] > GAIN * medians[first] else first
+    first, chosen = next(iter(ways)), chosen_way(shares)
     if chosen != first:
         runner.keep_tuning(info.id, chosen)
     columns = ("way", "of the ceiling", "lowest", "highest", "")
@@ -128,10 +126,23 @@ def _tune(output: Output, info: DeviceInfo, seconds: float, rounds: int) -> dict
         note = "in use" if name == first else ""
         note = "kept from now on" if name == chosen != first else note
         table.add_row(
-            name, f"{medians[name]:.3f}", f"{min(values):.3f}", f"{max(values):.3f}", note
+            name, f"{median(values):.3f}", f"{min(values):.3f}", f"{max(values):.3f}", note
         )
     output.console.print(table)
     return {"shares": shares, "before": first, "chosen": chosen}
+
+
+def chosen_way(shares: Mapping[str, Sequence[float]]) -> str:
+    """Return the way with the largest median of its shares of the ceiling.
+
+    If it gains too little (`GAIN`), or rounds of the two overlap, return the first way: it is in
+    use.
+    """
+    from statistics import median
+
+    first, best = next(iter(shares)), max(shares, key=lambda name: median(shares[name]))
+    gains = median(shares[best]) > GAIN * median(shares[first])
+    return best if gains and min(shares[best]) > max(shares[first]) else first
 
 
 def _share(info: DeviceInfo, variables: Mapping[str, str], seconds: float) -> float:

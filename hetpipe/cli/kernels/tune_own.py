@@ -51,7 +51,9 @@ def tune_own(
     for device_id in chosen:
         tried = _tried(trial, device_id, case, effort)
         best, results[device_id] = _concluded(output, trial, device_id, case, tried)
-        if keeps:
+        if keeps and best is None:
+            output.text(f"{trial.spec_path} keeps its values")
+        elif keeps and best is not None:
             lines = keep(trial.spec_path, best.values)
             output.text(
                 f"write into {trial.spec_path}:\n{lines}" if lines
@@ -109,14 +111,18 @@ def _tried(trial: Trial, device_id: str, case: int, effort: Effort) -> list[Comb
 
 def _concluded(
     output: Output, trial: Trial, device_id: str, case: int, tried: Sequence[Combination]
-) -> tuple[Combination, dict[str, Any]]:
-    """Print the table, the excluded combinations and the best. Return the best, and all as JSON."""
+) -> tuple[Combination | None, dict[str, Any]]:
+    """Print the table, the excluded combinations and the best. Return the best, and all as JSON.
+
+    The best is None if the lowest median is another's than the first's, but their rounds overlap.
+    """
     from hetpipe.profile.clock import spread_of
     from hetpipe.report.tables import Table
     from hetpipe.words import format_s
 
     right = [each for each in tried if not each.excluded]
-    first, best = right[0], min(right, key=lambda each: each.median_s)
+    first, lowest = right[0], min(right, key=lambda each: each.median_s)
+    best = lowest if lowest is first or lowest.is_faster(first) else None
     sizes = ", ".join(f"{name} = {size}" for name, size in trial.spec.case[case].items())
     label = "emulated" if _is_emulated(device_id) else "measured"
     columns = ("macros", "median", "lowest", "highest", "spread", "speed")
@@ -132,13 +138,16 @@ def _concluded(
     for each in tried:
         if each.excluded:
             output.text(f"excluded  {each}: {each.excluded}")
-    gain = first.median_s / best.median_s
+    gain = 1.0 if best is None else first.median_s / best.median_s
     if best is first:
-        text = f"best: {best}, the first"
-    else:
+        text = f"best: {first}, the first"
+    elif best is not None:
         text = f"best: {best}, {gain:.2f} times as fast as {first}, the first ({label})"
-        if max(best.rounds_s) >= min(first.rounds_s):
-            text += "; rounds of the two overlap, so the difference may be chance"
+    else:
+        text = (
+            f"none is better than {first}, the first: {lowest} has the lowest median, but rounds "
+            f"of the two overlap, so they do not differ beyond the spread ({label})"
+        )
     output.text(text)
     rows = [
         {"values": dict(each.values), "rounds_s": list(each.rounds_s),
@@ -146,4 +155,4 @@ def _concluded(
         for each in tried
     ]  # fmt: skip
     data = {"label": label, "combinations": rows, "first": dict(first.values)}
-    return best, {**data, "best": dict(best.values), "gain": gain}
+    return best, {**data, "best": dict((best or first).values), "gain": gain}
