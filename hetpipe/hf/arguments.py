@@ -33,7 +33,6 @@ CURES = {
     "ddp_*": "name the devices with cluster=, and hetpipe divides the model",
     "deepspeed": "name the devices with cluster=, and hetpipe divides the model",
     "parallelism_config": "name the devices with cluster=, and hetpipe divides the model",
-    "use_cpu": "name the devices with cluster=",
     "hub_*": "call model.push_to_hub() after train()",
     "push_to_hub": "call model.push_to_hub() after train()",
 }
@@ -77,6 +76,8 @@ class Arguments:
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     disable_tqdm: bool | None = None
+    use_cpu: bool = False
+    """Needed by a `TrainingArguments` with `bf16` without a card; here the cluster decides."""
 
     def __post_init__(self) -> None:
         one_of("optim", self.optim, OPTIMIZERS)
@@ -176,11 +177,16 @@ def _values(args: object) -> dict[str, Any]:
 
 
 def _defaults(args: object) -> dict[str, Any]:
-    """Return the default of every argument. A `TrainingArguments` changes some when it is made."""
+    """Return the default of every argument. A `TrainingArguments` changes some when it is made.
+
+    It also looks for devices, which would end the Accelerator of a transformers.Trainer: so it
+    gets those of `args`.
+    """
     from transformers import TrainingArguments
 
     if isinstance(args, TrainingArguments):
-        return _values(TrainingArguments(output_dir=args.output_dir))
+        found = {"_setup_devices": args.device, "_n_gpu": args.n_gpu}
+        return _values(type("Defaults", (type(args),), found)(output_dir=args.output_dir))
     return {
         each.name: each.default_factory() if each.default_factory is not MISSING else each.default
         for each in fields(TrainingArguments)

@@ -89,6 +89,8 @@ class Trainer:
         self._collator, self._compute = data_collator, compute_metrics
         self._options: dict[str, Any] = dict(options)
         self._callbacks = tuple(self._options.pop("callbacks", ()))
+        if self.args.use_cpu and self._cluster() is not None:
+            raise HetpipeError("use_cpu=True: name the devices with cluster=, which decides here")
 
     def train(self, resume_from_checkpoint: bool | Literal["auto"] = False) -> History:
         """Train in train mode, copy the weights into the model, and return the history.

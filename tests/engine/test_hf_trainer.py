@@ -174,6 +174,64 @@ def test_a_classifier_keeps_its_best_epoch_and_resumes(crew: Crew, tmp_path: Pat
         assert torch.equal(value, model.state_dict()[name])
 
 
+def trained_by_transformers(model: Any, args: Any) -> tuple[list[float], float]:
+    """Train with transformers' Trainer in the order of hp.hf.Trainer; return the losses of the
+    updates, and the loss of an evaluation."""
+    data = [{n: v for n, v in each.items() if n != "number"} for each in classified()]
+    generator = torch.Generator().manual_seed(args.seed)
+    loader = DataLoader(
+        data, batch_size=4, shuffle=True, generator=generator,
+        collate_fn=transformers.default_data_collator,
+    )  # fmt: skip
+
+    class InThisOrder(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+    trainer = InThisOrder(model, args, train_dataset=data, eval_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return losses, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("half", "unit"), [(None, 1e-5), ("bf16", 2**-8), ("fp16", 2**-11)])
+def test_every_update_equals_the_trainer_of_transformers(
+    crew: Crew, tmp_path: Path, half: str | None, unit: float
+) -> None:
+    """Losses agree within the rounding of one operation, and the changes of the weights within
+    ten of it, relative to the largest change."""
+    pytest.importorskip("accelerate")
+    common = {
+        **ARGS, "optim": "sgd", "learning_rate": 0.3, "output_dir": str(tmp_path), "use_cpu": True,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    options: dict[str, Any] = {"crew": crew, **FIXED}
+    if half:
+        common[half] = True
+    if half == "bf16":  # numpy has no bfloat16
+        options = {"cluster": hp.Cluster.local(devices=["pytorch:cpu:0"] * 2), **FIXED}
+    if half == "fp16":
+        options["loss_scale"] = 1024.0  # the first scale of a GradScaler overflows at once
+    before, plain, model, steps = bert(), bert(), bert(), Steps()
+    logs = transformers.TrainingArguments(**common, logging_steps=1)
+    losses, wanted = trained_by_transformers(plain, logs)
+    args = transformers.TrainingArguments(**common)
+    trainer = hp.hf.Trainer(model, args, classified(), callbacks=[steps], **options)
+    trainer.train()
+    assert [each.loss for each in steps.results] == pytest.approx(losses, rel=unit)
+    for start, one, two in zip(
+        before.parameters(), plain.parameters(), model.parameters(), strict=True
+    ):
+        change = (one - start).abs().max().item()
+        assert (two - one).abs().max().item() <= 10 * unit * change + 1e-6
+    logits, _, metrics = trainer.predict(classified())
+    assert metrics["test_loss"] == pytest.approx(wanted, rel=unit)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(half or "", torch.float32)
+    rounded = torch.from_numpy(logits).to(dtype).float()
+    assert torch.equal(rounded, torch.from_numpy(logits))
+
+
 def test_label_smoothing_equals_transformers() -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 

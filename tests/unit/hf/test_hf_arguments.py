@@ -64,6 +64,36 @@ def test_the_arguments_of_transformers_are_read(tmp_path: Path) -> None:
         arguments_of(TrainingArguments(**own, torch_compile=True))
 
 
+def test_a_trainer_of_transformers_keeps_its_devices(tmp_path: Path) -> None:
+    """A `TrainingArguments` resets the state of every Accelerator when it is made."""
+    accelerate = pytest.importorskip("accelerate")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    arguments_of(args)
+    assert accelerator.state.distributed_type == accelerate.DistributedType.NO
+
+
+def test_the_arguments_of_a_child_class_have_its_defaults(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    kind = transformers.Seq2SeqTrainingArguments
+    assert arguments_of(kind(output_dir=str(tmp_path))) == arguments_of(
+        transformers.TrainingArguments(output_dir=str(tmp_path))
+    )
+    with pytest.raises(hp.HetpipeError, match="carry out predict_with_generate=True"):
+        arguments_of(kind(output_dir=str(tmp_path), predict_with_generate=True))
+
+
+def test_bf16_on_a_processor(tmp_path: Path) -> None:
+    """There transformers takes `bf16` only with `use_cpu`, and hetpipe asks for the devices."""
+    pytest.importorskip("accelerate")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True)
+    model, loss = nn.Linear(2, 2), hp.losses.mse()
+    with pytest.raises(hp.HetpipeError, match="use_cpu=True: name the devices with cluster="):
+        hp.hf.Trainer(model, args, loss=loss)
+    cluster = hp.Cluster.local(devices=["pytorch:cpu:0"])
+    assert hp.hf.Trainer(model, args, loss=loss, cluster=cluster).args.bf16
+
+
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
     trainer = hp.hf.Trainer(nn.Linear(2, 2), {}, loss=hp.losses.mse())
     with pytest.raises(hp.HetpipeError, match=r"a Linear has no save_pretrained.*torch\.save"):
