@@ -86,7 +86,7 @@ class Captured:
         check_capturable(model)
         self.name = type(model).__name__
         self._model, self._loss_fn = move_to_cpu(model, loss_fn)
-        self._modes = Modes.of(self._model, self._loss_fn)
+        self._modes = Modes.of(self._model, self._loss_fn, self.trains)
         if self.trains:
             self._modes.warn()
         self.precision = precision
@@ -302,9 +302,23 @@ class Captured:
 
 
 class CapturedForwards(Captured):
-    """A model for forwards alone: no parameter has a gradient, and no pass a backward."""
+    """A model for forwards alone, in eval mode: its stages have the forwards without the loss."""
 
     trains = False
+
+    def stage_graphs(
+        self,
+        cuts: Sequence[int],
+        decompositions: Sequence[Decompositions],
+        samples: Sequence[int],
+        *_how: Any,
+        **_options: Any,
+    ) -> list[StageGraphs]:
+        """Return the stages, whose passes are forwards that return only the model's output."""
+        return self.evaluation_graphs(cuts, decompositions, samples, has_loss=False)
+
+    def _flat(self, samples: int, training: bool = True) -> FlatGraph:
+        return super()._flat(samples, training=False)
 
 
 def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:

@@ -180,6 +180,12 @@ class StageGraphs:
         return {name: program for name, program in named.items() if program is not None}
 
     @property
+    def forwards(self) -> tuple[tuple[int, Program], ...]:
+        """All forwards, of training, evaluation and inference, each with its samples."""
+        of_training = ((samples, passes.forward) for samples, passes in self.passes.items())
+        return (*of_training, *self.evaluation.items(), *self.inference.items())
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that this stage reads, in the order of their first use."""
         return self._names(PARAM)
@@ -195,8 +201,9 @@ class StageGraphs:
         return self._names(BUFFER)
 
     def _names(self, role: str) -> tuple[str, ...]:
-        programs = [p for passes in self.passes.values() for p in (passes.forward, passes.backward)]
-        slots = [s for p in programs if p is not None for s in (*p.inputs, *p.outputs)]
+        backwards = (p.backward for p in self.passes.values() if p.backward is not None)
+        programs = (*(forward for _, forward in self.forwards), *backwards)
+        slots = [slot for p in programs for slot in (*p.inputs, *p.outputs)]
         return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
 
 

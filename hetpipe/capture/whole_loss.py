@@ -236,10 +236,8 @@ def _zeros(like: Array, rows: int) -> Array:
     return np.zeros((rows, *like.shape[1:]), like.dtype)
 
 
-class WholeLossForwards(WholeLossCaptured):
-    """The same for forwards alone, as `CapturedForwards`."""
-
-    trains = False
+class WholeLossForwards(CapturedForwards, WholeLossCaptured):
+    """The same for forwards alone."""
 
 
 def capture_of(trains: bool, whole_loss: bool) -> type[Captured]:

@@ -107,8 +107,8 @@ class Assembly:
         """Return how many reports have the losses, counts or outputs of a mini-batch."""
         reports = 0
         for replicas in self.stages:
-            forwards = [passes.forward for passes in replicas[0].passes.values()]
-            if any(slot.role == role for program in forwards for slot in program.outputs):
+            forwards = replicas[0].forwards
+            if any(slot.role == role for _, program in forwards for slot in program.outputs):
                 reports += 1 if self.shares.in_turn else len(replicas)
         return reports
 

@@ -137,11 +137,11 @@ class _Crossing:
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Yield name, rows and shape of each tensor that crosses, for every number of rows."""
         left, right = (self._sides[n][0] for n in self._stages)
-        sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}
-        read = {s.name for p in right.passes.values() for s in _inputs(p) if s.role == CUT}
+        sent = {s.name for _, p in left.forwards for s in p.outputs if s.role == CUT}
+        read = {s.name for _, p in right.forwards for s in p.inputs if s.role == CUT}
         for stage in (*self._sides[self._stages[0]], *self._sides[self._stages[1]]):
-            for rows, passes in stage.passes.items():
-                for slot in (*passes.forward.outputs, *_inputs(passes)):
+            for rows, forward in stage.forwards:
+                for slot in (*forward.outputs, *forward.inputs):
                     if slot.role == CUT and slot.name in sent & read:
                         yield slot.name, rows, slot.shape
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hetpipe.capture.program import PARAM
 from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
 from hetpipe.errors import HetpipeError, NoMeanError
 from hetpipe.pipeline.average import check_average, swap_average
@@ -71,7 +72,8 @@ class Forwards:
         if self._ema:
             swap_average(self._training)
         if self._has_whole_loss:
-            self._values = read_values(self._training.setup)
+            training = self._training
+            self._values = read_values(training.setup, training.stages.unread.get(PARAM, {}))
 
     def end(self) -> None:
         """Wait until no mini-batch is under way, and put the weights back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -214,8 +214,14 @@ def _is_average(state: str) -> bool:
     return state.startswith(f"{AVERAGE}/")
 
 
-def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
-    """Raise `CheckpointError` if the checkpoint belongs to another model or optimizer."""
+def check(
+    checkpoint: Checkpoint,
+    stages: Sequence[StageGraphs],
+    optimizer: Optimizer,
+    unread: Collection[str],
+) -> None:
+    """Raise `CheckpointError` if the checkpoint belongs to another model or optimizer. The stages
+    need not read the tensors that are named in `unread`."""
     saved = checkpoint.manifest.get("optimizer")
     if saved != _described(optimizer) and optimizer is not NO_OPTIMIZER:
         raise CheckpointError(
@@ -227,7 +233,8 @@ def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Opti
     for role in ROLES:
         have = checkpoint.tensors.get(role, {})
         needed = {name: slot for (kind, name), slot in slots.items() if kind == role}
-        for name in sorted(have.keys() ^ needed.keys()):
+        extra = have.keys() - needed.keys() - set(unread)
+        for name in sorted(extra | (needed.keys() - have.keys())):
             holds, lacks = ("checkpoint", "model") if name in have else ("model", "checkpoint")
             raise CheckpointError(
                 f"the {holds} has the {role} {name!r}, which the {lacks} lacks: the checkpoint is "
@@ -244,7 +251,7 @@ def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Opti
 
 
 def _forwards(stage: StageGraphs) -> list[Program]:
-    return [passes.forward for passes in stage.passes.values()]
+    return [passes.forward for passes in stage.passes.values()] or [*stage.inference.values()]
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:

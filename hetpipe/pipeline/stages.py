@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.schedule.stream import Stream
+    from hetpipe.wire.messages import Array
 
 
 Sizes = Mapping[Content, Collection[int]]
@@ -154,6 +155,20 @@ class Loading:
         return sorted(counts, reverse=True)
 
 
+def _unread(
+    captured: Captured, stages: Sequence[StageGraphs], tensors: Mapping[str, Mapping[str, Array]]
+) -> dict[str, dict[str, Array]]:
+    """Return, by role, the model's values among `tensors` that no stage reads; none in training."""
+    if captured.trains:
+        return {}
+    params = {name for stage in stages for name in stage.parameters}
+    read = params | {name for stage in stages for name in stage.buffers}
+    return {
+        PARAM: {n: v for n, v in tensors[PARAM].items() if n in captured.parameters.keys() - read},
+        BUFFER: {n: v for n, v in tensors[BUFFER].items() if n not in read},
+    }
+
+
 def _with(stage: StageGraphs, other: StageGraphs, field: str) -> StageGraphs:
     """Return the stage, with the forwards of another in the field `evaluation` or `inference`."""
     forwards = {size: passes.forward for size, passes in other.passes.items()}
@@ -183,16 +198,17 @@ class Stages:
         """The sizes of micro-batches in use, by their forwards."""
         self.schedules: Schedules
         self.streaming: Streaming | None
+        self.unread: dict[str, dict[str, Array]] = {}
+        """By role, the values of a checkpoint that no forward reads if nothing is trained: a batch
+        norm's count of mini-batches, or the parameters of a loss until `evaluate` reads them."""
         self.took_s = 0.0  # seconds of the last load or move
         self._own_load = 0
 
     def expect(self, samples: Collection[int]) -> None:
         """Include programs for micro-batches of these sizes, in all buckets, in the first load."""
         captured = self._setup.captured
-        sizes = captured.example.sizes(samples)
-        self.sizes[Content.FORWARD] |= sizes
-        if not captured.trains:
-            self.sizes[Content.INFERENCE] |= sizes
+        content = Content.FORWARD if captured.trains else Content.INFERENCE
+        self.sizes[content] |= captured.example.sizes(samples)
 
     def check_own(self) -> None:
         """Raise `HetpipeError` if another pipeline or profile has loaded its stages on the crew."""
@@ -218,10 +234,12 @@ class Stages:
         if values is not None:
             tensors = {role: split(named) for role, named in values.tensors.items()}
             values = replace(values, tensors=tensors)
+            stages = [replicas[0] for replicas in traced.graphs]
+            self.unread = _unread(setup.captured, stages, tensors)
             if values.manifest:
-                stages = [replicas[0] for replicas in traced.graphs]
                 values = fit_states(values, stages)
-                check(values, stages, setup.optimizer)
+                names = [name for unread in self.unread.values() for name in unread]
+                check(values, stages, setup.optimizer, names)
             initial.update(values.tensors[PARAM])
             initial.update(values.tensors[BUFFER])
         members = [stage.devices for stage in self.plan.stages]

@@ -208,12 +208,12 @@ class Training:
     def read(self, role: str) -> dict[str, Array]:
         """Return the values of a role, such as PARAM, by name. The training must be at rest."""
         self.stages.check_own()
-        return self.setup.captured.parts.join(self._crew.read(role))
+        present = self.stages.unread.get(role, {}) | self._crew.read(role)
+        return self.setup.captured.parts.join(present)
 
     def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run one mini-batch with only the operations `ops`."""
-        schedule = self.stages.schedules.of(len(request.samples), ops)
-        request = replace(request, schedule=schedule)
+        request = replace(request, schedule=self.stages.schedules.of(len(request.samples), ops))
         return self.note(request, self._crew.step(request))
 
     def note(self, request: StepRequest, result: StepResult) -> StepResult:

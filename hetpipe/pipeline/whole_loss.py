@@ -29,7 +29,7 @@ def whole_loss_of(
     captured = setup.whole_loss
     if captured is None:
         return None
-    values = read_values(setup) if in_eval is None else in_eval
+    values = read_values(setup, {}) if in_eval is None else in_eval
     seed = (setup.passes.seed * 1_000_003 + number) % 2**63
 
     def compute(outputs: Mapping[str, Array]) -> WholeLoss:
@@ -39,8 +39,11 @@ def whole_loss_of(
     return compute
 
 
-def read_values(setup: Setup) -> dict[str, Array]:
-    """Return the present parameters of the loss of whole mini-batches."""
+def read_values(setup: Setup, unread: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the present parameters of the loss of whole mini-batches. In forwards alone no stage
+    reads them: they have the values in `unread`, or else the values at capture."""
     captured = setup.whole_loss
     names = [] if captured is None else captured.loss_parameters
+    if captured is not None and not captured.trains:
+        return {name: unread.get(name, captured.parameters[name]) for name in names}
     return setup.crew.read(PARAM, names) if names else {}

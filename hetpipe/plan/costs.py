@@ -34,12 +34,15 @@ class StageCosts:
         self.table = table
         self.recompute = recompute
         self.count = len(table.layers)
-        copies = 1 + table.trains  # parameters and their gradients
-        weights = [copies * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
+        self._copies = 1 + table.trains  # of a parameter or tensor: itself and its gradient
+        weights = [
+            self._copies * layer.params_nbytes + layer.state_nbytes for layer in table.layers
+        ]
         self._weights = _prefix(weights)
         self._params = _prefix([layer.params_nbytes for layer in table.layers])
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
-        self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
+        cuts = [layer.cut_nbytes for layer in table.layers]
+        self._cuts = np.array([0, *cuts[:-1], 0 if table.trains else cuts[-1]], float)
         self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
         self._updates_s: dict[tuple[int, float], Array] = {}
         # Partitions share most stages, so the price of a stage is needed many times.
@@ -66,16 +69,18 @@ class StageCosts:
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
         for the tensors that cross forward and for their gradients. `share` is a replica's share of
         a micro-batch. Of a parameter that an earlier stage owns there are `borrowed` versions
-        (default: `versions`).
+        (default: `versions`). Forwards alone have no gradients and one version.
         """
+        if not self.table.trains:
+            versions = borrowed = 1
         more = 0.0 if borrowed is None else (borrowed - versions) * self._borrowed(lo, hi)
         return (
             self._weights[hi]
             - self._weights[lo]
-            - (self.table.trains + versions) * self._repeated(lo, hi)
+            - (self._copies - 1 + versions) * self._repeated(lo, hi)
             + (versions - 1) * (self._params[hi] - self._params[lo])
             + share * self._saved_nbytes(lo, hi, in_flight)
-            + share * 2 * (self._cuts[lo] + self._cuts[hi])
+            + share * self._copies * (self._cuts[lo] + self._cuts[hi])
             + more
         )
 
@@ -84,8 +89,9 @@ class StageCosts:
 
         The two parts are the whole memory only without tied parameters and without `recompute`.
         """
-        sums = self._weights + (versions - 1) * self._params + share * in_flight * self._saved
-        return sums, share * 2 * self._cuts
+        more = (versions - 1) * self._params if self.table.trains else 0.0
+        sums = self._weights + more + share * in_flight * self._saved
+        return sums, share * self._copies * self._cuts
 
     def _saved_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
         """Return the bytes kept for the backwards of the micro-batches in flight."""

@@ -7,6 +7,7 @@ once. No device is opened.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -46,7 +47,8 @@ def described_table(
     layers = tuple(work[pattern] for pattern in network.layers)
     model = ModelWork(captured.name, samples, layers, layer_bytes(captured, stages, samples))
     tied = tied_bytes(stages, samples)
-    return table_of(model, boards, links, dtype, tied=tied, designs=designs or {})
+    table = table_of(model, boards, links, dtype, tied=tied, designs=designs or {})
+    return replace(table, trains=captured.trains)
 
 
 def table_of(

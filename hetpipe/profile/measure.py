@@ -12,7 +12,7 @@ import torch
 
 import hetpipe
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import PARAM, StageGraphs
+from hetpipe.capture.program import OUTPUT, PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.workers import share_operators
@@ -274,8 +274,13 @@ def _device_costs(
 def layer_bytes(
     captured: Captured, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[LayerBytes, ...]:
-    """Return the bytes of every layer; each of `stages` has one layer."""
+    """Return the bytes of every layer; each of `stages` has one layer.
+
+    In forwards alone the model's output crosses the end of the last layer.
+    """
     graph = captured.layer_graph(samples)
+    results = stages[-1].passes[samples].forward.outputs if not captured.trains else ()
+    last = sum(slot.nbytes for slot in results if slot.role == OUTPUT)
     return tuple(
         LayerBytes(
             name=layer.name,
@@ -285,7 +290,7 @@ def layer_bytes(
             cut_nbytes=cut_nbytes,
         )
         for layer, stage, cut_nbytes in zip(
-            graph.layers, stages, (*graph.cut_nbytes, 0), strict=True
+            graph.layers, stages, (*graph.cut_nbytes, last), strict=True
         )
     )
 

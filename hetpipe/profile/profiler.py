@@ -30,6 +30,7 @@ from hetpipe.capture.program import (
     CUT,
     INPUT,
     LOSS,
+    OUTPUT,
     SAVED,
     TANGENT,
     Program,
@@ -260,7 +261,7 @@ class Session:
 
 
 _HANDED = (CUT, TANGENT, INPUT)  # a neighbour or the controller hands these to a layer
-_PASSING = (*_HANDED, LOSS, COUNT)
+_PASSING = (*_HANDED, LOSS, COUNT, OUTPUT)
 
 
 def _programs(pattern: int, stage: StageGraphs) -> dict[Place, Program]:

@@ -32,7 +32,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.sdk.graph import graph_outputs
-from hetpipe.wire.wire import IN_EVAL, forwards_of
+from hetpipe.wire.wire import IN_EVAL, Content, forwards_of
 
 Key = tuple[str, str]
 """Role and name of a slot."""
@@ -152,6 +152,12 @@ class StageBinding:
     def entries(self, role: str, names: Iterable[str]) -> list[int]:
         """Return the indices of slots of a role in their table."""
         return [self.places[role, name].entry for name in names]
+
+    def awaited(self, samples: int, part: int | Content) -> frozenset[int]:
+        """Return the entries that a later backward reads after this pass; none in eval mode."""
+        if isinstance(part, Content):
+            return frozenset()
+        return self.passes[samples].awaited[part]
 
     def names(self, role: str) -> list[str]:
         """Return the names of the slots of a role."""

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from hetpipe.sdk.backend import Buffer
+from hetpipe.wire.wire import Content
 
-Pass = tuple[int, int]
-"""Samples of the micro-batch, and the number of the pass: 0 is the forward."""
+Pass = tuple[int, int | Content]
+"""Samples of the micro-batch, and the number of the pass: 0 is the forward. A forward in eval mode
+has its content instead."""
 
 
 class Held(NamedTuple):

@@ -159,7 +159,8 @@ class Stage:
         binding = self._binding.forwards[which.forwards][which.samples]
         frame = self.frames.of(which.microbatch)
         after = self._feed(frame, binding.feeds, which)
-        self._run(binding, self.weights.present, frame, after, queue=which.queue)
+        version = self._run(binding, self.weights.present, frame, after, queue=which.queue)
+        self._account(which.forwards, which, frame, version)
         self.results.keep(which.microbatch, frame, binding if which.keeps_output else None)
 
     def update(self, rates: Mapping[str, float], grad_scale: float) -> None:
@@ -282,10 +283,9 @@ class Stage:
         for buffer in self.store.put_scalars(scalars):
             self.memory.stay(buffer)
 
-    def _account(self, number: int, which: Pass, frame: Entries, version: Version) -> None:
-        awaited = self._binding.passes[which.samples].awaited[number]
-        live = self.weights.live(version)
-        self.memory.passed(which.microbatch, (which.samples, number), frame, awaited, live)
+    def _account(self, part: int | Content, which: Pass, frame: Entries, version: Version) -> None:
+        awaited, live = self._binding.awaited(which.samples, part), self.weights.live(version)
+        self.memory.passed(which.microbatch, (which.samples, part), frame, awaited, live)
 
     def _make_memory(self) -> Memory:
         present = self.weights.present

@@ -12,14 +12,18 @@ import torch
 import torch.nn.functional as F
 from captures import shared
 from crews import Crews
+from engine_backends import EarlyBackend
 from models import MLP, Normalized, batches
 from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture.captured import CapturedForwards
+from hetpipe.cluster import Cluster, Link, Member
+from hetpipe.cost.board import board
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.profile.measure import profile
+from hetpipe.sdk.host import registry
 
 DEVICES = ("pytorch:cpu:0", "numpy:cpu:0")
 DATA = batches(3)
@@ -96,8 +100,102 @@ def test_a_checkpoint_of_a_training_predicts(crew: Crew, tmp_path: Path) -> None
         assert torch.equal(pipe.predict(x), expected)
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter, which a prediction does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output * self.scale, y)
+
+
+def test_a_checkpoint_has_values_that_no_prediction_reads(crew: Crew, tmp_path: Path) -> None:
+    """In eval mode nothing reads a batch norm's count of mini-batches."""
+    plan = {"cuts": [1], "schedule": "1f1b", "microbatches": 2}
+    x, y = DATA[0]
+    with opened(crew, seeded(Normalized), Scaled(), optimizer=hp.optim.sgd(0.1), **plan) as pipe:
+        pipe.step(x, y)
+        pipe.save(tmp_path)
+        expected, right, loss = pipe.predict(x), pipe.state_dict(), pipe.evaluate(DATA).loss
+    options = {"cluster": crew.cluster, "crew": crew}
+    with hp.Pipeline.load(tmp_path, Normalized().eval(), Scaled(), DATA[0], **options) as pipe:
+        assert torch.equal(pipe.predict(x), expected)
+        assert pipe.evaluate(DATA).loss == pytest.approx(loss, rel=1e-6)
+        state = pipe.state_dict()
+        assert all(torch.equal(value, right[name]) for name, value in state.items())
+        assert any(name.endswith("num_batches_tracked") for name in state)
+    deeper = nn.Sequential(Normalized(), nn.Linear(5, 5))
+    with pytest.raises(HetpipeError, match="checkpoint is of another model"):
+        hp.Pipeline.load(tmp_path, deeper, Scaled(), DATA[0], cuts=[1], microbatches=2,
+                         schedule="1f1b", **options)  # fmt: skip
+
+
+def test_each_size_is_compiled_once_for_each_kind_of_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    registry.register_backend(EarlyBackend)
+    members = tuple(Member(f"m{n}", "early:cpu:0") for n in range(2))
+    with Crew.start(Cluster(members, transport="local")) as crew:
+
+        def compiled() -> set[str]:
+            calls = crew.call(["m0", "m1"], "engine_backends:forecasts")
+            return {graph for _, graphs in calls for graph in graphs}
+
+        captured = CapturedForwards(seeded(MLP), F.cross_entropy, DATA[0], samples=6)
+        with opened(crew, seeded(MLP), captured=captured, **FIXED) as pipe:
+            predicting = compiled()
+            assert len(predicting) == 2  # stages
+            pipe.predict(DATA[0][0])
+            assert not compiled()
+            pipe.evaluate(DATA)
+            assert len(compiled() - predicting) == 1  # the last stage, with the loss
+        assert captured.exports == 1
+
+
+def boards() -> Cluster:
+    members = tuple(Member(f"b{n}", "", board="vcu118", numerics="numpy:cpu:0") for n in range(2))
+    return Cluster(members, {frozenset(("b0", "b1")): Link(1e-5, 1e9)}, "local")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_plan_counts_the_bytes_that_forwards_hold(
+    schedule: str,
+) -> None:
+    """No gradients, no second version of the weights; the leaf of the batch is not counted."""
+    x = DATA[0][0]
+    count = 2 if schedule == "1f1b" else 1
+    options: dict[str, Any] = {"cuts": [3], "microbatches": count, "schedule": schedule}
+    with hp.Pipeline(seeded(MLP), None, (x, None), cluster=boards(), **options) as pipe:
+        pipe.predict(x)
+        planned = [stage.memory_nbytes for stage in pipe.plan.stages]
+        leaf = x[: len(x) // count].nbytes
+        assert [*pipe.peak_nbytes] == [planned[0] + leaf, planned[1]]
+
+
+def test_a_board_predicts_with_a_model_that_it_cannot_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each board has memory for 0.7 of the weights."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 5))
+    room = int(0.7 * sum(4 * p.numel() for p in model.parameters()))
+    small = replace(board("vcu118"), memory_nbytes=room)
+    monkeypatch.setattr("hetpipe.profile.boards.board", lambda name: small)
+    x, y = torch.randn(12, 64), torch.randint(0, 5, (12,))
+    given: dict[str, Any] = {"cluster": boards(), "microbatches": 4, "schedule": "1f1b"}
+    with pytest.raises(PlanError, match="bytes are missing"):
+        hp.Pipeline(model, F.cross_entropy, (x, y), optimizer=hp.optim.adamw(), **given)
+    with hp.Pipeline(model, F.cross_entropy, (x, y), **given) as pipe:
+        assert pipe.plan.label == "modelled"
+        assert max(stage.memory_nbytes for stage in pipe.plan.stages) <= room
+        torch.testing.assert_close(pipe.predict(x), model(x).detach())
+
+
 def test_no_program_trains() -> None:
-    captured = CapturedForwards(seeded(MLP), F.cross_entropy, DATA[0])
+    captured = CapturedForwards(seeded(MLP), F.cross_entropy, DATA[0], samples=6)
     stages = captured.stage_graphs([3], [{}, {}], [6], hp.optim.adamw())
     for stage in stages:
         assert list(stage.programs) == ["forward of 6 samples"]

@@ -23,10 +23,10 @@ class Modes:
     training: tuple[tuple[nn.Module, bool], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: Callable[..., Any]) -> Modes:
-        """Return the present modes."""
+    def of(cls, model: nn.Module, loss_fn: Callable[..., Any], trains: bool = True) -> Modes:
+        """Return the present modes or, if nothing trains, eval mode for all modules."""
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
-        return cls(model, tuple((module, module.training) for module in modules))
+        return cls(model, tuple((module, trains and module.training) for module in modules))
 
     def warn(self) -> None:
         """Warn if no module of the model trains, which is rarely intended."""
