@@ -94,6 +94,7 @@ class Captured:
         self.split = dict(split or {})
         self._starting = frozenset(starting)
         self.example = example if isinstance(example, Example) else Example(*example)
+        self.padding = self.example.padding  # of the user's batches; None without buckets
         self._flats: dict[tuple[int, bool], FlatGraph] = {}
         self._layers: dict[int, LayerGraph] = {}
         self.traces = Traces()
@@ -123,8 +124,7 @@ class Captured:
         }
         self.watch = Watch(model, loss_fn, self._identity.changed)
         self.updated_buffers = self._summary.updated_buffers
-        self.has_count = self._summary.has_count
-        self.fingerprint = self._summary.fingerprint
+        self.has_count, self.fingerprint = self._summary.has_count, self._summary.fingerprint
 
     @property
     def exports(self) -> int:

@@ -15,11 +15,9 @@ from hetpipe.capture.export.eager import EagerModule, EagerRun, own_name, record
 from hetpipe.capture.export.example import Array
 from hetpipe.capture.export.torch_export import run_loss, run_model, scalars_of
 from hetpipe.capture.export.training_modes import Modes
+from hetpipe.capture.export.whole_padding import LABELS
 from hetpipe.check.reference import default_dtype, to_float64
 from hetpipe.errors import HetpipeError
-
-LABELS = "labels"
-"""The user's y, a part of the y of a model that is captured for such a loss."""
 
 
 class _Both(nn.Module):
@@ -54,7 +52,7 @@ class EagerWholeLoss(EagerModule):
     ) -> EagerRun:
         """As `EagerModule.run`, with the mean loss of all micro-batches.
 
-        The gradients are those of the mean or, if the loss has a count, of the sum. Raises
+        The gradients belong to the mean or, if the loss has a count, to the sum. Raises
         `HetpipeError` if the loss draws random numbers.
         """
         both, outputs = _Both(self.model, self.loss_fn), list[tuple[str, Tensor]]()
@@ -93,5 +91,5 @@ class EagerWholeLoss(EagerModule):
 
 
 def _joined(*parts: Any) -> Any:
-    """Join a tensor's parts by their samples; return another value as it is."""
+    """Join the parts of a tensor; return any other value unchanged."""
     return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetpipe.capture.captured import Captured, CapturedForwards
-from hetpipe.capture.eager_whole_loss import LABELS, EagerWholeLoss
+from hetpipe.capture.eager_whole_loss import EagerWholeLoss
 from hetpipe.capture.export.attributes import names_module
 from hetpipe.capture.export.example import Array, Example
 from hetpipe.capture.export.model_changes import Watch
@@ -23,10 +23,11 @@ from hetpipe.capture.export.outputs import Outputs, tensors_of
 from hetpipe.capture.export.torch_export import run_loss, run_model, scalars_of
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.export.unsupported import explain
+from hetpipe.capture.export.whole_padding import LABELS, OUTPUTS, buckets_of, lengths_of
 from hetpipe.errors import CaptureError, HetpipeError
 
-OUTPUTS, PARAMETERS = "outputs", "parameters"
-"""The parts of the substitute's y besides `LABELS`: gradients by outputs and by parameters."""
+PARAMETERS = "parameters"
+"""The part of the substitute's y with the gradients by parameters."""
 
 
 class Substitute(nn.Module):
@@ -74,7 +75,11 @@ class WholeLossCaptured(Captured):
     keeps_output = True
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any], **how: Any
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        example: tuple[Any, Any] | Example,
+        **how: Any,
     ) -> None:
         check_capturable(model)
         own = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
@@ -84,11 +89,11 @@ class WholeLossCaptured(Captured):
                 "loss_over='mini-batch': loss_fn refers to a module of the model, but the loss "
                 "runs apart from the model: let the model return all that the loss needs"
             )
-        self._user = Example(*example)
+        self._user = example if isinstance(example, Example) else Example(*example)
         self._loss = deep_copy(loss_fn).cpu() if isinstance(loss_fn, nn.Module) else loss_fn
         self._loss_modes = Modes.of(nn.Module(), self._loss)
         samples = self._user.samples
-        out = _run(model, self._user)
+        out = _run(model, self._user, samples)
         floats = _floats(out, samples)
         if not floats:
             raise CaptureError(
@@ -99,14 +104,23 @@ class WholeLossCaptured(Captured):
         self._parameters_like = {
             name: np.empty((0, *p.shape), _dtype(p)) for name, p in self._trained()
         }
+        x, y = self._user.rebuild(self._user.tensors(samples))
+        self._lengths: dict[int, int] = {}
+        buckets = None
+        if self._user.padding is not None:
+            shorter = self._user.padding.another(samples)
+            other = _floats(_run(model, self._user, shorter), samples)
+            self._lengths = lengths_of(floats, other, self._user.padding, shorter)
+            buckets = buckets_of(self._user.padding, self._lengths)
         super().__init__(
-            model, Substitute(loss_fn), (example[0], self._with_zeros(example[1], samples)), **how
+            model, Substitute(loss_fn), Example(x, self._with_zeros(y, samples), buckets), **how
         )
+        self.padding = self._user.padding  # by the user's names
         self.watch = Watch(model, loss_fn, self._identity.changed)
         tensors = {str(n): tensor.numpy() for n, tensor in enumerate(tensors_of(out, samples))}
         values = {name: self.parameters[name] for name in self.loss_parameters}
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        structure, leaves = Outputs.of(out, samples), self.leaves(*example)
+        structure, leaves = Outputs.of(out, samples), self.leaves(x, y)
         self.try_loss = partial(
             self._value, structure, tensors, leaves, values, training=self.trains, seed=0
         )
@@ -129,7 +143,8 @@ class WholeLossCaptured(Captured):
     def leaves(self, x: Any, *y: Any) -> dict[str, Array]:
         """Return the tensors of a batch by name, and zeros for the gradients of the loss."""
         rows = len(next(iter(self._user.leaves(x, *y).values())))
-        return super().leaves(x, *(self._with_zeros(labels, rows) for labels in y))
+        length = self._user.length_of(x)
+        return super().leaves(x, *(self._with_zeros(labels, rows, length) for labels in y))
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Return "": no loss of a micro-batch is used."""
@@ -224,10 +239,16 @@ class WholeLossCaptured(Captured):
         module = self._loss if isinstance(self._loss, nn.Module) else nn.Module()
         return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
-    def _with_zeros(self, labels: Any, rows: int) -> dict[str, Any]:
+    def _with_zeros(self, labels: Any, rows: int, length: int = 0) -> dict[str, Any]:
+        """Return the substitute's y; without `length`, for batches as long as the example."""
+        likes = [*self._outputs_like]
+        for number, dim in self._lengths.items() if length else ():
+            shape = [*likes[number].shape]
+            shape[dim] = length
+            likes[number] = np.empty(shape, likes[number].dtype)
         return {
             LABELS: labels,
-            OUTPUTS: [_zeros(like, rows) for like in self._outputs_like],
+            OUTPUTS: [_zeros(like, rows) for like in likes],
             PARAMETERS: {name: _zeros(like, rows) for name, like in self._parameters_like.items()},
         }
 
@@ -256,9 +277,9 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _run(model: nn.Module, example: Example) -> Any:
+def _run(model: nn.Module, example: Example, size: int) -> Any:
     """Return the output of a copy of the model, for the example. Raises `CaptureError`."""
-    x, _ = example.rebuild(example.tensors(example.samples))
+    x, _ = example.rebuild(example.tensors(size))
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         try:
             return run_model(deep_copy(model).cpu(), x)

@@ -156,7 +156,7 @@ class Forwards:
 def output_of(captured: Captured, request: StepRequest, result: StepResult, length: int) -> Any:
     """Return the model's output for a mini-batch. `length` is the length of its tensors before they
     were padded; a dimension of the output that has the bucket's length is cut to it."""
-    size, padding = size_of(request.samples), captured.example.padding
+    size, padding = size_of(request.samples), captured.padding
     output, arrays = captured.output(size), result.outputs
     if padding is not None and (bucket := padding.length(size)) != length:
         other = padding.another(size)

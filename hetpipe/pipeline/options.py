@@ -196,12 +196,6 @@ class PassOptions:
             raise HetpipeError(
                 f"loss_over={self.loss_over!r} is not known; {choices(self.loss_over, LOSSES_OVER)}"
             )
-        if self.buckets is not None and self.whole_loss:
-            raise HetpipeError(
-                "buckets and loss_over='mini-batch' do not go together: let loss_fn return (sum, "
-                "count), which is exact for labels that it leaves out, or pad all mini-batches to "
-                "one length"
-            )
         if self.pass_limit_s is not None and not _is_positive(self.pass_limit_s):
             raise HetpipeError(f"pass_limit_s={self.pass_limit_s!r}: give seconds above 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

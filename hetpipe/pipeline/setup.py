@@ -72,7 +72,7 @@ class Setup:
         changes their statistics.
         """
         captured, optimizer, updates = self.captured, self.optimizer, self.updates
-        rule, padding = updates.loss_scale, captured.example.padding
+        rule, padding = updates.loss_scale, captured.padding
         settings: dict[str, Any] = {
             "seed": self.passes.seed,
             "precision": captured.precision.compute,
@@ -143,7 +143,7 @@ def set_up(
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
     plan, costs = planning.choose(asked)
-    if (padding := captured.example.padding) is not None and padding.text not in plan.notes:
+    if (padding := captured.padding) is not None and padding.text not in plan.notes:
         plan = replace(plan, notes=(*plan.notes, padding.text))
     if costs is not None and costs.whole_loss:
         cost = costs.whole_loss[plan.stages[-1].devices[0]]
@@ -167,7 +167,7 @@ def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOption
             f"captured has {captured.precision}, not {passes.dtypes}: capture the model with these "
             "dtypes"
         )
-    padding = captured.example.padding
+    padding = captured.padding
     if passes.buckets is not None and (
         padding is None or Buckets.of(passes.buckets) != padding.buckets
     ):

@@ -376,8 +376,3 @@ def test_the_pages_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 17
     assert lines[-1].startswith("torch.Size([3, ")
-
-
-def test_a_loss_over_whole_mini_batches_takes_no_buckets(crew: Crew) -> None:
-    with pytest.raises(HetpipeError, match=r"not go together: let loss_fn return \(sum, count\)"):
-        open_text(crew, loss_over="mini-batch", captured=None)

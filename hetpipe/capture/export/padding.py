@@ -76,10 +76,14 @@ class Padding:
         return self.size(int(size), near)
 
     @property
+    def values(self) -> dict[str, Any]:
+        """The value with which each leaf is padded that varies."""
+        return {name: value.item() for name, value in self._values.items()}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The lengths, dimensions and values, as JSON values."""
-        values = {name: value.item() for name, value in self._values.items()}
-        return {"lengths": list(self.buckets.lengths), "dims": self.dims, "pad": values}
+        return {"lengths": list(self.buckets.lengths), "dims": self.dims, "pad": self.values}
 
     @property
     def text(self) -> str:
@@ -123,7 +127,9 @@ def _dims_of(buckets: Buckets, leaves: Mapping[str, Array]) -> dict[str, int]:
 
 def _name_of(asked: str, leaves: Collection[str], option: str) -> str:
     """Return the leaf with this name, or whose name ends so."""
-    found = [name for name in leaves if asked in (name, name.rpartition(".")[2])]
+    found = [name for name in leaves if name == asked] or [
+        name for name in leaves if name.rpartition(".")[2] == asked
+    ]
     if len(found) != 1:
         known = (
             f"means {' or '.join(found)}" if found else f"is no tensor; {choices(asked, leaves)}"
