@@ -68,47 +68,61 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Sends values to Weights & Biases; `options` are the arguments of `wandb.init`."""
+    """Sends values to Weights & Biases; `options` are the arguments of `wandb.init`.
+
+    Without options, and if a run is active, sends them to this run and leaves it open.
+    """
 
     def __init__(self, every: int = 1, **options: object) -> None:
         super().__init__(every)
         self._options = options
+        self._joins = False
         self._run: Any = None
 
     def begin(self, state: State) -> None:
         """Begin a run. Raises `HetpipeError` without the package wandb."""
-        self._run = _module("wandb").init(**self._options)
+        wandb = _module("wandb")
+        self._joins = not self._options and wandb.run is not None
+        self._run = wandb.run if self._joins else wandb.init(**self._options)
 
     def log(self, values: Mapping[str, float], update: int) -> None:
         """Send values."""
         self._run.log(dict(values), step=update)
 
     def end(self, state: State) -> None:
-        """End the run, as failed after an exception."""
-        self._run.finish(exit_code=0 if state.error is None else 1)
+        """End a run that began here, as failed after an exception."""
+        if not self._joins:
+            self._run.finish(exit_code=0 if state.error is None else 1)
 
 
 class MLflow(Tracker):
-    """Sends values to MLflow; `options` are the arguments of `mlflow.start_run`."""
+    """Sends values to MLflow; `options` are the arguments of `mlflow.start_run`.
+
+    Without options, and if a run is active, sends them to this run and leaves it open.
+    """
 
     def __init__(self, every: int = 1, **options: object) -> None:
         super().__init__(every)
         self._options = options
+        self._joins = False
         self._mlflow: Any = None
 
     def begin(self, state: State) -> None:
         """Begin a run. Raises `HetpipeError` without the package mlflow."""
         self._mlflow = _module("mlflow")
-        self._mlflow.start_run(**self._options)
+        self._joins = not self._options and self._mlflow.active_run() is not None
+        if not self._joins:
+            self._mlflow.start_run(**self._options)
 
     def log(self, values: Mapping[str, float], update: int) -> None:
         """Send values."""
         self._mlflow.log_metrics(dict(values), step=update)
 
     def end(self, state: State) -> None:
-        """End the run; an interrupt has the status KILLED, and an error FAILED."""
+        """End a run that began here; an interrupt has the status KILLED, and an error FAILED."""
         status = "FINISHED" if state.error is None else "KILLED"
-        self._mlflow.end_run("FAILED" if isinstance(state.error, Exception) else status)
+        if not self._joins:
+            self._mlflow.end_run("FAILED" if isinstance(state.error, Exception) else status)
 
 
 def _module(name: str, package: str = "") -> Any:

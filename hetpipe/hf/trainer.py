@@ -23,6 +23,7 @@ from hetpipe.loop.batches import Batches
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.options import Options, UpdateOptions
 from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +99,11 @@ class Trainer:
         With `resume_from_checkpoint` continues from `output_dir`; "auto": if there is a checkpoint.
         """
         args, evaluates = self.args, self.args.eval_strategy != "no"
+        if resume_from_checkpoint and args.folder is None:
+            raise HetpipeError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} needs a folder of checkpoints: "
+                'give output_dir, and a save_strategy that is not "no"'
+            )
         loader = self._loader(self.train_dataset, "train_dataset", trains=True)
         per_epoch = -(-len(loader) // args.gradient_accumulation_steps)
         optimizer = optimizer_of(self.model, args, int(args.num_train_epochs) * per_epoch)
@@ -228,8 +234,13 @@ class Trainer:
         if dataset is None:
             raise HetpipeError(f"there is no {name}: give one")
         batch = self._collate([dataset[n] for n in range(min(self._size(trains), len(dataset)))])
-        if not labelled and LABELS not in batch:
-            return batch, None
+        if LABELS not in batch:
+            if not labelled:
+                return batch, None
+            raise HetpipeError(
+                f"a batch of {name} has {words(batch)}, and no {LABELS!r}: give the dataset a "
+                "column labels or label, or a data_collator that makes labels"
+            )
         return Batches([batch], LABELS, name, 1).pair(batch)
 
     def _collate(self, samples: list[Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -67,13 +68,27 @@ class Loop:
 
     def _resume(self, last: Path) -> None:
         """Continue from the checkpoint in `last`, if the user asked for this."""
-        resume, state = self._task.settings.resume, self._state
-        if not resume or (resume == "auto" and not (last / MANIFEST).exists()):
+        settings, state = self._task.settings, self._state
+        if not settings.resume:
+            return
+        if not (last / MANIFEST).exists():
+            if settings.resume != "auto":
+                raise CheckpointError(
+                    f"resume=True: there is no checkpoint in {last}; give the folder of the fit "
+                    "to continue, or resume='auto' to begin anew without one"
+                )
+            self._tell(f"fit begins anew: there is no checkpoint in {last}")
             return
         self._position = position = position_of(self._pipe.restore(last), last)
+        self._tell(position.place(self._task.epochs, last))
         self._chance = from_text(position.chance)
         state.history.epochs.extend(position.history)
         state.update, state.resumed = position.update, True
+
+    def _tell(self, line: str) -> None:
+        """Write a line to standard error, unless the user wants no progress."""
+        if self._task.settings.progress is not False:
+            print(line, file=sys.stderr, flush=True)
 
     def _train_epoch(self) -> None:
         """Train and evaluate an epoch. Return before its end if a callback stops the fit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -17,6 +17,9 @@ from hetpipe.files import user_path
 from hetpipe.loop.batches import Batches, Source, Split
 from hetpipe.report.progress import is_watched
 from hetpipe.words import choices, short
+
+ARGUMENTS = ("eval_data", "metrics", "callbacks")
+"""The keywords of `Pipeline.fit` that are not options."""
 
 
 class FitOptions(TypedDict, total=False):
@@ -45,7 +48,8 @@ class Settings:
     `best`, written when the monitored value improves."""
     resume: bool | str = False
     """Whether to continue from `last`: True, or `auto`: if there is one. False begins anew and
-    replaces `last`."""
+    replaces `last`. A line on standard error says where a fit continues, unless `progress` is
+    False."""
     save_every: int | None = None
     """The number of updates after which `last` is written as well."""
     monitor: str | None = None
@@ -118,13 +122,15 @@ def task_of(
     options: Mapping[str, Any],
 ) -> Task:
     """Return the task of a fit. Raises `HetpipeError` for arguments that are wrong."""
-    known = [field.name for field in fields(Settings)]
+    known = [*ARGUMENTS, *(field.name for field in fields(Settings))]
     for name in options:
         if name not in known:
             raise HetpipeError(f"fit has no option {name!r}; {choices(name, known)}")
     settings = Settings(**options)
     check_count("epochs", epochs)
     check_metrics(metrics, eval_data is not None, epochs)
+    if not isinstance(callbacks, Iterable):
+        raise HetpipeError(f"callbacks is {short(callbacks)}: give a list of callbacks")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise HetpipeError(

@@ -56,6 +56,16 @@ class Position:
     """The present state of a loader that has one."""
     history: tuple[Epoch, ...] = ()
 
+    def place(self, epochs: int, where: object) -> str:
+        """Return a line that says where a fit of so many epochs continues."""
+        if self.epoch > epochs:
+            return f"fit has nothing to train: {where} has {self.epoch - 1} of {epochs} epochs"
+        after = f" after {self.batches} mini-batches" if self.batches else ""
+        return (
+            f"fit continues from {where}: epoch {self.epoch} of {epochs}{after}, update "
+            f"{self.update + 1}"
+        )
+
     def notes(self) -> dict[str, Any]:
         """Return the notes for a checkpoint."""
         return {KEY: _plain(asdict(self))}

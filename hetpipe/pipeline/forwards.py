@@ -200,7 +200,7 @@ class Means:
             if hasattr(metric, "update"):
                 metric.update(output, y)
             else:
-                self._sums[name] += float(metric(output, y)) * samples
+                self._sums[name] += _number(name, metric(output, y)) * samples
 
     def result(self) -> Evaluation:
         """Return the means. Raises `NoMeanError` if no sample counts."""
@@ -215,7 +215,19 @@ class Means:
             if not hasattr(metric, "compute"):
                 found[name] = self._sums[name] / self._samples
             elif isinstance(value := metric.compute(), Mapping):
-                found |= {key: float(each) for key, each in value.items()}
+                found |= {key: _number(key, each) for key, each in value.items()}
             else:
-                found[name] = float(value)
+                found[name] = _number(name, value)
         return Evaluation(self._loss / self._weight, self._samples, found)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the value of a metric. Raises `HetpipeError` unless it is one number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise HetpipeError(
+            f"metric {name!r} is a {type(value).__name__}{shape}: return one number, such as a "
+            "mean over the samples"
+        ) from error

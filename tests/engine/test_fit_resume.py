@@ -207,7 +207,9 @@ class Stateful:
         self._next = state["next"]
 
 
-def test_a_loader_with_a_state_draws_nothing_twice(crew: Crew, tmp_path: Path) -> None:
+def test_a_loader_with_a_state_draws_nothing_twice(
+    crew: Crew, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seed()
     first = Record((2, 2), stop)
     train(crew, Stateful(), EPOCHS, first, folder=tmp_path)
@@ -215,8 +217,17 @@ def test_a_loader_with_a_state_draws_nothing_twice(crew: Crew, tmp_path: Path) -
     second = Stateful()
     (tmp_path / "b").mkdir()
     train(crew, Stateful(), EPOCHS, Record((2, 2), stop), folder=tmp_path / "b")
-    train(crew, second, 2, folder=tmp_path / "b", resume=True)
-    assert second.drawn == [8, 12, 16, 20]
+    capsys.readouterr()
+    for folder in ("b", "b", "c"):
+        train(crew, second, 2, folder=tmp_path / folder, resume="auto")
+    train(crew, second, 2, folder=tmp_path / "c", resume="auto", progress=False)
+    assert second.drawn[:4] == [8, 12, 16, 20]
+    b, c = tmp_path / "b" / "last", tmp_path / "c" / "last"
+    assert capsys.readouterr().err.splitlines() == [
+        f"fit continues from {b}: epoch 2 of 2 after 2 mini-batches, update 9",
+        f"fit has nothing to train: {b} has 2 of 2 epochs",
+        f"fit begins anew: there is no checkpoint in {c}",
+    ]
 
 
 def test_other_mini_batches_and_other_checkpoints_are_refused(crew: Crew, tmp_path: Path) -> None:
@@ -226,7 +237,7 @@ def test_other_mini_batches_and_other_checkpoints_are_refused(crew: Crew, tmp_pa
     train(crew, loader(3), 1, Record((1, 5), stop), folder=tmp_path)
     with pytest.raises(CheckpointError, match="has 0 generators and had 1"):
         train(crew, loader(), 1, folder=tmp_path, resume=True)
-    with pytest.raises(CheckpointError, match="is missing"):
+    with pytest.raises(CheckpointError, match=r"resume=True: there is no checkpoint in .*auto"):
         train(crew, loader(), 1, folder=tmp_path / "other", resume=True)
     with open_fit(crew, model()) as pipe:
         pipe.save(tmp_path / "own" / "last", notes={"mine": [1, None, "two"]})

@@ -232,6 +232,15 @@ def test_every_update_equals_the_trainer_of_transformers(
     assert torch.equal(rounded, torch.from_numpy(logits))
 
 
+def test_faults_are_named_as_in_transformers(crew: Crew) -> None:
+    unlabelled = [{n: v for n, v in each.items() if n != "label"} for each in classified()]
+    trainer = hp.hf.Trainer(bert(), ARGS, unlabelled, crew=crew, **FIXED)
+    with pytest.raises(hp.HetpipeError, match=r"train_dataset has input_ids, .*, and no 'labels'"):
+        trainer.train()
+    with pytest.raises(hp.HetpipeError, match=r"resume_from_checkpoint='auto' needs .* output_dir"):
+        trainer.train(resume_from_checkpoint="auto")
+
+
 def test_label_smoothing_equals_transformers() -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 

@@ -131,6 +131,8 @@ def test_loss_and_metrics_over_a_dataset(pipe: hp.Pipeline) -> None:
         pipe.evaluate([])
     with pytest.raises(HetpipeError, match=r"metric 'a' is 3: give a function"):
         pipe.evaluate(data, metrics={"a": 3})  # type: ignore[dict-item]
+    with pytest.raises(HetpipeError, match=r"metric 'a' is a Tensor of shape \(.*: return one num"):
+        pipe.evaluate(data, metrics={"a": lambda output, y: output})
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2)], ids=str)

@@ -158,9 +158,11 @@ class Example:
         fixed = [n for n in range(1, len(shape)) if n != dim]
         if array.ndim != len(shape) or any(array.shape[n] != shape[n] for n in fixed):
             varying = "the first dimension" if dim is None else f"dimensions 0 and {dim}"
+            unlike = self.padding is None and array.ndim == len(shape)
+            cure = ": pad all samples to one length, or give the pipeline buckets" if unlike else ""
             raise HetpipeError(
                 f"{name} has shape {array.shape}, but {shape} in the example batch; only {varying} "
-                "may differ"
+                f"may differ{cure}"
             )
         if str(array.dtype) != dtype:
             raise HetpipeError(

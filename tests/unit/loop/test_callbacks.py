@@ -121,8 +121,15 @@ def test_weights_and_biases(
         finish=lambda exit_code: calls.append(exit_code),
     )
     module: Any = ModuleType("wandb")
-    module.init = lambda **options: calls.append(options) or run
+    module.init, module.run = lambda **options: calls.append(options) or run, None
     monkeypatch.setitem(sys.modules, "wandb", module)
+    feed(WandB(), error)
+    assert calls == [{}, *LOGGED, code]
+    module.run = run
+    calls.clear()
+    feed(WandB(), error)
+    assert calls == LOGGED  # the user's run stays open
+    calls.clear()
     feed(WandB(project="mine"), error)
     assert calls == [{"project": "mine"}, *LOGGED, code]
 
@@ -136,10 +143,17 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, st
     module: Any = ModuleType("mlflow")
     module.start_run = lambda **options: calls.append(options)
     module.log_metrics = lambda values, step: calls.append((step, values))
-    module.end_run = calls.append
+    module.end_run, module.active_run = calls.append, lambda: None
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    feed(MLflow(run_name="mine"), error)
-    assert calls == [{"run_name": "mine"}, *LOGGED, status]
+    feed(MLflow(), error)
+    assert calls == [{}, *LOGGED, status]
+    module.active_run = object
+    calls.clear()
+    feed(MLflow(), error)
+    assert calls == LOGGED  # the user's run stays open
+    calls.clear()
+    feed(MLflow(run_name="mine", nested=True), error)
+    assert calls == [{"run_name": "mine", "nested": True}, *LOGGED, status]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"loss": metric}, "eval_data": DATA}, "must not be named 'loss'"),
     ({"metrics": {"a": Collecting()}, "eval_data": DATA}, r"metric 'a' .* no method reset\(\)"),
     ({"callbacks": [print]}, "a callback is .*: give objects whose class is a child of"),
+    ({"callbacks": TensorBoard("runs")}, "callbacks is <.*TensorBoard .*: give a list of callb"),
+    ({"val_data": DATA}, r"fit has no option 'val_data'; did you mean eval_data\? "),
     ({"patience": 2}, "patience=2 needs the value to watch: give monitor="),
     ({"mode": "min"}, "mode='min' needs the value to watch: give monitor="),
     ({"monitor": "loss"}, "monitor='loss' changes nothing alone"),
