@@ -99,6 +99,15 @@ def test_links_to_the_host_are_measured_once(
     assert losses.host_link(crew, "m0") == first
 
 
+def test_disturbed_forwards_spoil_no_link(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward alone then seems to take longer than the forward with both ways."""
+    monkeypatch.setattr(Crew, "call_each", lambda *_: {"m0": [10.0]})
+    assert losses._one_way_s(crew, "m0", 4096) > 0
+    monkeypatch.setattr(Crew, "call_each", lambda *_: {"m0": "it has no expand"})
+    with pytest.raises(CostError, match=r"m0 \(numpy:cpu:0\) cannot run .*: it has no expand"):
+        losses._one_way_s(crew, "m0", 4096)
+
+
 def test_a_boards_link_to_the_host_is_modelled(tmp_path: Path) -> None:
     with Crew.start(cluster_of(tmp_path)) as crew:
         captured = WholeLossCaptured(case()[0], pairs, case()[1])
