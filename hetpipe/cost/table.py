@@ -178,12 +178,12 @@ class CostTable:
         return self._stage_s("forward_s", device, lo, hi)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
-        """Return the seconds of a stage's backward."""
-        return self._stage_s("backward_s", device, lo, hi)
+        """Return the seconds of a stage's backward; 0 for a model that only predicts."""
+        return self._stage_s("backward_s", device, lo, hi) if self.trains else 0.0
 
     def update_s(self, device: str, lo: int, hi: int) -> float:
-        """Return the seconds of a stage's update."""
-        return self._stage_s("update_s", device, lo, hi)
+        """Return the seconds of a stage's update; 0 for a model that only predicts."""
+        return self._stage_s("update_s", device, lo, hi) if self.trains else 0.0
 
     def _stage_s(self, part: str, device: str, lo: int, hi: int) -> float:
         layers, overhead_s = self.devices[device].layers[lo:hi], self.devices[device].overhead_s

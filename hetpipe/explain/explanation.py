@@ -210,12 +210,14 @@ class Explanation:
                 "measured"
             )
 
+    @property
+    def _label(self) -> str:
+        return "predicted" if self.measured is None else self.measured.timeline.label
+
     def _uses(self) -> Iterator[Table]:
         if not self.devices:
             return
-        label = "measured" if self.measured else "predicted"
-        if self.measured is not None:
-            label = self.measured.timeline.label
+        label = self._label
         columns = ("device", "layers", "computes", "receives", "sums", "waits", "rest")
         table = Table(f"Shares of a step, {label}", columns, columns[2:])
         for use in self.devices:
@@ -244,7 +246,7 @@ class Explanation:
 
     def _transfers(self) -> Table:
         columns = ("from", "to", "bytes", "under way", "share")
-        table = Table("Transfers in a step", columns, columns[2:], keys=2)
+        table = Table(f"Transfers in a step, {self._label}", columns, columns[2:], keys=2)
         for each in self.transfers:
             seconds, share = each.seconds, each.share
             table.add_row(

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 from hetpipe.plan.plan import Plan
 from hetpipe.report.intervals import Interval, Kind, intervals
+from hetpipe.report.trace import BACKWARDS
 from hetpipe.schedule.action import Action, Op
 from hetpipe.simulate.timeline import Timeline
 
 Part = tuple[float, float]  # begin and end, in seconds
-COMPUTING = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE}
+COMPUTING = {Kind.FORWARD, *BACKWARDS, Kind.UPDATE}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Activity:
     def uses(self) -> tuple[Use, ...]:
         """Return the use of each device, in the timeline's order."""
         return tuple(self._use(name) for name in dict.fromkeys(self._names))
+
+    @property
+    def has_backwards(self) -> bool:
+        """Whether the timeline has a backward; predictions have none."""
+        return any(each.kind in BACKWARDS for each in self._intervals)
 
     def under_way(self, source: int, target: int) -> float:
         """Return the share of the time in which a message between two stages is under way."""
@@ -144,12 +150,15 @@ def cause_of(delayed: Action, plan: Plan) -> str:
 
 
 def traffic(plan: Plan, activity: Activity | None, step_s: float | None) -> tuple[Traffic, ...]:
-    """Return the messages over each cut, in both directions; none if one device has both sides."""
-    found = []
+    """Return the messages over each cut; none if one device has both sides.
+
+    They go in both directions, unless the timeline has no backward.
+    """
+    found, both = [], activity is None or activity.has_backwards
     for cut, nbytes in enumerate(plan.cut_nbytes):
         if plan.stages[cut].devices == plan.stages[cut + 1].devices:
             continue
-        for source, target in ((cut, cut + 1), (cut + 1, cut)):
+        for source, target in ((cut, cut + 1), (cut + 1, cut))[: 1 + both]:
             share = None if activity is None else activity.under_way(source, target)
             seconds = None if share is None or step_s is None else share * step_s
             ends = _devices(plan, source), _devices(plan, target)

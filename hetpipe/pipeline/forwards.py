@@ -13,8 +13,8 @@ from hetpipe.errors import HetpipeError, NoMeanError
 from hetpipe.pipeline.average import check_average, swap_average
 from hetpipe.pipeline.batches import mean_loss, parts_of, size_of, sizes_of, slices
 from hetpipe.pipeline.fit import check_loss
-from hetpipe.pipeline.schedules import FORWARDS
 from hetpipe.pipeline.whole_loss import read_values, whole_loss_of
+from hetpipe.schedule.action import FORWARDS
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:

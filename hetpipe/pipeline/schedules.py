@@ -21,7 +21,6 @@ from hetpipe.schedule.weights import WeightPolicy
 from hetpipe.simulate.timeline import Timeline
 
 ALL = frozenset(Op)
-FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 SUMMING = frozenset({Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD})
 UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 

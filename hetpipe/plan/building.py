@@ -186,7 +186,7 @@ def _stage(
         own.stage_memory_nbytes(lo, hi, in_flight, versions, 1.0, borrowed),
         min([own.table.devices[device].memory_nbytes for device in devices]),
         tuple([float(rows[device]) for device in devices]) if len(devices) > 1 else (),
-        all_reduce_s(own.table, devices, lo, hi) if len(devices) > 1 else 0.0,
+        all_reduce_s(own.table, devices, lo, hi) if len(devices) > 1 and own.table.trains else 0.0,
     )  # fmt: skip
 
 

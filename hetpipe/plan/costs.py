@@ -50,9 +50,10 @@ class StageCosts:
         self.stage_compute_s = cache(lambda *span: float(self.compute_s(*span)))
         self.stage_memory_nbytes = cache(lambda *numbers: int(self.memory_nbytes(*numbers)))
 
-    def params_nbytes(self, lo: Array, hi: Array) -> Array:
-        """Return the bytes of a stage's parameters; a shared parameter counts once."""
-        return self._params[hi] - self._params[lo] - self._repeated(lo, hi)
+    def gradient_nbytes(self, lo: Array, hi: Array) -> Array:
+        """Return the bytes of a stage's gradients; a shared parameter counts once."""
+        nbytes = self._params[hi] - self._params[lo] - self._repeated(lo, hi)
+        return self.table.trains * nbytes
 
     def memory_nbytes(
         self,
@@ -124,7 +125,7 @@ class StageCosts:
         cost = self.table.devices[device]
         kind = id(cost.layers), cost.overhead_s  # devices of one kind share a tuple of layers
         if kind not in self._passes:
-            self._passes[kind] = _passes(cost, 1 + self.recompute)
+            self._passes[kind] = _passes(cost, 1 + self.recompute, self.table.trains)
         return self._passes[kind]
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
@@ -150,6 +151,10 @@ class StageCosts:
         link = self.table.link(source, target)
         return link.latency_s + self._cuts[cut] / link.bandwidth_Bps
 
+    def gradient_s(self, source: str, target: str, cut: Array) -> Array:
+        """Return the seconds of the gradients across a cut; 0 for a model that only predicts."""
+        return self.table.trains * self.transfer_s(source, target, cut)
+
     def stage_s(
         self, devices: Sequence[str], stage: int, lo: Array, hi: Array, objective: Objective
     ) -> Array:
@@ -161,7 +166,7 @@ class StageCosts:
         if stage + 1 < len(devices):
             sends_s.append(self.transfer_s(device, devices[stage + 1], hi))
         if stage > 0:
-            sends_s.append(self.transfer_s(device, devices[stage - 1], lo))
+            sends_s.append(self.gradient_s(device, devices[stage - 1], lo))
         if objective == "sum" and self.table.devices[device].execution == "sync":
             return compute_s + sum(sends_s)
         for send_s in sends_s:
@@ -185,15 +190,15 @@ class StageCosts:
         return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)
 
 
-def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
-    """Return the result of `prefixes` for `forwards` forwards and one backward."""
+def _passes(cost: DeviceCost, forwards: int, backwards: int) -> tuple[Array, Array, float]:
+    """Return the result of `prefixes` for these numbers of passes."""
     seconds, unsupported = [], []
     for layer in cost.layers:
-        times_s = (*(layer.forward_s,) * forwards, layer.backward_s)
+        times_s = (*(layer.forward_s,) * forwards, *(layer.backward_s,) * backwards)
         unsupported.append(math.isinf(sum(times_s)))
         own_s = sum(max(time_s - cost.overhead_s, 0.0) for time_s in times_s)
         seconds.append(0.0 if unsupported[-1] else own_s)
-    return _prefix(seconds), _prefix(unsupported), (1 + forwards) * cost.overhead_s
+    return _prefix(seconds), _prefix(unsupported), (forwards + backwards) * cost.overhead_s
 
 
 def _prefix(values: Sequence[float]) -> Array:

@@ -50,12 +50,12 @@ def group_matrix(
     if stage + 1 < len(groups):
         sends_s = sends_s + share * costs.transfer_s(heads[stage], heads[stage + 1], hi)
     if stage > 0:
-        sends_s = sends_s + share * costs.transfer_s(heads[stage], heads[stage - 1], lo)
+        sends_s = sends_s + share * costs.gradient_s(heads[stage], heads[stage - 1], lo)
     hidden = objective == "max" or costs.table.devices[heads[stage]].execution == "async"
     seconds = np.maximum(seconds, sends_s) if hidden else seconds + sends_s
     links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
     ring_Bps = min(link.sum_Bps for link in links)
-    seconds = seconds + 2 * (1 - share) * costs.params_nbytes(lo, hi) / ring_Bps / microbatches
+    seconds = seconds + 2 * (1 - share) * costs.gradient_nbytes(lo, hi) / ring_Bps / microbatches
     least = min(costs.table.devices[device].memory_nbytes for device in group)
     capacity = least if bounded else math.inf
     fits = (lo < hi) & (costs.memory_nbytes(lo, hi, in_flight, versions, share) <= capacity)
@@ -115,11 +115,11 @@ def _line(
     if len(group) > 1:
         links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
         ring_Bps = min(link.sum_Bps for link in links)
-        ring_s = 2 * (1 - share) * costs.params_nbytes(0, cuts) / ring_Bps / microbatches
+        ring_s = 2 * (1 - share) * costs.gradient_nbytes(0, cuts) / ring_Bps / microbatches
     none = np.zeros(costs.count + 1)
     arrive_s, leave_s = none, none
     if number > 0:
-        arrive_s = share * costs.transfer_s(heads[number], heads[number - 1], cuts)
+        arrive_s = share * costs.gradient_s(heads[number], heads[number - 1], cuts)
     if number + 1 < len(heads):
         leave_s = share * costs.transfer_s(heads[number], heads[number + 1], cuts)
     nbytes, buffers = costs.additive_nbytes(in_flight, versions, share)

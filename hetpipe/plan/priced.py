@@ -118,7 +118,7 @@ class Priced:
             if len(group) == 1 and following and len(following[0]) == 1:
                 here, there = group[0], following[0][0]
                 way_s = (
-                    way_s + costs.transfer_s(here, there, hi) + costs.transfer_s(there, here, hi)
+                    way_s + costs.transfer_s(here, there, hi) + costs.gradient_s(there, here, hi)
                 )
         return bound_s + costs.table.step_overhead_s if flushes else bound_s
 
@@ -232,4 +232,4 @@ def _sum_and_update_s(costs: StageCosts, group: Sequence[str], lo: Array, hi: Ar
         return seconds
     links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
     fastest_Bps = max(link.sum_Bps for link in links)
-    return seconds + 2 * (1 - 1 / len(group)) * costs.params_nbytes(lo, hi) / fastest_Bps
+    return seconds + 2 * (1 - 1 / len(group)) * costs.gradient_nbytes(lo, hi) / fastest_Bps

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise, permutations
 
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.schedule.action import FORWARDS
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import GPIPE, GPIPE_WITH_LOSS, Rule
 from hetpipe.sdk.info import HOST_MEMORY
@@ -39,7 +40,7 @@ def predict(
     """Return the timeline of one step or, without flushes, of `mini_batches`, priced by `table`.
 
     `mini_batches` is by default a number that fills the pipeline a few times. By default the table
-    gives the `times`.
+    gives the `times`. A model that only predicts has no backwards and no update.
     """
     times = times or stage_times(plan, table)
     rule, names, count = _rule_of(plan, table), plan.devices, 1
@@ -50,6 +51,9 @@ def predict(
         rule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight,
         tied=tied_stages(plan, table), mini_batches=count, workers=workers, replicas=plan.replicas,
     )  # fmt: skip
+    if not table.trains and rule.flushes:
+        rows = [tuple([a for a in row if a.op in FORWARDS]) for row in schedule]
+        schedule = [row for row in rows if row]  # without the lanes of backwards
     return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
 
@@ -63,7 +67,11 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
         return _stream_step_s(plan, table, times)
     pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
     alone = max(plan.replicas) == 1
-    if not times.shares_media and (alone or not (plan.rule.several_stages or pairs)):
+    if (
+        table.trains
+        and not times.shares_media
+        and (alone or not (plan.rule.several_stages or pairs))
+    ):
         order = order_of(
             _rule_of(plan, table), len(plan.stages), plan.microbatches, plan.in_flight,
             len(set(plan.devices)), pairs,

@@ -102,7 +102,7 @@ def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
         kept = versions, share, borrowed
         with_one = int(stages.memory_nbytes(stage.lo, stage.hi, 1, *kept))
         with_two = int(stages.memory_nbytes(stage.lo, stage.hi, 2, *kept))
-        saved = with_two - with_one
+        saved = costs.trains * (with_two - with_one)
         cut_nbytes = plan.cut_nbytes[number] if number < len(plan.cut_nbytes) else 0
         parts.append(Memory(with_one - saved, saved, saved // 2, cut_nbytes))
     return tuple(parts)

@@ -174,6 +174,9 @@ def _check_size(text: str, part: str, digits: str | None, most: int) -> None:
         raise ScheduleError(f"{short(text)}: its {part} is {short(digits)}, above {most}")
 
 
+FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
+"""The operations of a model that only predicts."""
+
 Schedule = Sequence[tuple[Action, ...]]
 """The actions of each worker, in order. Worker n runs stage n if each worker has one stage.
 
