@@ -34,7 +34,8 @@ class Buckets:
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
                 raise HetpipeError(
                     f"buckets have dim={dim!r}{' for ' + name if name else ''}: give the number of "
-                    "a dimension, 1 or more; dimension 0 is the samples"
+                    "one dimension, 1 or more; dimension 0 is the samples, and a mask of length x "
+                    "length must be made in the model"
                 )
         if not named:
             raise HetpipeError("buckets have dim={}: name a tensor whose length varies")

@@ -284,7 +284,10 @@ class Rebalancer:
         factors = {} if self._learning is None else self._learning.factors
         each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
         if not each:
-            return "no mini-batch was measured yet"
+            size = f"{self._training.plan.mini_batch} samples"
+            padding = self._training.setup.captured.example.padding
+            length = "" if padding is None else f" and length {padding.buckets.largest}"
+            return f"too few mini-batches of {size}{length} were measured yet"
         return f"{', '.join(each)} times its profiled time"
 
 

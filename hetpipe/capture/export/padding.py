@@ -45,7 +45,10 @@ class Padding:
         lengths = {n: int(leaves[n].shape[d]) for n, d in self.dims.items() if n in leaves}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise HetpipeError(f"the tensors of a batch differ in their length: {listed}")
+            raise HetpipeError(
+                f"the tensors of a batch differ in their length: {listed}; pad them to one length, "
+                "or name only the tensors of one length in dim of the buckets"
+            )
         return next(iter(lengths.values()))
 
     def pad(self, leaves: Mapping[str, Array], length: int = 0) -> dict[str, Array]:
