@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatch
 from typing import Any
 
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.options import records_of
 from hetpipe.words import choices, near
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
@@ -37,6 +38,17 @@ CURES = {
     "push_to_hub": "call model.push_to_hub() after train()",
 }
 """Replacements of refused arguments, by a pattern of their names."""
+
+
+KEYWORDS = {
+    "optimizers": "give optimizer=hp.optim.from_torch(optimizer, scheduler)",
+    "processing_class": "give data_collator=, which may pad with it, and save it yourself",
+    "tokenizer": "give data_collator=, which may pad with it, and save it yourself",
+    "compute_loss_func": "give loss=, a function of the output and the labels",
+    "ema": "use hp.Pipeline and its fit(), as a Trainer keeps no average",
+    "resume": "give resume_from_checkpoint= to train()",
+}
+"""Replacements of refused keywords of a Trainer."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,14 @@ def arguments_of(args: object) -> Arguments:
         if value != defaults[name]:
             raise HetpipeError(f"hetpipe does not carry out {name}={value!r}: {_cure(name)}")
     return Arguments(**{name: _plain(given[name]) for name in known if name in given})
+
+
+def check_keywords(options: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Raise `HetpipeError` for a keyword that is neither one of `own` nor a pipeline's option."""
+    for name, cure in KEYWORDS.items():
+        if name in options:
+            raise HetpipeError(f"a Trainer has no keyword {name!r}: {cure}")
+    records_of({name: value for name, value in options.items() if name not in own})
 
 
 def one_of(name: str, value: str, values: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hetpipe.errors import HetpipeError
 from hetpipe.hf.model_losses import logits_of
+from hetpipe.pipeline.forwards import number_of
 
 Compute = Callable[[Any], Mapping[str, float]]
 """Maps an `EvalPrediction`, all logits and labels, to metrics by name."""
@@ -44,7 +45,7 @@ class Collected:
             raise HetpipeError(
                 f"compute_metrics returned a {type(found).__name__}: return a dict of numbers"
             )
-        return {f"{self._prefix}{name}": float(value) for name, value in found.items()}
+        return {f"{self._prefix}{name}": number_of(name, value) for name, value in found.items()}
 
     @property
     def logits(self) -> Any:

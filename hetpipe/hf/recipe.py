@@ -32,6 +32,8 @@ def loss_of(model: nn.Module, smoothing: float) -> Any:
     """Return the loss of a model's class. Raises `HetpipeError` if the class has no known loss."""
     name, config = type(model).__name__, getattr(model, "config", None)
     found = [loss for end, loss in LOSSES.items() if name.endswith(end)]
+    if name.endswith("ForConditionalGeneration") and getattr(config, "is_encoder_decoder", False):
+        found = [masked_lm_loss]  # the decoder's inputs are shifted, not the labels
     if not found:
         raise HetpipeError(
             f"{name} has no loss that hetpipe knows (it knows models named "

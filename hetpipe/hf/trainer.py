@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Generator
+from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hetpipe.callbacks.base import Callback, State
@@ -16,10 +17,11 @@ from hetpipe.callbacks.history import Epoch, History
 from hetpipe.callbacks.monitors import BestCheckpoint
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import HetpipeError
-from hetpipe.hf.arguments import Arguments, arguments_of
+from hetpipe.hf.arguments import Arguments, arguments_of, check_keywords
 from hetpipe.hf.collected import Collected, Compute
 from hetpipe.hf.recipe import loss_of, optimizer_of
 from hetpipe.loop.batches import Batches
+from hetpipe.optim.rule import Optimizer
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.options import Options, UpdateOptions
 from hetpipe.pipeline.pipeline import Pipeline
@@ -46,10 +48,12 @@ Samples = Dataset[Any] | Numbered
 
 
 class TrainerOptions(Options, total=False):
-    """The further keywords of a `Trainer`: the cluster, callbacks of `fit`, and a pipeline's."""
+    """The further keywords of a `Trainer`: callbacks of `fit`, and those of a pipeline."""
 
     cluster: Cluster
     crew: Crew
+    optimizer: Optimizer | TorchOptimizer
+    progress: bool | None
     callbacks: Sequence[Callback]
 
 
@@ -83,8 +87,7 @@ class Trainer:
         self._loss = loss or loss_of(model, self.args.label_smoothing_factor)
         if loss is not None and self.args.label_smoothing_factor:
             raise HetpipeError("label_smoothing_factor has no effect on loss=: smooth it yourself")
-        if options.get("ema") is not None:
-            raise HetpipeError("a Trainer keeps no average: use hp.Pipeline and its fit() for ema=")
+        check_keywords(options, TrainerOptions.__annotations__.keys() - Options.__annotations__)
         if self.args.eval_strategy != "no" and eval_dataset is None:
             raise HetpipeError(f"eval_strategy={self.args.eval_strategy!r} needs eval_dataset")
         self._collator, self._compute = data_collator, compute_metrics
@@ -93,12 +96,17 @@ class Trainer:
         if self.args.use_cpu and self._cluster() is not None:
             raise HetpipeError("use_cpu=True: name the devices with cluster=, which decides here")
 
-    def train(self, resume_from_checkpoint: bool | Literal["auto"] = False) -> History:
+    def train(self, resume_from_checkpoint: bool | Literal["auto"] | None = None) -> History:
         """Train in train mode, copy the weights into the model, and return the history.
 
         With `resume_from_checkpoint` continues from `output_dir`; "auto": if there is a checkpoint.
         """
         args, evaluates = self.args, self.args.eval_strategy != "no"
+        if resume_from_checkpoint not in (True, False, None, "auto"):
+            raise HetpipeError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r}: give True or 'auto'; a "
+                "training continues from output_dir"
+            )
         if resume_from_checkpoint and args.folder is None:
             raise HetpipeError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} needs a folder of checkpoints: "
@@ -106,12 +114,14 @@ class Trainer:
             )
         loader = self._loader(self.train_dataset, "train_dataset", trains=True)
         per_epoch = -(-len(loader) // args.gradient_accumulation_steps)
-        optimizer = optimizer_of(self.model, args, int(args.num_train_epochs) * per_epoch)
+        optimizer = self._options.get("optimizer") or optimizer_of(
+            self.model, args, int(args.num_train_epochs) * per_epoch
+        )
         best = BestModel(Path(args.folder or ""), args) if args.load_best_model_at_end else None
         self.model.train()
         example = self._example(self.train_dataset, "train_dataset", trains=True)
-        options = self._training_options() | self._options
-        with Pipeline(self.model, self._loss, example, optimizer=optimizer, **options) as pipe:
+        options = {**self._training_options(), **self._options, "optimizer": optimizer}
+        with Pipeline(self.model, self._loss, example, **options) as pipe:
             history = pipe.fit(
                 loader,
                 int(args.num_train_epochs),
@@ -121,7 +131,7 @@ class Trainer:
                 split=LABELS,
                 folder=args.folder,
                 save_every=args.save_every,
-                resume=resume_from_checkpoint,
+                resume=resume_from_checkpoint or False,
                 progress=False if args.disable_tqdm else None,
             )
             if best:
@@ -193,7 +203,7 @@ class Trainer:
 
     def _forward_options(self) -> dict[str, Any]:
         """Return the options of a pipeline that only evaluates."""
-        training = {"rebalance", *(field.name for field in fields(UpdateOptions))}
+        training = {"optimizer", "rebalance", *(field.name for field in fields(UpdateOptions))}
         given = {name: value for name, value in self._options.items() if name not in training}
         return {"cluster": self._cluster(), "precision": self._precision()} | given
 
@@ -208,10 +218,7 @@ class Trainer:
     def _loader(self, dataset: Any, name: str, trains: bool = False) -> DataLoader[Any]:
         """Return the mini-batches of a dataset, shuffled for a training."""
         args = self.args
-        if dataset is None:
-            raise HetpipeError(f"there is no {name}: give one")
-        if not hasattr(dataset, "__len__") or not len(dataset):
-            raise HetpipeError(f"{name} needs a length of 1 sample or more, for schedules")
+        check_samples(dataset, name)
         seed = args.seed if args.data_seed is None else args.data_seed
         return DataLoader(
             dataset,
@@ -231,8 +238,7 @@ class Trainer:
         self, dataset: Any, name: str, trains: bool = False, labelled: bool = True
     ) -> tuple[Any, Any]:
         """Return the first samples of a dataset as an example."""
-        if dataset is None:
-            raise HetpipeError(f"there is no {name}: give one")
+        check_samples(dataset, name)
         batch = self._collate([dataset[n] for n in range(min(self._size(trains), len(dataset)))])
         if LABELS not in batch:
             if not labelled:
@@ -256,6 +262,19 @@ class Trainer:
                 for sample in samples
             ]
         return dict((self._collator or default_data_collator)(samples))
+
+
+def check_samples(dataset: Any, name: str) -> None:
+    """Raise `HetpipeError` unless a dataset has samples by number."""
+    if dataset is None:
+        raise HetpipeError(f"there is no {name}: give one")
+    if isinstance(dataset, Mapping):
+        raise HetpipeError(
+            f"{name} is a dict with {words(map(str, dataset))}: give one dataset, and others to "
+            "evaluate()"
+        )
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise HetpipeError(f"{name} needs a length of 1 sample or more, for schedules")
 
 
 class BestModel(BestCheckpoint):

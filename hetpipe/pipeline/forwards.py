@@ -200,7 +200,7 @@ class Means:
             if hasattr(metric, "update"):
                 metric.update(output, y)
             else:
-                self._sums[name] += _number(name, metric(output, y)) * samples
+                self._sums[name] += number_of(name, metric(output, y)) * samples
 
     def result(self) -> Evaluation:
         """Return the means. Raises `NoMeanError` if no sample counts."""
@@ -215,13 +215,13 @@ class Means:
             if not hasattr(metric, "compute"):
                 found[name] = self._sums[name] / self._samples
             elif isinstance(value := metric.compute(), Mapping):
-                found |= {key: _number(key, each) for key, each in value.items()}
+                found |= {key: number_of(key, each) for key, each in value.items()}
             else:
-                found[name] = _number(name, value)
+                found[name] = number_of(name, value)
         return Evaluation(self._loss / self._weight, self._samples, found)
 
 
-def _number(name: str, value: Any) -> float:
+def number_of(name: str, value: Any) -> float:
     """Return the value of a metric. Raises `HetpipeError` unless it is one number."""
     try:
         return float(value)

@@ -237,8 +237,22 @@ def test_faults_are_named_as_in_transformers(crew: Crew) -> None:
     trainer = hp.hf.Trainer(bert(), ARGS, unlabelled, crew=crew, **FIXED)
     with pytest.raises(hp.HetpipeError, match=r"train_dataset has input_ids, .*, and no 'labels'"):
         trainer.train()
+    with pytest.raises(hp.HetpipeError, match=r"resume_from_checkpoint='out/last': give True or"):
+        trainer.train(resume_from_checkpoint="out/last")  # type: ignore[arg-type]
+    with pytest.raises(hp.HetpipeError, match=r"eval_dataset is a dict with first, second: give"):
+        trainer.evaluate({"first": classified(), "second": classified()})  # type: ignore[arg-type]
     with pytest.raises(hp.HetpipeError, match=r"resume_from_checkpoint='auto' needs .* output_dir"):
         trainer.train(resume_from_checkpoint="auto")
+
+
+def test_an_optimizer_wins_over_the_arguments(crew: Crew) -> None:
+    model, steps = bert(), Steps()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.25)
+    options: dict[str, Any] = {"optimizer": sgd, "callbacks": [steps], "crew": crew, **FIXED}
+    trainer = hp.hf.Trainer(model, {**ARGS, "num_train_epochs": 1}, classified()[:4], **options)
+    trainer.train()
+    assert [each.rates for each in steps.results] == [(0.25,)]
+    assert trainer.evaluate(classified()[:4])["eval_loss"] < steps.results[0].loss
 
 
 def test_label_smoothing_equals_transformers() -> None:

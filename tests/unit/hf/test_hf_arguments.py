@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import hetpipe as hp
 from hetpipe.hf.arguments import arguments_of
+from hetpipe.hf.collected import Collected
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,6 +94,28 @@ def test_bf16_on_a_processor(tmp_path: Path) -> None:
         hp.hf.Trainer(model, args, loss=loss)
     cluster = hp.Cluster.local(devices=["pytorch:cpu:0"])
     assert hp.hf.Trainer(model, args, loss=loss, cluster=cluster).args.bf16
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"processing_class": 1}, "no keyword 'processing_class': give data_collator="),
+        ({"optimizers": (None, None)}, "no keyword 'optimizers': give optimizer=hp.optim.from_t"),
+        ({"ema": 0.9}, "no keyword 'ema': use hp.Pipeline"),
+        ({"microbatch": 2}, "no option 'microbatch'; did you mean microbatches?"),
+    ],
+)
+def test_other_keywords_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(hp.HetpipeError) as caught:
+        hp.hf.Trainer(nn.Linear(2, 2), {}, loss=hp.losses.mse(), **given)
+    assert text in str(caught.value)
+
+
+def test_a_metric_is_a_number() -> None:
+    collected = Collected(lambda found: {"f1": [1, 2]}, "eval_")
+    collected.update(torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(hp.HetpipeError, match="metric 'f1' is a list: return one number"):
+        collected.compute()
 
 
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hetpipe as hp
+from hetpipe.hf.recipe import loss_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,3 +130,15 @@ def test_wrong_outputs_and_labels_are_named() -> None:
     logits = bert("BertForMaskedLM")(**x)
     with pytest.raises(hp.HetpipeError, match=r"\[7, 12, 32\] and the labels \[7\].*\[7, 12\]"):
         hp.hf.masked_lm_loss(logits, labels[:, 0])
+
+
+def test_an_encoder_decoder_has_the_loss_of_its_labels() -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    x, labels = padded()
+    shifted = model.prepare_decoder_input_ids_from_labels(labels)
+    total, count = loss_of(model, 0.0)(model(**x, decoder_input_ids=shifted), labels)
+    torch.testing.assert_close(total / count, model(**x, labels=labels).loss)
