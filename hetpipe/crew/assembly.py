@@ -3,11 +3,7 @@ of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,14 +22,13 @@ from hetpipe.capture.program import (
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
-from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.request import Request, StepRequest, UpdateRequest
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.wire.messages import Apply, Array, Batch, EdgeEnd
+from hetpipe.wire.messages import Apply, Array, Batch, Plug, WireEnd
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
 from hetpipe.worker.bind import Key
@@ -42,26 +37,6 @@ PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
-
-
-@dataclass
-class Descriptors:
-    """Open descriptors to give away; leaving the context closes our copies."""
-
-    numbers: list[int] = field(default_factory=list)
-
-    def add(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Add descriptors. Return their range among all: from, to (excluded)."""
-        self.numbers += fds
-        return len(self.numbers) - len(fds), len(self.numbers)
-
-    def __enter__(self) -> Descriptors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for fd in self.numbers:
-            with suppress(OSError):
-                os.close(fd)
 
 
 class Assembly:
@@ -112,40 +87,34 @@ class Assembly:
                 reports += 1 if self.shares.in_turn else len(replicas)
         return reports
 
-    def plug(
+    def wire_ends(
         self,
         cluster: Cluster,
         members: Sequence[Sequence[str]],
         workers: Mapping[str, int],
         infos: Mapping[str, DeviceInfo],
-    ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
-        """Return each member's ends of all wires, and their descriptors.
+    ) -> dict[str, list[WireEnd]]:
+        """Return each member's ends of all wires.
 
         Members whose devices stream send while they compute, so their messages travel in pieces.
         Messages between two accelerators of one backend may go directly from memory to memory. A
-        wire between two stages of one member is a single entry, without a port.
+        wire between two stages of one member is a single entry, without a plug.
         """
-        plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
-            member: ([], Descriptors()) for replicas in members for member in replicas
-        }
-        transport = import_module(transport_of(cluster.transport).module)
+        ends: dict[str, list[WireEnd]] = {member: [] for replicas in members for member in replicas}
         for tag, wire in enumerate(self._wires):
             source, target = (members[n][r] for n, r in (wire.source, wire.target))
             if source == target:
-                plugged[source][0].append(EdgeEnd(wire, None, Link(), (0, 0)))
+                ends[source].append(WireEnd(wire, None))
                 continue
-            link = cluster.emulated_link(source, target)
+            link = cluster.emulated_link(source, target) or Link()
             ranks = workers[source], workers[target]
-            parts = PARTS if streams(infos[source]) else 1
+            pieces = PARTS if streams(infos[source]) else 1
             one, other = infos[source], infos[target]
             direct = one.backend == other.backend and not (one.on_cores or other.on_cores)
-            plugs = transport.plugs(wire, ranks, tag, parts, direct)
-            for member, (port, fds) in zip((source, target), plugs, strict=True):
-                ends, descriptors = plugged[member]
-                ends.append(EdgeEnd(wire, port, link or Link(), descriptors.add(fds)))
-        return {
-            member: (tuple(ends), descriptors) for member, (ends, descriptors) in plugged.items()
-        }
+            for member, sends in ((source, True), (target, False)):
+                plug = Plug(tag, sends, ranks, pieces, direct)
+                ends[member].append(WireEnd(wire, plug, link))
+        return ends
 
     def values_of(self, stage: StageGraphs) -> dict[str, Array]:
         """Return the parameters and buffers of a stage."""

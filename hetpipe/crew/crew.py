@@ -141,16 +141,14 @@ class Crew(Workers):
         workers = [self._worker(member) for member in placement.row_of]
         meeting = meeting_places(self.cluster, placement.members, self.infos)
         with self._conversation(), meeting as places:
-            plugged = assembly.plug(self.cluster, placement.members, self._index, self.infos)
-            for member, (ends, fds) in plugged.items():
+            wires = assembly.wire_ends(self.cluster, placement.members, self._index, self.infos)
+            for member, ends in wires.items():
                 replicas = placement.replicas_of(member)
                 stage_loads = tuple(loads[replica] for replica in replicas if replica in loads)
                 stay = tuple(replica.stage for replica in replicas if replica not in loads)
-                with fds:
-                    message = say.Load(
-                        stage_loads, keep, state_init, ends, assembly.shares, stay, places
-                    )
-                    self._fleet.send(self._index[member], message, fds.numbers)
+                self._fleet.connect(self._index[member], ends)
+                message = say.Load(stage_loads, keep, state_init, assembly.shares, stay, places)
+                self._fleet.send(self._index[member], message)
             answers = dict(zip(placement.row_of, self._control.gather(workers), strict=True))
             refused = [
                 (member, *answer)

@@ -15,14 +15,16 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
+from hetpipe.cluster.transports import Transport
 from hetpipe.crew.control import PAUSE_TICKS, Control
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
+from hetpipe.crew.plugboard import Plugboard
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.wire.channel import Channel
-from hetpipe.wire.messages import Open, Stop
+from hetpipe.wire.messages import Open, Stop, WireEnd
 from hetpipe.worker.blame import summary
 from hetpipe.worker.service import Service
 
@@ -42,8 +44,12 @@ class Fleet(ABC):
     keep: Any = None  # an object that lives as long as the workers
 
     @abstractmethod
-    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+    def send(self, worker: int, message: Any) -> None:
         """Send a message to a worker. Raises `WorkerError` if the worker is gone."""
+
+    @abstractmethod
+    def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
+        """Give a worker its ends of wires, for the next `Load`. Raises `WorkerError` as `send`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -55,8 +61,9 @@ class ThreadFleet(Fleet):
 
     apart = False
 
-    def __init__(self, control: Control, orders: Sequence[Open]) -> None:
+    def __init__(self, control: Control, orders: Sequence[Open], transport: Transport) -> None:
         self.control = control
+        self._plugboard = Plugboard(transport)
         self._devices: dict[str, Device] = {}
         # Held while a device opens, so that no device opens twice; never held while a thread sends
         # or waits.
@@ -74,9 +81,13 @@ class ThreadFleet(Fleet):
         for thread in self._threads:
             _start(thread)
 
-    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+    def send(self, worker: int, message: Any) -> None:
         self.control.check()
-        self._services[worker].deliver(message, fds)
+        self._services[worker].deliver(message)
+
+    def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
+        with self._plugboard.connect(ends) as (edges, _):
+            self.send(worker, edges)
 
     def close(self) -> None:
         if not self.control.owns:
@@ -125,8 +136,10 @@ class ProcessFleet(Fleet):
         orders: Sequence[Open],
         settings: Sequence[Mapping[str, str]],
         silence_s: float,
+        transport: Transport,
     ) -> None:
         self.control = control
+        self._plugboard = Plugboard(transport)
         control.on_failure = self._wake
         self._orders = orders
         self._settings = settings
@@ -148,7 +161,14 @@ class ProcessFleet(Fleet):
             self._close_sockets()
             raise
 
-    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+    def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
+        with self._plugboard.connect(ends) as (edges, fds):
+            self._send(worker, edges, fds)
+
+    def send(self, worker: int, message: Any) -> None:
+        self._send(worker, message)
+
+    def _send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
         self.control.check()
         try:
             self._channels[worker].send(message, fds)
@@ -166,6 +186,7 @@ class ProcessFleet(Fleet):
         self._wake()
         if threading.current_thread() is not self._thread:  # collected by the watcher
             self._thread.join()
+        self._plugboard.close()
         self.keep = None
 
     def _wake(self) -> None:

@@ -88,8 +88,9 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     ]
     control = Control([f"worker {m.id!r} ({m.opened_device})" for m in members])
     if transport.in_threads:
-        return ThreadFleet(control, orders)
-    fleet = ProcessFleet(control, orders, [worker.settings for worker in workers], silence_s)
+        return ThreadFleet(control, orders, transport)
+    settings = [worker.settings for worker in workers]
+    fleet = ProcessFleet(control, orders, settings, silence_s, transport)
     fleet.keep = host
     return fleet
 

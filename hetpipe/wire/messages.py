@@ -78,13 +78,42 @@ class Open:
 
 
 @dataclass(frozen=True)
+class Plug:
+    """How one end of a wire is connected; see `Transport` in `hetpipe.cluster.transports`."""
+
+    tag: int
+    """The number of the wire, the same at both ends."""
+    sends: bool
+    ranks: tuple[int, int]
+    pieces: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class WireEnd:
+    """The end of a wire at a worker, before it is connected. Without a plug, both ends are at this
+    worker."""
+
+    wire: Wire
+    plug: Plug | None
+    link: Link = Link()  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True)
 class EdgeEnd:
-    """The end of a wire at a worker. Without a port, both ends are at this worker."""
+    """The connected end of a wire at a worker. Without a port, both ends are at this worker."""
 
     wire: Wire
     port: Port | None
     link: Link
     fds: tuple[int, int]  # the port's descriptors in the message: from, to (excluded)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The ends of wires for the next `Load`. The worker does not reply."""
+
+    ends: tuple[EdgeEnd, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +148,6 @@ class Load:
     stages: tuple[StageLoad, ...]
     keep: Keep
     state_init: Callable[..., Array]
-    edges: tuple[EdgeEnd, ...]
     shares: Shares
     stay: tuple[int, ...] = ()
     groups: Mapping[int, str] = field(default_factory=dict)

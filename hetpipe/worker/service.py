@@ -49,7 +49,9 @@ class Service:
         self._emulation = Emulation(order.member.speed)
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
-        self._asked: Any = None  # the latest `Load` and its descriptors, until `Begin`
+        self._asked: Any = None  # the latest `Load`, until `Begin`
+        self._edge_ends: tuple[say.EdgeEnd, ...] = ()  # for the next `Begin`
+        self._edge_fds: Sequence[int] = ()
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # by stage
         self._exchange: Exchange | None = None
@@ -86,9 +88,12 @@ class Service:
             self._task = "idle"
             while not isinstance((item := self._inbox.get())[0], say.Stop):
                 message, fds = item
+                if isinstance(message, say.Edges):
+                    self._edge_ends, self._edge_fds = message.ends, fds
+                    continue
                 loads = isinstance(message, (say.Load, say.Begin))
                 self._task = "load" if loads else type(message).__name__.lower()
-                value = _COMMANDS[type(message)](self, message, fds)
+                value = _COMMANDS[type(message)](self, message)
                 self._task = "idle"
                 self._answer(say.Reply(value))
         except EdgeClosedError:
@@ -137,16 +142,16 @@ class Service:
             transport.join(order.rank, order.world, meeting.address, order.start_timeout_s)
         return self._device
 
-    def _load(self, message: say.Load, fds: Sequence[int]) -> dict[int, str]:
+    def _load(self, message: say.Load) -> dict[int, str]:
         """Return the reasons why the device cannot run a stage, by the number of the stage."""
-        self._asked = message, fds
+        self._asked = message
         refused = find_refusals(self._device, [load.graphs for load in message.stages])
         return {message.stages[n].graphs.stage: reason for n, reason in refused.items()}
 
-    def _begin(self, command: say.Begin, _: Sequence[int]) -> None:
-        (message, fds), self._asked = self._asked, None
+    def _begin(self, command: say.Begin) -> None:
+        message, self._asked = self._asked, None
         if not command.loads:
-            for fd in fds:
+            for fd in self._edge_fds:
                 os.close(fd)
             return
         self._close_edges()
@@ -164,8 +169,8 @@ class Service:
                 {key: held.pop(key) for key in load.held if key in held or key[0] != GRAD},
             )  # fmt: skip
         senders, receivers = {}, {}
-        for end in message.edges:
-            wire, descriptors = end.wire, fds[slice(*end.fds)]
+        for end in self._edge_ends:
+            wire, descriptors = end.wire, self._edge_fds[slice(*end.fds)]
             edge = (wire.source, wire.target)
             port = end.port or HandoverPort()
             if wire.target in self._replicas.items():
@@ -214,7 +219,7 @@ class Service:
             del self._stages[n], self._replicas[n]
         return held
 
-    def _step(self, message: say.Step, fds: Sequence[int]) -> Any:
+    def _step(self, message: say.Step) -> Any:
         runner = self._runner
         if runner is None:
             raise HetpipeError("this worker has no stage; load one before a step")
@@ -255,19 +260,19 @@ class Service:
                 del self._scales[old]
             return self._scales[serial, clips]
 
-    def _call(self, message: say.Call, fds: Sequence[int]) -> Any:
+    def _call(self, message: say.Call) -> Any:
         module, _, name = message.function.partition(":")
         return getattr(importlib.import_module(module), name)(self._device, *message.args)
 
-    def _read(self, message: say.Read, fds: Sequence[int]) -> Any:
+    def _read(self, message: say.Read) -> Any:
         stage = self._stages[message.stage]
         return {name: stage.get((message.role, name)) for name in message.names}
 
-    def _write(self, message: say.Write, fds: Sequence[int]) -> None:
+    def _write(self, message: say.Write) -> None:
         for name, value in message.values.items():
             self._stages[message.stage].put((message.role, name), value)
 
-    def _swap(self, message: say.Swap, fds: Sequence[int]) -> None:
+    def _swap(self, message: say.Swap) -> None:
         for one, other in message.pairs:
             self._stages[message.stage].store.swap(one, other)
 
@@ -277,7 +282,7 @@ class Service:
         self._edges = []
 
 
-_COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
+_COMMANDS: dict[type, Callable[[Service, Any], Any]] = {
     say.Load: Service._load,
     say.Begin: Service._begin,
     say.Step: Service._step,
