@@ -6,9 +6,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.words import short
 
@@ -72,6 +73,32 @@ def clock() -> Callable[[], float]:
     return time.process_time if word else time.perf_counter
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes that torchrun started."""
+
+    rank: int
+    count: int
+    master: str
+
+
+def torchrun_ranks() -> Ranks | None:
+    """Return this process's rank; None if torchrun did not start it.
+
+    Raises `ClusterError` for several processes on one host.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_host != 1:
+        raise ClusterError(
+            f"torchrun started {on_host} processes on this host, but hetpipe starts one worker per "
+            "device by itself: use --nproc-per-node 1"
+        )
+    variables = os.environ
+    return Ranks(int(variables["RANK"]), int(variables["WORLD_SIZE"]), variables["MASTER_ADDR"])
+
+
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
     """Raise `HetpipeError` if a launcher such as torchrun started this process several times."""
     ranks = environment.get("WORLD_SIZE", "")
@@ -81,5 +108,5 @@ def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
     raise HetpipeError(
         f"this is process {rank} of {ranks} (RANK and WORLD_SIZE, as torchrun sets them), and each "
         "would train the whole model: hetpipe starts its own workers, one per device; run it once, "
-        "without torchrun"
+        "without torchrun, or let the processes share their devices: cluster=hp.Cluster.hosts()"
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hetpipe.cli import (
+    agent,
     bench,
     boards,
     cache,
@@ -24,11 +25,13 @@ from hetpipe.cli import (
     profile,
     report,
     reproduce,
+    secret,
     simulate,
     train,
     whatif,
     zoo,
 )
+from hetpipe.cli.meet import hosts_of_command
 from hetpipe.cli.options import flat
 
 app = typer.Typer(
@@ -39,7 +42,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
-    reproduce, train, report, bench, matmul, zoo, new_backend, conform,
+    reproduce, train, report, bench, matmul, zoo, new_backend, conform, agent, secret,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(flat(module.command))
@@ -66,6 +69,4 @@ def start(
     ] = False,
 ) -> None:
     """Handle the options of `hetpipe` itself, and make the checks before every command."""
-    from hetpipe.environment import refuse_ranks
-
-    refuse_ranks()
+    hosts_of_command()

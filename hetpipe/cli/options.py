@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli import complete
+from hetpipe.cli.meet import hosts_of_command
 from hetpipe.errors import ClusterError, HetpipeError, PlanError
 from hetpipe.words import choices
 
@@ -244,6 +245,10 @@ def make_cluster(
     from hetpipe.cluster.cluster import Cluster, load_or_published
 
     emulated = parse_speeds(speeds)
+    if (connections := hosts_of_command()) is not None:
+        if file or backends:
+            raise ClusterError("on several hosts, name the devices: --devices HOST/DEVICE,...")
+        return Cluster.on(connections, split_names(devices), emulated)
     if file is None:
         return Cluster.local(split_names(backends), split_names(devices), emulated)
     if devices or backends:

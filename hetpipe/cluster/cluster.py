@@ -17,6 +17,7 @@ from hetpipe.cluster.topology import Layout, Link, Server, Topology, check_link
 from hetpipe.cluster.transports import transport_of
 from hetpipe.cost.table import LinkCost
 from hetpipe.errors import ClusterError
+from hetpipe.hosts.hosts import Hosts
 from hetpipe.html import table_html
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.words import choices, short
@@ -37,6 +38,7 @@ class Cluster:
     servers: tuple[Server, ...] = ()
     network: Topology | None = None  # between servers; a device without a server counts as a server
     options: Mapping[str, BackendOptions] = field(default_factory=dict)  # by name of the backend
+    connections: Hosts | None = field(default=None, compare=False, repr=False)  # to other hosts
 
     def __post_init__(self) -> None:
         transport_of(self.transport)
@@ -84,9 +86,9 @@ class Cluster:
     @cached_property
     def members_sharing_cores(self) -> frozenset[str]:
         """Ids of the members that share a CPU core with another member."""
-        uses = Counter(core for member in self.members for core in member.cores)
+        uses = Counter((m.machine, core) for m in self.members for core in m.cores)
         return frozenset(
-            member.id for member in self.members if any(uses[core] > 1 for core in member.cores)
+            m.id for m in self.members if any(uses[m.machine, core] > 1 for core in m.cores)
         )
 
     def member(self, member_id: str) -> Member:
@@ -208,6 +210,50 @@ class Cluster:
         from hetpipe.cluster.local import local_members
 
         return Cluster(tuple(local_members(backends, devices, emulate_speed or {}, rank)))
+
+    @staticmethod
+    def hosts(
+        meet: str | None = None,
+        count: int | None = None,
+        agents: Sequence[str] = (),
+        *,
+        devices: Sequence[str] | None = None,
+        emulate_speed: Mapping[str, float] | None = None,
+        transport: str = "auto",
+        name: str = "",
+        limit_s: float = 120.0,
+    ) -> Cluster:
+        """Return a cluster of the devices of several hosts (docs/hosts.md).
+
+        Under torchrun, rank 0 returns, and all other ranks serve as agents and exit here. Without
+        torchrun, `meet` is the address where this process waits for the agents of `count` - 1 other
+        hosts; or `agents` are the addresses of agents that stay. Devices are named `host/device`,
+        and a host alone names its usual devices. `name` is this host's name. Waits up to `limit_s`
+        seconds. Raises `ClusterError`.
+        """
+        from hetpipe.cluster.hosts import meet_hosts
+
+        transport_of(transport)
+        connections = meet_hosts(meet, count, agents, name, limit_s)
+        try:
+            return Cluster.on(connections, devices, emulate_speed or {}, transport)
+        except BaseException:
+            connections.close()
+            raise
+
+    @staticmethod
+    def on(
+        connections: Hosts,
+        devices: Sequence[str] | None,
+        emulate_speed: Mapping[str, float],
+        transport: str = "auto",
+    ) -> Cluster:
+        """Return a cluster of devices of connected hosts; see `hosts`."""
+        from hetpipe.cluster.hosts import members_of
+
+        members = members_of(connections, devices, emulate_speed)
+        servers = tuple(Server(facts.name) for facts in connections.facts)
+        return Cluster(members, transport=transport, servers=servers, connections=connections)
 
 
 def load_or_published(text: str) -> Cluster:

@@ -26,6 +26,8 @@ class Member:
     board: str = ""
     server: str = ""  # empty: the device has no server
     numerics: str = ""  # the device that computes a board's numbers in a training
+    host: str = ""  # in a cluster of several hosts: the host with the device
+    machine: str = ""  # of the host; two hosts may be environments of one machine
 
     @property
     def opened_device(self) -> str:
@@ -75,7 +77,8 @@ def check_member(member: Member) -> None:
         )
     if not 0 < member.speed <= 1:  # emulation can only slow a device down
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
-    absent = sorted(set(member.cores) - set(available_cores())) if member.cores else []
+    here = member.cores and not member.host
+    absent = sorted(set(member.cores) - set(available_cores())) if here else []
     if absent:
         present = ", ".join(map(str, available_cores()))
         raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {present}")

@@ -26,12 +26,20 @@ class Transport:
     """Whether workers are threads of the controller's process."""
     meets: bool = False
     """Whether processes must meet before they can exchange messages."""
+    encrypts: bool = False
+    """Whether tensors between hosts are encrypted."""
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether members may be on several hosts; each host then uses the module for itself."""
+        return not (self.in_threads or self.meets)
 
 
 _TRANSPORTS = {
     "auto": Transport("shared-memory", "hetpipe.wire.sharedmemory"),  # all workers are on this host
     "local": Transport("local", "hetpipe.wire.handover", in_threads=True),
     "shared-memory": Transport("shared-memory", "hetpipe.wire.sharedmemory"),
+    "tls": Transport("tls", "hetpipe.wire.sharedmemory", encrypts=True),
     "distributed": Transport("distributed", "hetpipe.wire.gloo", meets=True),
 }
 TRANSPORTS = tuple(_TRANSPORTS)

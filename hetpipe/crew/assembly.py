@@ -3,7 +3,7 @@ of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.wire.messages import Apply, Array, Batch, Plug, WireEnd
+from hetpipe.wire.ends import Plug, Route, WireEnd
+from hetpipe.wire.messages import Apply, Array, Batch
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
 from hetpipe.worker.bind import Key
@@ -93,8 +94,9 @@ class Assembly:
         members: Sequence[Sequence[str]],
         workers: Mapping[str, int],
         infos: Mapping[str, DeviceInfo],
+        route: Callable[[int, int], Route | None],
     ) -> dict[str, list[WireEnd]]:
-        """Return each member's ends of all wires.
+        """Return each member's ends of all wires; `route` is `Fleet.route`.
 
         Members whose devices stream send while they compute, so their messages travel in pieces.
         Messages between two accelerators of one backend may go directly from memory to memory. A
@@ -111,8 +113,9 @@ class Assembly:
             pieces = PARTS if streams(infos[source]) else 1
             one, other = infos[source], infos[target]
             direct = one.backend == other.backend and not (one.on_cores or other.on_cores)
+            way = route(*ranks)
             for member, sends in ((source, True), (target, False)):
-                plug = Plug(tag, sends, ranks, pieces, direct)
+                plug = Plug(tag, sends, ranks, pieces, direct, way)
                 ends[member].append(WireEnd(wire, plug, link))
         return ends
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
@@ -56,6 +56,30 @@ class RemoteTraceError(Exception):
 
     def __str__(self) -> str:
         return f"in the worker:\n{self.args[0]}"
+
+
+class Reports(Protocol):
+    """The place where a fleet reports on its workers, which it numbers from 0."""
+
+    on_failure: Callable[[], None]
+
+    @property
+    def failed(self) -> bool: ...
+
+    @property
+    def owns(self) -> bool: ...
+
+    def label(self, worker: int) -> str: ...
+
+    def doing_of(self, worker: int) -> str: ...
+
+    def arrived(self, worker: int, message: Any) -> None: ...
+
+    def fail(self, text: str, trace: str = "") -> None: ...
+
+    def check(self) -> None: ...
+
+    def await_failure(self, worker: int, limit_s: float) -> None: ...
 
 
 class Control:
@@ -177,6 +201,16 @@ class Control:
                     f"nothing has moved for {silent_s:.0f} s: {self.describe(workers)}"
                     f"{ends if in_pass and limit_s is None else ''}"
                 )
+
+    def await_failure(self, worker: int, limit_s: float) -> None:
+        """Wait until the watcher reports why a worker is gone, and raise that."""
+        self.gather([worker], patience_s=limit_s)
+
+    def label(self, worker: int) -> str:
+        return self.labels[worker]
+
+    def doing_of(self, worker: int) -> str:
+        return self.doing[worker]()
 
     def describe(self, workers: Sequence[int]) -> str:
         """Return the present action of each of these workers, in words."""

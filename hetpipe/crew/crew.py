@@ -14,8 +14,8 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
-from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.groups import meeting_places
+from hetpipe.crew.launcher import Launched
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.crew.stage_members import StageMembers, stage_moves, travelling_names
 from hetpipe.crew.workers import Workers
@@ -56,7 +56,7 @@ class Scripts:
 class Crew(Workers):
     """Workers with their devices open, and the stages of the workers."""
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
+    def __init__(self, cluster: Cluster, launched: Launched, start_timeout_s: float) -> None:
         self._assembly: Assembly | None = None
         self._placement = StageMembers((), False)
         self._scripts = Scripts()
@@ -67,7 +67,7 @@ class Crew(Workers):
         self._origin_s = 0.0  # time 0 of timelines: the start of the step or stream
         self._patience = Patience()
         self.pass_limit_s: float | None = None  # after which a pass counts as stuck; None: never
-        super().__init__(cluster, fleet, start_timeout_s)
+        super().__init__(cluster, launched, start_timeout_s)
 
     def load(
         self,
@@ -140,14 +140,15 @@ class Crew(Workers):
         `UnsupportedOperatorError`, before anything changes, if a device cannot run its stage."""
         workers = [self._worker(member) for member in placement.row_of]
         meeting = meeting_places(self.cluster, placement.members, self.infos)
-        with self._conversation(), meeting as places:
-            wires = assembly.wire_ends(self.cluster, placement.members, self._index, self.infos)
+        with self._conversation(), meeting as folders:
+            places = placement.members, self._index, self.infos
+            wires = assembly.wire_ends(self.cluster, *places, self._fleet.route)
             for member, ends in wires.items():
                 replicas = placement.replicas_of(member)
                 stage_loads = tuple(loads[replica] for replica in replicas if replica in loads)
                 stay = tuple(replica.stage for replica in replicas if replica not in loads)
                 self._fleet.connect(self._index[member], ends)
-                message = say.Load(stage_loads, keep, state_init, assembly.shares, stay, places)
+                message = say.Load(stage_loads, keep, state_init, assembly.shares, stay, folders)
                 self._fleet.send(self._index[member], message)
             answers = dict(zip(placement.row_of, self._control.gather(workers), strict=True))
             refused = [

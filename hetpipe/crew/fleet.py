@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hetpipe.cluster.transports import Transport
-from hetpipe.crew.control import PAUSE_TICKS, Control
+from hetpipe.crew.control import PAUSE_TICKS, Control, Reports
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
 from hetpipe.crew.plugboard import Plugboard
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
@@ -24,7 +24,8 @@ from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.wire.channel import Channel
-from hetpipe.wire.messages import Open, Stop, WireEnd
+from hetpipe.wire.ends import Route, WireEnd
+from hetpipe.wire.messages import Open, Stop
 from hetpipe.worker.blame import summary
 from hetpipe.worker.service import Service
 
@@ -39,7 +40,6 @@ LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 class Fleet(ABC):
     """Started workers, by number."""
 
-    control: Control
     apart = True  # whether each worker is a separate process
     keep: Any = None  # an object that lives as long as the workers
 
@@ -50,6 +50,10 @@ class Fleet(ABC):
     @abstractmethod
     def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
         """Give a worker its ends of wires, for the next `Load`. Raises `WorkerError` as `send`."""
+
+    def route(self, source: int, target: int) -> Route | None:
+        """Return how a new wire between two workers is connected; None inside a host."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -132,14 +136,14 @@ class ProcessFleet(Fleet):
 
     def __init__(
         self,
-        control: Control,
+        control: Reports,
         orders: Sequence[Open],
         settings: Sequence[Mapping[str, str]],
         silence_s: float,
-        transport: Transport,
+        plugboard: Plugboard,
     ) -> None:
         self.control = control
-        self._plugboard = Plugboard(transport)
+        self._plugboard = plugboard
         control.on_failure = self._wake
         self._orders = orders
         self._settings = settings
@@ -174,10 +178,9 @@ class ProcessFleet(Fleet):
             self._channels[worker].send(message, fds)
         except OSError as error:
             if error.errno in LACKS:
-                label = self.control.labels[worker]
+                label = self.control.label(worker)
                 raise HetpipeError(f"no message can be sent to {label}: {error}") from error
-            # The watcher reports why the worker is gone.
-            self.control.gather([worker], patience_s=LEAVE_S)
+            self.control.await_failure(worker, LEAVE_S)
 
     def close(self) -> None:
         if not self.control.owns:
@@ -265,9 +268,9 @@ class ProcessFleet(Fleet):
                 )
 
     def _describe(self, worker: int) -> str:
-        pid, doing = self._children[worker].pid, self.control.doing[worker]()
+        pid, doing = self._children[worker].pid, self.control.doing_of(worker)
         at = "" if doing == "idle" else f", last at {doing}"
-        return f"{self.control.labels[worker]} (process {pid}{at})"
+        return f"{self.control.label(worker)} (process {pid}{at})"
 
     def _bury(self) -> None:
         """Ask all workers to end, kill the remaining workers, and wait until all have ended."""

@@ -41,6 +41,7 @@ def may_group(cluster: Cluster, members: Sequence[str], infos: Mapping[str, Devi
     own = [infos[member] for member in members]
     return (
         len(own) > 1
+        and cluster.connections is None  # the meeting place is a folder of this host
         and not transport_of(cluster.transport).in_threads
         and not any(info.on_cores for info in own)
         and len({info.backend for info in own}) == 1

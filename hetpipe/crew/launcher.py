@@ -6,17 +6,22 @@ Workers with the same library variables come from one fork server (`hetpipe.crew
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
+from typing import NamedTuple
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.transports import transport_of
-from hetpipe.crew.control import Control
+from hetpipe.crew.control import Control, Reports
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
+from hetpipe.crew.plugboard import Outside, Plugboard
+from hetpipe.crew.remote import ControlPart, HostsFleet, RemoteFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
+from hetpipe.hosts.hosts import Hosts
 from hetpipe.process import shadow
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.references import backend_reference, check_not_loading
@@ -29,6 +34,7 @@ from hetpipe.sdk.host.registry import (
     get_backend,
 )
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.wire.host_messages import Launch
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # most boards that a message names
@@ -44,15 +50,99 @@ class _Worker:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
+class Timing(NamedTuple):
+    """Seconds between signs of life, of silence after which a worker counts as dead, and of a
+    start."""
+
+    heartbeat_s: float
+    silence_s: float
+    start_timeout_s: float
+
+
+class Launched(NamedTuple):
+    """Workers that are starting."""
+
+    fleet: Fleet
+    control: Control
+
+
+def launch(cluster: Cluster, timing: Timing) -> Launched:
     """Start one worker per member. The workers open their devices and then reply.
 
-    Raises `ClusterError` if there are no members, if two members have the same id, or if a member
-    is a board without numerics; `BackendError` for a missing device, `HetpipeError` for a backend
-    that no process can import.
+    Raises `ClusterError` if there are no members, if two members have the same id, if a member is a
+    board without numerics, or if the transport does not connect hosts; `BackendError` for a missing
+    device, `HetpipeError` for a backend that no process can import.
     """
     check_not_loading()
-    transport, members = transport_of(cluster.transport), cluster.members
+    _check_members(cluster)
+    control = Control([f"worker {m.id!r} ({m.opened_device})" for m in cluster.members])
+    if cluster.connections is not None:
+        fleet: Fleet = _launch_on_hosts(cluster, cluster.connections, control, timing)
+        return Launched(fleet, control)
+    transport, sharing = transport_of(cluster.transport), cluster.members_sharing_cores
+    if transport.in_threads:
+        orders = _orders(cluster, _workers(cluster, in_threads=True), timing, sharing, None)
+        fleet = ThreadFleet(control, orders, transport)
+    else:
+        fleet = launch_here(cluster, control, timing, Plugboard(transport), sharing)
+    return Launched(fleet, control)
+
+
+def launch_here(
+    cluster: Cluster,
+    control: Reports,
+    timing: Timing,
+    plugboard: Plugboard,
+    sharing: Collection[str],
+) -> Fleet:
+    """Start processes of this host. `sharing` are the members that share cores with others."""
+    transport = transport_of(cluster.transport)
+    workers = _workers(cluster, in_threads=False)
+    host, meeting = None, None
+    if transport.meets:
+        host, address = import_module(transport.module).host()
+        meeting = Meeting(transport.module, address)
+    orders = _orders(cluster, workers, timing, sharing, meeting)
+    settings = [worker.settings for worker in workers]
+    fleet = ProcessFleet(control, orders, settings, timing.silence_s, plugboard)
+    fleet.keep = host
+    return fleet
+
+
+def _launch_on_hosts(
+    cluster: Cluster, hosts: Hosts, control: Control, timing: Timing
+) -> HostsFleet:
+    transport, sharing = transport_of(cluster.transport), cluster.members_sharing_cores
+    if not transport.crosses_hosts:
+        raise ClusterError(
+            f"transport {transport.name!r} does not connect hosts; use 'auto', or 'tls' if the "
+            "network is not trusted"
+        )
+    places = [member.host for member in cluster.members]
+    fleet = HostsFleet(control, hosts, places)
+    crew = hosts.new_crew()
+
+    def start(host: str, control: ControlPart) -> Fleet:
+        members = tuple(member for member in cluster.members if member.host == host)
+        part = replace(cluster, members=members, links={}, places={}, connections=None)
+        if host == hosts.own.name:
+            plugboard = Plugboard(transport, Outside(hosts.wires, hosts.secret))
+            return launch_here(part, control, timing, plugboard, sharing)
+        launch = Launch(crew, fleet.wires, part, *timing, sharing)
+        return RemoteFleet(control, hosts.others[host], launch)
+
+    try:
+        for host in sorted({*places}, key=lambda host: host == hosts.own.name):
+            fleet.add(host, partial(start, host))
+        fleet.wait()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def _check_members(cluster: Cluster) -> None:
+    members = cluster.members
     if not members or len({member.id for member in members}) != len(members):
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
@@ -65,34 +155,34 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             "them, give them numerics (a device that computes their numbers), or name attached "
             "devices"
         )
+
+
+def _workers(cluster: Cluster, *, in_threads: bool) -> list[_Worker]:
     configure_backends(cluster)
-    threads, places = transport.in_threads, cluster.places
-    workers = [_worker(member, threads, places.get(member.id)) for member in members]
-    host, meeting = None, None
-    if transport.meets:
-        host, address = import_module(transport.module).host()
-        meeting = Meeting(transport.module, address)
-    orders = [
+    return [_worker(m, in_threads, cluster.places.get(m.id)) for m in cluster.members]
+
+
+def _orders(
+    cluster: Cluster,
+    workers: Sequence[_Worker],
+    timing: Timing,
+    sharing: Collection[str],
+    meeting: Meeting | None,
+) -> list[Open]:
+    return [
         Open(
             w.member,
             w.backend,
-            heartbeat_s,
-            start_timeout_s,
+            timing.heartbeat_s,
+            timing.start_timeout_s,
             rank,
             len(workers),
-            w.member.id in cluster.members_sharing_cores,
+            w.member.id in sharing,
             meeting,
             cluster.options.get(_backend(w.member)),
         )
         for rank, w in enumerate(workers)
     ]
-    control = Control([f"worker {m.id!r} ({m.opened_device})" for m in members])
-    if transport.in_threads:
-        return ThreadFleet(control, orders, transport)
-    settings = [worker.settings for worker in workers]
-    fleet = ProcessFleet(control, orders, settings, silence_s, transport)
-    fleet.keep = host
-    return fleet
 
 
 def configure_backends(cluster: Cluster) -> None:

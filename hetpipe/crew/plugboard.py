@@ -1,23 +1,35 @@
-"""Connects the ends of wires between workers of one host."""
+"""Connects the ends of wires at the host of their workers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 
 from hetpipe.cluster.transports import Transport
-from hetpipe.wire.messages import EdgeEnd, Edges, WireEnd
+from hetpipe.hosts.wires import Wires
+from hetpipe.wire.ends import EdgeEnd, Edges, Plug, WireEnd
+from hetpipe.wire.stream import StreamPort
 from hetpipe.wire.transport import Port
 
 
-class Plugboard:
-    """Wires whose first end is connected and whose second end is still to come."""
+@dataclass(frozen=True)
+class Outside:
+    """How a host reaches others: its arriving wires, and the secret of the cluster."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = import_module(transport.module)
-        self._waiting: dict[int, tuple[Port, list[int]]] = {}
+    wires: Wires
+    secret: bytes
+
+
+class Plugboard:
+    """Connects both ends of wires inside a host, and this host's ends of wires to other hosts."""
+
+    def __init__(self, transport: Transport, outside: Outside | None = None) -> None:
+        self._transport = transport
+        self._outside = outside
+        self._waiting: dict[int, tuple[Port, list[int]]] = {}  # the second ends of wires, by tag
 
     @contextmanager
     def connect(self, ends: Sequence[WireEnd]) -> Iterator[tuple[Edges, list[int]]]:
@@ -29,7 +41,7 @@ class Plugboard:
         descriptors: list[int] = []
         try:
             for end in ends:
-                port, fds = self._plug(end)
+                port, fds = (None, []) if end.plug is None else self._plug(end, end.plug)
                 descriptors += fds
                 among = len(descriptors) - len(fds), len(descriptors)
                 edges.append(EdgeEnd(end.wire, port, end.link, among))
@@ -37,18 +49,24 @@ class Plugboard:
         finally:
             _close(descriptors)
 
-    def _plug(self, end: WireEnd) -> tuple[Port | None, list[int]]:
-        plug = end.plug
-        if plug is None:
-            return None, []
+    def _plug(self, end: WireEnd, plug: Plug) -> tuple[Port, list[int]]:
+        if plug.route is not None:
+            return self._stream(plug)
         if plug.tag in self._waiting:
             return self._waiting.pop(plug.tag)
-        sending, receiving = self._transport.plugs(
-            end.wire, plug.ranks, plug.tag, plug.pieces, plug.direct
-        )
-        own, other = (sending, receiving) if plug.sends else (receiving, sending)
-        self._waiting[plug.tag] = other
+        module = import_module(self._transport.module)
+        sending, receiving = module.plugs(end.wire, plug.ranks, plug.tag, plug.pieces, plug.direct)
+        own, self._waiting[plug.tag] = (sending, receiving) if plug.sends else (receiving, sending)
         return own[0], own[1]
+
+    def _stream(self, plug: Plug) -> tuple[StreamPort, list[int]]:
+        assert plug.route is not None
+        assert self._outside is not None
+        route, outside = plug.route, self._outside
+        address = route.address if plug.sends else None
+        encrypted = self._transport.encrypts
+        port = StreamPort(route.name, outside.secret, encrypted, address, route.ahead_s)
+        return port, [] if plug.sends else [outside.wires.expect(route.name)]
 
     def close(self) -> None:
         """Close the ends that no worker has got."""

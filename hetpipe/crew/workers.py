@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.loss import Label
-from hetpipe.crew.fleet import Fleet
-from hetpipe.crew.launcher import launch
+from hetpipe.crew.launcher import Launched, Timing, launch
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.host.references import operator_origins
 from hetpipe.sdk.info import DeviceInfo
@@ -34,10 +33,9 @@ class Workers:
     as `WorkerError`.
     """
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
-        self._fleet = fleet
-        self._control = fleet.control
-        self._close = weakref.finalize(self, fleet.close)
+    def __init__(self, cluster: Cluster, launched: Launched, start_timeout_s: float) -> None:
+        self._fleet, self._control = launched
+        self._close = weakref.finalize(self, self._fleet.close)
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._opened: dict[str, DeviceInfo] | None = None
@@ -61,8 +59,8 @@ class Workers:
         `silence_s` counts as dead. Raises `BackendError` for a missing device, `HetpipeError` for a
         backend that no process can import, `WorkerError` if a worker does not start.
         """
-        fleet = launch(cluster, heartbeat_s, silence_s, start_timeout_s)
-        workers = cls(cluster, fleet, start_timeout_s)
+        launched = launch(cluster, Timing(heartbeat_s, silence_s, start_timeout_s))
+        workers = cls(cluster, launched, start_timeout_s)
         if wait:
             workers._await_devices()
         return workers
@@ -214,12 +212,23 @@ class Workers:
             except BaseException:
                 self.close()
                 raise
-            self._opened = dict(zip(self._index, opened, strict=True))
+            self._opened = {
+                member.id: _placed(info, member.machine)
+                for member, info in zip(self.cluster.members, opened, strict=True)
+            }
 
     def _worker(self, member: str) -> int:
         if member not in self._index:
             raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
         return self._index[member]
+
+
+def _placed(info: DeviceInfo, machine: str) -> DeviceInfo:
+    """Return a device's facts with names that are unique among machines."""
+    if not machine:
+        return info
+    address = info.address and f"{info.address}@{machine}"
+    return replace(info, memory_domain=f"{info.memory_domain}@{machine}", address=address)
 
 
 def share_operators(captured: Captured, crew: Workers) -> None:

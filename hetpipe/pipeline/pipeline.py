@@ -92,7 +92,8 @@ class Pipeline(Saving):
         resume: Checkpoint | None = None,
         **options: Unpack[Options],
     ) -> None:
-        refuse_ranks()
+        if cluster.connections is None:
+            refuse_ranks()
         planned, passes, updates = records_of(options)
         check_capturable(model)
         trains, loss = optimizer is not None, loss_fn or no_loss

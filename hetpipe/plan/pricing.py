@@ -13,7 +13,7 @@ from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.action import FORWARDS
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import GPIPE, GPIPE_WITH_LOSS, Rule
-from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.sdk.info import is_host_memory
 from hetpipe.simulate.simulator import period_s, simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
@@ -225,7 +225,7 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 
 def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
     """Whether the device's computing cores copy the messages of a link; each end copies a half."""
-    in_host = table.devices[device].memory_domain == HOST_MEMORY
+    in_host = is_host_memory(table.devices[device].memory_domain)
     return in_host and link.label == "measured"
 
 

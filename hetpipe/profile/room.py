@@ -9,7 +9,7 @@ from dataclasses import replace
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.sdk.info import is_host_memory
 
 STEPS = 64
 """Room is rounded down to this part of a memory, so that plans stay the same while it hardly
@@ -28,7 +28,7 @@ def with_room(tables: Mapping[int, CostTable], crew: Crew) -> dict[int, CostTabl
     Stored tables have the whole memory, because the room changes from run to run. Nothing is asked
     of devices in the host's memory.
     """
-    separate = [id for id, info in crew.infos.items() if info.memory_domain != HOST_MEMORY]
+    separate = [id for id, info in crew.infos.items() if not is_host_memory(info.memory_domain)]
     if not tables or not separate:
         return dict(tables)
     asked = crew.call(separate, "hetpipe.profile.room:available")

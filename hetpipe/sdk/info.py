@@ -90,13 +90,21 @@ class DeviceInfo:
     @property
     def hardware(self) -> str:
         """The address, or else the memory domain if it is not the host's; empty if unknown."""
-        separate = "" if self.memory_domain == HOST_MEMORY else self.memory_domain
+        separate = "" if is_host_memory(self.memory_domain) else self.memory_domain
         return self.address or separate
 
     @property
     def on_cores(self) -> bool:
         """Whether the device computes on the cores of the host."""
         return self.kind == "cpu" or self.capabilities.emulated or self.capabilities.reference
+
+
+def is_host_memory(domain: str) -> bool:
+    """Return whether a memory domain is the main memory of a machine.
+
+    In a cluster of several hosts a domain ends in "@" and an id of its machine.
+    """
+    return domain.partition("@")[0] == HOST_MEMORY
 
 
 def host_memory_nbytes() -> int:

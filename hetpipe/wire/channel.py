@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import socket
 import struct
 import tempfile
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from hetpipe.packing import Packed, pack
 
 INLINE_NBYTES = 32 * 1024
 MAX_FDS = 250  # the kernel allows 253 descriptors per message
@@ -63,10 +64,8 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a picklable message and copies of open descriptors. Raises `OSError`."""
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        parts: list[Any] = [head, *(buffer.raw() for buffer in buffers)]
+        """Send a picklable or packed message, and copies of open descriptors. Raises `OSError`."""
+        parts = list(pack(message).parts)
         sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
         parts.insert(0, sizes)
         nbytes = sum(aligned(len(part)) for part in parts)
@@ -188,4 +187,4 @@ def _unpack(body: memoryview, count: int) -> Any:
     for size in sizes:
         parts.append(body[offset : offset + size])
         offset = aligned(offset + size)
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return Packed(parts).unpack()

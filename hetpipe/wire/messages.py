@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetpipe.cluster.member import BackendOptions, Member
-from hetpipe.cluster.topology import Link
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.complete import Closing
 from hetpipe.schedule.weights import FLUSH, WeightPolicy
@@ -20,8 +19,7 @@ from hetpipe.schedule.weights import FLUSH, WeightPolicy
 if TYPE_CHECKING:
     from hetpipe.capture.program import StageGraphs
     from hetpipe.wire.shares import Replica, Shares
-    from hetpipe.wire.transport import Port
-    from hetpipe.wire.wire import Content, Wire
+    from hetpipe.wire.wire import Content
 
 Array = np.ndarray[Any, Any]
 
@@ -75,45 +73,6 @@ class Open:
     shares_core: bool = False
     meeting: Meeting | None = None
     options: BackendOptions | None = None
-
-
-@dataclass(frozen=True)
-class Plug:
-    """How one end of a wire is connected; see `Transport` in `hetpipe.cluster.transports`."""
-
-    tag: int
-    """The number of the wire, the same at both ends."""
-    sends: bool
-    ranks: tuple[int, int]
-    pieces: int
-    direct: bool
-
-
-@dataclass(frozen=True)
-class WireEnd:
-    """The end of a wire at a worker, before it is connected. Without a plug, both ends are at this
-    worker."""
-
-    wire: Wire
-    plug: Plug | None
-    link: Link = Link()  # noqa: RUF009 - frozen
-
-
-@dataclass(frozen=True)
-class EdgeEnd:
-    """The connected end of a wire at a worker. Without a port, both ends are at this worker."""
-
-    wire: Wire
-    port: Port | None
-    link: Link
-    fds: tuple[int, int]  # the port's descriptors in the message: from, to (excluded)
-
-
-@dataclass(frozen=True)
-class Edges:
-    """The ends of wires for the next `Load`. The worker does not reply."""
-
-    ends: tuple[EdgeEnd, ...]
 
 
 @dataclass(frozen=True)

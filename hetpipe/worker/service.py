@@ -20,6 +20,7 @@ from hetpipe.sdk.host.registry import configure_backend, open_device
 from hetpipe.sdk.host.validation import join_group
 from hetpipe.wire import messages as say
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
+from hetpipe.wire.ends import EdgeEnd, Edges
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array
@@ -50,7 +51,7 @@ class Service:
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
         self._asked: Any = None  # the latest `Load`, until `Begin`
-        self._edge_ends: tuple[say.EdgeEnd, ...] = ()  # for the next `Begin`
+        self._edge_ends: tuple[EdgeEnd, ...] = ()  # for the next `Begin`
         self._edge_fds: Sequence[int] = ()
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # by stage
@@ -88,7 +89,7 @@ class Service:
             self._task = "idle"
             while not isinstance((item := self._inbox.get())[0], say.Stop):
                 message, fds = item
-                if isinstance(message, say.Edges):
+                if isinstance(message, Edges):
                     self._edge_ends, self._edge_fds = message.ends, fds
                     continue
                 loads = isinstance(message, (say.Load, say.Begin))

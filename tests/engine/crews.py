@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
@@ -52,3 +54,21 @@ def serves(crew: Crew) -> bool:
     except WorkerError:
         return False
     return not crew.under_way
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process has ended, although its parent may not know yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
+    """Wait until a condition is true; return whether it became true in time."""
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crews import eventually, has_ended
 from engine_backends import FaultyBackend
 from engine_stages import LR, WIDTH, make_stages, make_values
 
@@ -56,22 +57,6 @@ def step(crew: Crew, stages: int, timeout_s: float | None = None) -> StepResult:
 
 def pids(crew: Crew) -> list[int]:
     return crew.call(list(crew.infos), "engine_backends:pid")
-
-
-def has_ended(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
-    end_s = time.monotonic() + limit_s
-    while time.monotonic() < end_s:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def failure_text(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list[int]) -> str:

@@ -37,9 +37,10 @@ GROUND = {
     "capture": {"check", "optim", "sdk"},  # graphs in a backend's operators, and of its updates
     "checkpoint": {"capture"},  # the roles of the stored tensors
     "check": {"sdk"},  # graphs and devices whose numbers it checks
-    "cluster": {"check", "cost", "sdk"},  # devices are found and tested; boards have costs
+    "cluster": {"check", "cost", "hosts", "sdk"},  # devices are found and tested; boards have costs
     "cost": set(),
     "explain": {"cluster", "cost", "plan", "report", "schedule", "sdk", "simulate"},
+    "hosts": set(),
     "loop": {"callbacks", "checkpoint", "report"},  # it knows a pipeline by a protocol
     "optim": set(),
     "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver

@@ -1,0 +1,135 @@
+"""Clusters of several hosts: every host offers its devices, as members `host/device`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from hetpipe.cluster.local import local_members
+from hetpipe.cluster.member import Member
+from hetpipe.environment import torchrun_ranks
+from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.hosts.facts import Facts
+from hetpipe.hosts.hosts import Hosts
+from hetpipe.hosts.meeting import (
+    find_under_torchrun,
+    gather,
+    gather_under_torchrun,
+    parse_address,
+    reach,
+)
+from hetpipe.words import choices
+
+AGENT = "hetpipe.crew.agent"
+"""The module of agents. It drives crews, so it is above this one, and is loaded by name."""
+DESCRIBE_S = 120.0
+"""Seconds in which a host finds its devices."""
+
+
+@dataclass(frozen=True)
+class Describe:
+    """To an agent: find the devices of its host; the answer is a tuple of members.
+
+    See `Cluster.local` for the arguments. An empty list of devices means none.
+    """
+
+    devices: Sequence[str] | None
+    emulate_speed: Mapping[str, float]
+
+
+def meet_hosts(
+    meet: str | None, count: int | None, agents: Sequence[str], name: str, limit_s: float
+) -> Hosts:
+    """Return the hosts of this training, once all of them are there.
+
+    Under torchrun the ranks other than 0 serve as agents; their processes end here.
+    """
+    if meet is not None and agents:
+        raise ClusterError("meet and agents were given; give meet, or the addresses of agents")
+    if agents:
+        return reach([parse_address(text) for text in agents], name, limit_s)
+    if meet is not None:
+        if count is None or count < 1:
+            raise ClusterError(f"count is {count}; give the number of hosts, with this one")
+        return gather(parse_address(meet), count, name, limit_s)
+    ranks = torchrun_ranks()
+    if ranks is None:
+        raise ClusterError(
+            "nothing says where the other hosts are: start this script with torchrun, or give "
+            "meet=HOST:PORT and count, or agents=[HOST:PORT, ...] (docs/hosts.md)"
+        )
+    if ranks.rank == 0:
+        return gather_under_torchrun(ranks, name, limit_s)
+    try:
+        status = import_module(AGENT).serve_once(find_under_torchrun(limit_s), name, limit_s)
+    except HetpipeError as error:
+        print(f"hetpipe: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
+
+
+def members_of(
+    hosts: Hosts,
+    devices: Sequence[str] | None,
+    emulate_speed: Mapping[str, float],
+) -> tuple[Member, ...]:
+    """Return the members of all hosts. See `Cluster.local` for the arguments, whose names here are
+    `host` or `host/device`. Raises `ClusterError` for an unknown host or device."""
+    names = [facts.name for facts in hosts.facts]
+    wanted = {name: _wanted(name, devices, names) for name in names}
+    speeds = {name: _speeds(name, emulate_speed, names) for name in names}
+    finishes: dict[str, Any] = {}
+    for name, other in hosts.others.items():
+        if wanted[name] != []:
+            finishes[name] = other.begin(Describe(wanted[name], speeds[name]))
+    own = hosts.own.name
+    found = {}
+    if wanted[own] != []:
+        found[own] = _placed(hosts.own, local_members(None, wanted[own], speeds[own], None))
+    for name, finish in finishes.items():
+        try:
+            found[name] = _placed(hosts.others[name].facts, finish(DESCRIBE_S))
+        except HetpipeError as error:
+            raise type(error)(f"host {name!r}: {error}") from error
+    return tuple(member for members in found.values() for member in members)
+
+
+def _placed(facts: Facts, members: Sequence[Member]) -> list[Member]:
+    """Return the members of a host, under names that are unique among hosts."""
+    return [
+        replace(
+            m, id=f"{facts.name}/{m.id}", host=facts.name, machine=facts.machine, server=facts.name
+        )
+        for m in members
+    ]
+
+
+def _wanted(host: str, devices: Sequence[str] | None, hosts: Sequence[str]) -> list[str] | None:
+    """Return the devices of a host among `devices`; None for the default ones."""
+    if devices is None:
+        return None
+    wanted: list[str] = []
+    for text in devices:
+        name, _, device = text.partition("/")
+        if name not in hosts:
+            raise ClusterError(f"{text!r} names no host: {choices(name, hosts)}")
+        if name == host and not device:
+            return None
+        if name == host:
+            wanted.append(device)
+    return wanted
+
+
+def _speeds(host: str, speeds: Mapping[str, float], hosts: Sequence[str]) -> dict[str, float]:
+    """Return the emulated speeds of a host's members."""
+    own = {}
+    for text, speed in speeds.items():
+        name, _, device = text.partition("/")
+        if name not in hosts:
+            raise ClusterError(f"emulate_speed names {text!r}: {choices(name, hosts)}")
+        if name == host:
+            own[device] = speed
+    return own

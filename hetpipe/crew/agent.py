@@ -1,0 +1,197 @@
+"""The agent: the process that starts and watches a host's workers for a controller elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from hetpipe.cluster.hosts import Describe
+from hetpipe.cluster.local import local_members
+from hetpipe.cluster.transports import transport_of
+from hetpipe.crew.fleet import Fleet
+from hetpipe.crew.launcher import Timing, launch_here
+from hetpipe.crew.plugboard import Outside, Plugboard
+from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.hosts.connection import Address, Connection
+from hetpipe.hosts.door import Door, Greeting
+from hetpipe.hosts.facts import Facts, own_facts
+from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye
+from hetpipe.hosts.meeting import call, is_loopback
+from hetpipe.hosts.secret import find_secret
+from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.wires import Wires
+from hetpipe.packing import Packed
+from hetpipe.wire.host_messages import Connect, Failed, Launch, Leave
+from hetpipe.worker.blame import summary
+
+
+def serve_once(address: tuple[str, int], name: str, limit_s: float) -> int:
+    """Serve the controller at an address until it needs this host no longer.
+
+    Return the exit status: 0, or 1 if the controller is lost. Raises `ClusterError` if it does not
+    answer within `limit_s`, or refuses this host.
+    """
+    secret, wires = find_secret(loopback=is_loopback(address[0])), Wires()
+    stream, controller, door = call(address, secret, own_facts(name), wires, limit_s)
+    try:
+        reason = Agent(stream, controller, Outside(wires, secret)).serve()
+    finally:
+        door.close()
+    if reason:
+        print(f"hetpipe: the controller {controller.name!r} is lost: {reason}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def stay(address: tuple[str, int], name: str) -> None:
+    """Listen on an address, and serve one controller after another. Raises `ClusterError`."""
+    secret, facts, wires = find_secret(loopback=is_loopback(address[0])), own_facts(name), Wires()
+    visits: SimpleQueue[tuple[TlsStream, Facts]] = SimpleQueue()
+    served: list[Facts] = []  # the present controller
+
+    def check(greeting: Greeting) -> str:
+        if greeting["purpose"] == "control" and served:
+            return f"it works for host {served[0].name!r} now; try again when that training ends"
+        return ""
+
+    def visit(stream: TlsStream, greeting: Greeting) -> None:
+        controller = Facts(**greeting["facts"])
+        if served:  # another controller was faster
+            stream.close()
+            return
+        served.append(controller)
+        visits.put((stream, controller))
+
+    door = Door(address, secret, facts, {"control": visit, "wire": wires.visit}, check)
+    print(f"{facts.name} listens on {door.address[0]} port {door.address[1]}", flush=True)
+    try:
+        while True:
+            stream, controller = visits.get()
+            print(f"works for {controller.name}", flush=True)
+            reason = Agent(stream, controller, Outside(wires, secret)).serve()
+            print(f"no longer works for {controller.name}{reason and ': '}{reason}", flush=True)
+            served.clear()
+    finally:
+        door.close()
+
+
+class _End(NamedTuple):
+    """The connection has ended."""
+
+    reason: str
+
+
+class Agent:
+    """Serves one controller."""
+
+    def __init__(self, stream: TlsStream, controller: Facts, outside: Outside) -> None:
+        self._outside = outside
+        self._arrived: SimpleQueue[tuple[Address, Packed] | _End] = SimpleQueue()
+        self._crews: dict[int, tuple[Fleet, str]] = {}  # with the first letters of its wires
+        self._connection = Connection(stream, controller.name)
+        self._connection.start(
+            lambda address, message: self._arrived.put((address, message)),
+            lambda reason: self._arrived.put(_End(reason)),
+        )
+
+    def serve(self) -> str:
+        """Obey the controller. Return why it is lost, or "" once it has said goodbye.
+
+        No worker runs afterwards.
+        """
+        try:
+            while not isinstance(item := self._arrived.get(), _End):
+                address, message = item
+                if address.crew:
+                    self._pass_on(address, message)
+                elif isinstance(asked := message.unpack(), Goodbye):
+                    return "an error ended it" if asked.failed else ""
+                else:
+                    self._answer(asked)
+            return item.reason
+        finally:
+            for crew in [*self._crews]:
+                self._leave(Leave(crew))
+            self._connection.close()
+
+    def _pass_on(self, address: Address, message: Packed) -> None:
+        if address.crew in self._crews:
+            with suppress(WorkerError):  # the crew has failed, and the controller knows
+                self._crews[address.crew][0].send(address.worker, message)
+
+    def _answer(self, asked: Ask) -> None:
+        request = asked.request
+        try:
+            answer = Answer(asked.number, _REQUESTS[type(request)](self, request))
+        except HetpipeError as error:
+            answer = Answer(asked.number, error=error)
+        except Exception as error:
+            answer = Answer(asked.number, error=HetpipeError(summary(error)))
+        if asked.number:
+            self._send(Address(0, HOST), answer)
+
+    def _send(self, address: Address, message: Any) -> None:
+        with suppress(OSError):  # the connection's thread says why
+            self._connection.send(address, message)
+
+    def _describe(self, request: Describe) -> list[Any]:
+        return local_members(None, request.devices, request.emulate_speed, None)
+
+    def _launch(self, request: Launch) -> None:
+        timing = Timing(request.heartbeat_s, request.silence_s, request.start_timeout_s)
+        plugboard = Plugboard(transport_of(request.cluster.transport), self._outside)
+        labels = [f"worker {m.id!r} ({m.opened_device})" for m in request.cluster.members]
+        relay = Relay(labels, lambda worker, m: self._send(Address(request.crew, worker), m))
+        fleet = launch_here(request.cluster, relay, timing, plugboard, request.sharing)
+        self._crews[request.crew] = fleet, request.wires
+
+    def _connect(self, request: Connect) -> None:
+        if request.crew in self._crews:
+            self._crews[request.crew][0].connect(request.worker, request.ends)
+
+    def _leave(self, request: Leave) -> None:
+        fleet, wires = self._crews.pop(request.crew, (None, ""))
+        if fleet is not None:
+            fleet.close()
+            self._outside.wires.forget(wires)
+
+
+class Relay:
+    """Passes on the reports about a host's workers to the controller."""
+
+    def __init__(self, labels: list[str], send: Callable[[int, Any], None]) -> None:
+        self.on_failure: Callable[[], None] = lambda: None
+        self.failed, self.owns = False, True
+        self._labels, self._send = labels, send
+
+    def label(self, worker: int) -> str:
+        return self._labels[worker]
+
+    def doing_of(self, worker: int) -> str:
+        return "idle"
+
+    def arrived(self, worker: int, message: Any) -> None:
+        self._send(worker, message)
+
+    def fail(self, text: str, trace: str = "") -> None:
+        if not self.failed:
+            self.failed = True
+            self._send(HOST, Failed(text, trace))
+            self.on_failure()
+
+    def check(self) -> None:
+        if self.failed:
+            raise WorkerError("this host's part of the crew has failed")
+
+    def await_failure(self, worker: int, limit_s: float) -> None:
+        """Return at once: the watcher reports the failure."""
+
+
+_REQUESTS: dict[type, Callable[[Agent, Any], Any]] = {
+    Describe: Agent._describe,
+    Launch: Agent._launch,
+    Connect: Agent._connect,
+    Leave: Agent._leave,
+}

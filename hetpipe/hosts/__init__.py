@@ -1,0 +1,1 @@
+"""Connections between the hosts of a cluster: secret, encryption, messages, meeting."""

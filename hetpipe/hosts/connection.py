@@ -1,0 +1,198 @@
+"""Messages between two hosts, with signs of life in both directions.
+
+A message goes to a worker, or to the other process itself. A large message travels in pieces, so a
+sign of life is never behind a gigabyte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hetpipe.hosts.tls import TlsStream
+from hetpipe.packing import Packed, pack
+
+PIECE_NBYTES = 256 * 1024
+BEAT_S = 1.0
+SILENCE_S = 5.0
+"""Seconds without a sign of life after which the other host counts as lost."""
+ROUND_TRIPS = 64  # of the latest signs of life; the fastest gives the difference of the clocks
+
+_RECORD = struct.Struct("<BIQ")  # kind, number of the message, bytes that follow
+_HEAD = struct.Struct("<iiI")  # crew, worker, number of parts; the parts' sizes follow
+_TIMES = struct.Struct("<dd")
+HEAD, BODY, PING, PONG = range(4)
+
+
+class Address(NamedTuple):
+    """The receiver of a message on a host: a worker of a crew. The host itself has worker -1."""
+
+    crew: int
+    worker: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far the other host's clock is ahead of ours, in seconds, and the greatest error of it."""
+
+    ahead_s: float
+    error_s: float
+
+
+class Connection:
+    """One end of a connection between two hosts. Any thread may send.
+
+    A thread calls `on_message` for each message, in order, and at last `on_end`, once, with the
+    reason. `peer` names the other host in reasons.
+    """
+
+    def __init__(self, stream: TlsStream, peer: str, silence_s: float = SILENCE_S) -> None:
+        self.peer = peer
+        self._stream = stream
+        self._silence_s = silence_s
+        self._numbers = itertools.count(1)
+        self._heard_s = time.monotonic()
+        self._clocks: list[Clock] = []
+        self._closing = False
+        # Held while the first reason is noted; never while `on_end` runs.
+        self._ending = threading.Lock()
+        self._reason = ""
+        _watch_socket(stream.socket, silence_s)
+
+    def start(
+        self, on_message: Callable[[Address, Packed], None], on_end: Callable[[str], None]
+    ) -> None:
+        """Begin to receive."""
+        self._on_message, self._on_end = on_message, on_end
+        for run, name in ((self._receive, "receive"), (self._beat, "beat")):
+            threading.Thread(target=run, name=f"hetpipe {name} {self.peer}", daemon=True).start()
+
+    @property
+    def clock(self) -> Clock:
+        """The difference of the clocks, by the fastest of the latest round trips."""
+        return min(self._clocks, key=lambda clock: clock.error_s, default=Clock(0.0, float("inf")))
+
+    def send(self, address: Address, message: Any) -> None:
+        """Send a picklable object, or a packed one. Raises `OSError`."""
+        parts = pack(message).parts
+        number = next(self._numbers) & 0xFFFFFFFF
+        sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
+        head = _HEAD.pack(*address, len(parts)) + sizes
+        record = _RECORD.pack(HEAD, number, len(head)) + head
+        nbytes = sum(len(part) for part in parts)
+        if nbytes <= PIECE_NBYTES:
+            body = b"".join(parts)
+            self._stream.sendall(b"".join((record, _RECORD.pack(BODY, number, nbytes), body)))
+            return
+        self._stream.sendall(record)
+        for piece in _pieces(parts):
+            self._stream.sendall(b"".join((_RECORD.pack(BODY, number, len(piece)), piece)))
+
+    def close(self) -> None:
+        """End the connection; `on_end` is not called."""
+        self._closing = True
+        self._stream.close()
+
+    def _end(self, reason: str) -> None:
+        with self._ending:
+            if self._reason or self._closing:
+                return
+            self._reason = reason
+        self._stream.close()
+        self._on_end(reason)
+
+    def _receive(self) -> None:
+        arriving: dict[int, _Arriving] = {}
+        try:
+            while True:
+                kind, number, nbytes = _RECORD.unpack(self._stream.receive(_RECORD.size))
+                self._heard_s = time.monotonic()
+                if kind == HEAD:
+                    arriving[number] = _Arriving(self._stream.receive(nbytes))
+                elif kind == BODY:
+                    message = arriving[number]
+                    message.fill(self._stream, nbytes)
+                    if message.is_whole:
+                        del arriving[number]
+                        self._on_message(message.address, Packed(message.parts))
+                else:
+                    self._time(kind, _TIMES.unpack(self._stream.receive(nbytes)))
+                self._heard_s = time.monotonic()
+        except EOFError as error:
+            self._end(str(error) or "the connection ended")
+        except Exception as error:
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _time(self, kind: int, times_s: tuple[float, float]) -> None:
+        now_s = time.monotonic()
+        sent_s, answered_s = times_s
+        if kind == PING:
+            self._signal(PONG, sent_s, now_s)
+            return
+        half_s = (now_s - sent_s) / 2
+        self._clocks = [
+            *self._clocks[1 - ROUND_TRIPS :],
+            Clock(answered_s - sent_s - half_s, half_s),
+        ]
+
+    def _signal(self, kind: int, *times_s: float) -> None:
+        with suppress(OSError):  # the receiving thread says why
+            self._stream.sendall(_RECORD.pack(kind, 0, _TIMES.size) + _TIMES.pack(*times_s))
+
+    def _beat(self) -> None:
+        while not (self._closing or self._reason):
+            begin_s = time.monotonic()
+            self._signal(PING, begin_s, 0.0)
+            time.sleep(BEAT_S if self._clocks else BEAT_S / 20)
+            now_s = time.monotonic()
+            if now_s - begin_s > 3 * BEAT_S:  # this process was stopped, or the machine slept
+                self._heard_s = now_s
+            elif now_s - self._heard_s > self._silence_s:
+                silent_s = now_s - self._heard_s
+                self._end(f"it has given no sign of life for {silent_s:.1f} s")
+
+
+class _Arriving:
+    """A message whose parts are arriving."""
+
+    def __init__(self, head: bytearray) -> None:
+        crew, worker, count = _HEAD.unpack_from(head)
+        self.address = Address(crew, worker)
+        sizes = struct.unpack_from(f"<{count}Q", head, _HEAD.size)
+        self.parts = [memoryview(bytearray(size)) for size in sizes]
+        self._empty = [part for part in self.parts if part]  # views of the bytes that are missing
+
+    def fill(self, stream: TlsStream, nbytes: int) -> None:
+        while nbytes:
+            view = self._empty[0][:nbytes]
+            stream.receive_into(view)
+            nbytes -= len(view)
+            self._empty[0] = self._empty[0][len(view) :]
+            if not self._empty[0]:
+                del self._empty[0]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._empty
+
+
+def _pieces(parts: Sequence[Any]) -> Iterator[memoryview]:
+    """Yield the bytes of all parts in pieces."""
+    for part in parts:
+        view = memoryview(part)
+        for begin in range(0, len(view), PIECE_NBYTES):
+            yield view[begin : begin + PIECE_NBYTES]
+
+
+def _watch_socket(sock: socket.socket, silence_s: float) -> None:
+    """Let a socket fail when the other end is silent, and send small messages at once."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * silence_s))

@@ -1,0 +1,220 @@
+"""The hosts of a cluster, as the controller sees them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hetpipe.errors import ClusterError, HetpipeError, WorkerError
+from hetpipe.hosts.connection import Address, Connection
+from hetpipe.hosts.door import Door
+from hetpipe.hosts.facts import Facts
+from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.wires import Wires
+from hetpipe.packing import Packed
+
+logger = logging.getLogger("hetpipe")
+
+HOST = -1
+"""The worker in the address of a message to a host itself."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to an agent, which sends an `Answer` with the same number."""
+
+    number: int
+    request: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a request, or its error."""
+
+    number: int
+    value: Any = None
+    error: HetpipeError | None = None
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The controller needs this agent no longer; `failed` says that an error ended it."""
+
+    failed: bool
+
+
+class RemoteHost:
+    """A host with an agent, and the connection to it."""
+
+    def __init__(self, stream: TlsStream, facts: Facts, door: tuple[str, int]) -> None:
+        """`door` is the address where the host receives wires."""
+        self.facts, self.door = facts, door
+        self.address = stream.socket.getsockname()[0]  # ours, as this host reaches us
+        self.crews: dict[int, CrewEnd] = {}
+        self.lost = ""
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, SimpleQueue[Answer]] = {}
+        self.connection = Connection(stream, facts.name)
+        self.connection.start(self._arrived, self._ended)
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    def begin(self, request: Any) -> Callable[[float], Any]:
+        """Send a request. Return a function that waits up to some seconds for its result.
+
+        The function raises the agent's `HetpipeError`, and `WorkerError` for a lost or late host.
+        """
+        number = next(self._numbers)
+        answers = self._answers[number] = SimpleQueue()
+        self.send(Address(0, HOST), Ask(number, request))
+
+        def finish(limit_s: float) -> Any:
+            try:
+                answer = answers.get(timeout=limit_s)
+            except Empty:
+                raise WorkerError(
+                    f"host {self.name!r} has not answered {type(request).__name__} within "
+                    f"{limit_s:.0f} s"
+                ) from None
+            finally:
+                del self._answers[number]
+            if answer.error is not None:
+                raise answer.error
+            return answer.value
+
+        return finish
+
+    def send(self, address: Address, message: Any) -> None:
+        """Send a message to a worker or to the agent. Raises `WorkerError` if the host is lost."""
+        try:
+            self.connection.send(address, message)
+        except OSError as error:
+            raise WorkerError(self.describe_loss(str(error))) from error
+
+    def describe_loss(self, reason: str) -> str:
+        return f"host {self.name!r} ({self.door[0]}) is lost: {self.lost or reason}"
+
+    def _arrived(self, address: Address, message: Packed) -> None:
+        if address.crew == 0:
+            answer = message.unpack()
+            if answer.number in self._answers:
+                self._answers[answer.number].put(answer)
+        elif (crew := self.crews.get(address.crew)) is not None:
+            crew.arrived(address.worker, message.unpack())
+
+    def _ended(self, reason: str) -> None:
+        self.lost = reason
+        error = WorkerError(self.describe_loss(reason))
+        for number, answers in list(self._answers.items()):
+            answers.put(Answer(number, error=error))
+        for crew in list(self.crews.values()):
+            crew.lost(str(error))
+
+
+class CrewEnd:
+    """Receives the messages of a host's workers that belong to one crew."""
+
+    def arrived(self, worker: int, message: Any) -> None:
+        raise NotImplementedError
+
+    def lost(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+class Hosts:
+    """The controller's own host and the hosts of its agents; at its end the agents are told so."""
+
+    def __init__(
+        self, own: Facts, door: Door, wires: Wires, secret: bytes, others: Sequence[RemoteHost]
+    ) -> None:
+        self.own, self.door, self.wires, self.secret = own, door, wires, secret
+        self.others: Mapping[str, RemoteHost] = {other.name: other for other in others}
+        self._crews = itertools.count(1)
+        self.close = weakref.finalize(self, _close, door, tuple(others))
+
+    def new_crew(self) -> int:
+        """Return a number for a crew."""
+        return next(self._crews)
+
+    @property
+    def facts(self) -> list[Facts]:
+        """The facts of all hosts, first the controller's."""
+        return [self.own, *(other.facts for other in self.others.values())]
+
+    def ask_all(self, request: Any, limit_s: float) -> dict[str, Any]:
+        """Send a request to all agents; return the results by host. Raises as `begin`."""
+        finishes = {name: other.begin(request) for name, other in self.others.items()}
+        return {name: finish(limit_s) for name, finish in finishes.items()}
+
+    def route(self, source: str, target: str) -> tuple[tuple[str, int], float]:
+        """Return where host `target` receives wires from host `source`, and how far the target's
+        clock is ahead of the source's, in seconds."""
+        ahead_s = self._ahead_s(target) - self._ahead_s(source)
+        if target != self.own.name:
+            return self.others[target].door, ahead_s
+        return (self.others[source].address, self.door.address[1]), ahead_s
+
+    def _ahead_s(self, name: str) -> float:
+        return 0.0 if name == self.own.name else self.others[name].connection.clock.ahead_s
+
+    def __reduce__(self) -> Any:
+        raise HetpipeError("connections to hosts cannot be pickled or copied")
+
+
+def _close(door: Door, others: Sequence[RemoteHost]) -> None:
+    door.close()
+    failed = getattr(sys, "last_value", None) is not None  # Python sets it before it ends
+    for other in others:
+        with suppress(WorkerError):
+            other.send(Address(0, HOST), Goodbye(failed))
+        other.connection.close()
+
+
+def check_names(facts: Sequence[Facts]) -> None:
+    """Raise `ClusterError` if names of hosts differ only in case, or are equal."""
+    seen: dict[str, str] = {}
+    for name in (each.name for each in facts):
+        if (other := seen.setdefault(name.lower(), name)) is not name:
+            raise ClusterError(
+                f"two hosts have the names {other!r} and {name!r}: start one of the agents with "
+                "another --name"
+            )
+
+
+class Gathering:
+    """Agents that have called, until all are there."""
+
+    def __init__(self) -> None:
+        self._others: list[RemoteHost] = []
+        # Held while the list changes; the waiting thread is woken for each agent.
+        self._changed = threading.Condition()
+
+    def add(self, other: RemoteHost) -> None:
+        with self._changed:
+            self._others.append(other)
+            self._changed.notify_all()
+
+    @property
+    def names(self) -> list[str]:
+        return [other.name for other in self._others]
+
+    def wait(self, count: int, limit_s: float) -> list[RemoteHost]:
+        """Wait for `count` agents. Raises `ClusterError` with the names that came in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._others) >= count, limit_s):
+                came = ", ".join(sorted(self.names)) or "none"
+                raise ClusterError(
+                    f"{len(self._others)} of {count} other hosts have come within {limit_s:.0f} s "
+                    f"({came}): start an agent on each of the others, or give a smaller count"
+                )
+            return sorted(self._others, key=lambda other: other.name)

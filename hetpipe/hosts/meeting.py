@@ -1,0 +1,199 @@
+"""How hosts find each other: by torchrun, at an address, or by dialing agents that stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+from hetpipe.environment import Ranks
+from hetpipe.errors import ClusterError
+from hetpipe.hosts.door import Door, Greeting, Visitor, dial, greeting
+from hetpipe.hosts.facts import Facts, own_facts
+from hetpipe.hosts.hosts import Gathering, Hosts, RemoteHost
+from hetpipe.hosts.secret import find_secret
+from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.wires import Wires
+
+PORT = 29400
+"""The port of a meeting whose address names none."""
+KEY = "hetpipe/door"
+"""The key of the controller's address in torchrun's store."""
+RETRY_S = 0.2
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the IP address and port of "HOST", "HOST:PORT" or "[IPV6]:PORT".
+
+    Raises `ClusterError` for text that is no address, or a name that nothing resolves.
+    """
+    name, port = text, ""
+    if text.startswith("["):
+        name, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        name, _, port = text.partition(":")
+    if not name or (port and not port.isdecimal()) or int(port or 0) > 65535:
+        raise ClusterError(f"{text!r} is no address; write HOST:PORT, for example 10.0.0.1:{PORT}")
+    return resolve(name), int(port or PORT)
+
+
+def resolve(name: str) -> str:
+    """Return the IP address of a host. Raises `ClusterError`."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ClusterError(f"no host {name!r}: {error.strerror}") from error
+    return str(found[0][4][0])
+
+
+def is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def gather_under_torchrun(ranks: Ranks, name: str, limit_s: float) -> Hosts:
+    """As rank 0, publish an address in torchrun's store and wait for the other ranks."""
+    address = resolve(ranks.master)
+    store = _store(limit_s)
+
+    def publish(door: Door) -> None:
+        store.set(KEY, json.dumps(door.address))
+
+    return gather((address, 0), ranks.count, name, limit_s, publish)
+
+
+def find_under_torchrun(limit_s: float) -> tuple[str, int]:
+    """As another rank, return the address of rank 0."""
+    store = _store(limit_s)
+    try:
+        store.wait([KEY], timedelta(seconds=limit_s))
+        host, port = json.loads(store.get(KEY))
+    except Exception as error:
+        raise ClusterError(
+            f"rank 0 has not called hp.Cluster.hosts() within {limit_s:.0f} s ({error})"
+        ) from error
+    return str(host), int(port)
+
+
+def _store(limit_s: float) -> Any:
+    """Return torchrun's store, with keys for this attempt alone. It holds only an address."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in its __all__
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{attempt}", store)
+
+
+def gather(
+    address: tuple[str, int],
+    count: int,
+    name: str,
+    limit_s: float,
+    listening: Callable[[Door], Any] = lambda door: None,
+) -> Hosts:
+    """Listen on an address until the agents of `count` - 1 other hosts have called.
+
+    Raises `ClusterError` if the address cannot be used, without a secret, or after `limit_s`.
+    """
+    secret = find_secret(loopback=is_loopback(address[0]))
+    facts, wires, gathering = own_facts(name), Wires(), Gathering()
+
+    def check(greeting: Greeting) -> str:
+        if greeting["purpose"] != "control":
+            return ""
+        if len(gathering.names) >= count - 1:
+            return f"all {count} hosts have met already"
+        return _refusal(str(greeting["facts"]["name"]), [facts.name, *gathering.names])
+
+    def visit(stream: TlsStream, greeting: Greeting) -> None:
+        gathering.add(_remote(stream, greeting))
+
+    visitors: dict[str, Visitor] = {"control": visit, "wire": wires.visit}
+    door = Door(address, secret, facts, visitors, check)
+    try:
+        listening(door)
+        others = gathering.wait(count - 1, limit_s)
+    except BaseException:
+        door.close()
+        raise
+    return Hosts(facts, door, wires, secret, others)
+
+
+def _refusal(name: str, names: Sequence[str]) -> str:
+    """Return why a host with this name may not join the hosts with `names`, or ""."""
+    same = [other for other in names if other.lower() == name.lower()]
+    if not same:
+        return ""
+    return f"it knows a host {same[0]!r} already: start the agent of {name!r} with another --name"
+
+
+def _remote(stream: TlsStream, greeting: Greeting) -> RemoteHost:
+    """Return the host that has called."""
+    peer = stream.socket.getpeername()[0]
+    return RemoteHost(stream, Facts(**greeting["facts"]), (peer, int(greeting["door"])))
+
+
+def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Hosts:
+    """Dial agents that stay. Raises `ClusterError` if one is absent or busy."""
+    secret = find_secret(loopback=all(is_loopback(host) for host, _ in addresses))
+    facts, wires = own_facts(name), Wires()
+    others: list[RemoteHost] = []
+    for address in addresses:
+        stream, theirs = _dial(address, secret, greeting("control", facts), limit_s)
+        if reason := _refusal(theirs.name, [facts.name, *(other.name for other in others)]):
+            stream.close()
+            raise ClusterError(f"{address[0]} port {address[1]}: {reason}")
+        others.append(RemoteHost(stream, theirs, address))
+    here = others[0].address
+    door = Door((here, 0), secret, facts, {"wire": wires.visit})
+    return Hosts(facts, door, wires, secret, others)
+
+
+def call(
+    address: tuple[str, int], secret: bytes, facts: Facts, wires: Wires, limit_s: float
+) -> tuple[TlsStream, Facts, Door]:
+    """As an agent, open a door for wires, and dial the controller until it answers.
+
+    Return the stream to the controller, its facts, and the door. Raises `ClusterError`.
+    """
+    here = _facing(address)
+    door = Door((here, 0), secret, facts, {"wire": wires.visit})
+    first = greeting("control", facts, door=door.address[1])
+    try:
+        return (*_dial(address, secret, first, limit_s), door)
+    except BaseException:
+        door.close()
+        raise
+
+
+def _facing(address: tuple[str, int]) -> str:
+    """Return this host's address on the way to another one."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        with suppress(OSError):
+            sock.connect(address)  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def _dial(
+    address: tuple[str, int], secret: bytes, first: Greeting, limit_s: float
+) -> tuple[TlsStream, Facts]:
+    """Dial again and again until the other host listens."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return dial(address, secret, first)
+        except OSError as error:
+            if time.monotonic() > end_s:
+                raise ClusterError(
+                    f"nothing answers at {address[0]} port {address[1]} within {limit_s:.0f} s "
+                    f"({error.strerror or error}); is the host there, and the port open?"
+                ) from error
+            time.sleep(RETRY_S)

@@ -1,0 +1,185 @@
+"""Connects workers on different hosts by a TCP stream for each wire, encrypted if asked for.
+
+The sending worker dials the port of the receiver's host, and both prove that they know the secret
+(`hetpipe.hosts.door`). Both ends know the layout of every message, so no description travels.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hetpipe.cluster.topology import Link
+from hetpipe.errors import WorkerError
+from hetpipe.hosts.door import dial, greeting
+from hetpipe.hosts.facts import own_facts
+from hetpipe.hosts.tls import RefusedError, TlsStream, shut
+from hetpipe.sdk.backend import Device
+from hetpipe.wire.channel import ALIGN
+from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
+from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
+
+_TIME_NBYTES = 8
+FIRST_MESSAGE_S = 120.0
+"""Seconds in which the receiver of an encrypted wire must wait for the first message."""
+
+
+@dataclass(frozen=True)
+class StreamPort(Port):
+    """One end of a wire between hosts.
+
+    `address` is the port of the receiver's host, for the sending end. `ahead_s` is how far the
+    receiver's clock is ahead of the sender's. The receiving end has a descriptor, on which the
+    accepted connection comes.
+    """
+
+    wire: str
+    secret: bytes
+    encrypted: bool
+    address: tuple[str, int] | None
+    ahead_s: float
+
+    def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
+        return _StreamOutlet(self, self._dial(), wire, device, link)
+
+    def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
+        return _StreamInlet(self, fds[0], wire, device)
+
+    def _dial(self) -> socket.socket:
+        assert self.address is not None
+        try:
+            stream, _ = dial(
+                self.address, self.secret, greeting("wire", own_facts(), wire=self.wire)
+            )
+            return stream.socket
+        except OSError as error:
+            place = f"{self.address[0]} port {self.address[1]}"
+            raise WorkerError(
+                f"no connection to {place}: {error}; messages between hosts need this port "
+                "(docs/hosts.md)"
+            ) from error
+
+    def secured(self, sock: socket.socket, *, server: bool) -> _Stream:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.encrypted:
+            return TlsStream(sock, self.secret, server=server, limit_s=FIRST_MESSAGE_S)
+        return PlainStream(sock)
+
+
+class _Stream(Protocol):
+    def sendall(self, data: Any) -> None: ...
+
+    def receive_into(self, view: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainStream:
+    """A stream without encryption."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def sendall(self, data: Any) -> None:
+        self._socket.sendall(data)
+
+    def receive_into(self, view: memoryview) -> None:
+        while view:
+            try:
+                got = self._socket.recv_into(view)
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not got:
+                raise EOFError("the other end closed the connection")
+            view = view[got:]
+
+    def close(self) -> None:
+        shut(self._socket)
+
+
+class _Staging:
+    """Host memory for one message: the same memory as bytes and, per kind, as arrays.
+
+    The tensors travel first, as they may leave in pieces, and then the time of delivery.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        flat = np.zeros(wire.packed_nbytes + _TIME_NBYTES, np.uint8)
+        self.bytes = memoryview(flat.data)
+        self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
+        ends = {kind: packed_nbytes(lay) for kind, lay in wire.layouts.items()}
+        self.deliver_s = {n: np.ndarray((), np.float64, flat.data, end) for n, end in ends.items()}
+        self.ends = {kind: end + _TIME_NBYTES for kind, end in ends.items()}
+
+
+class _StreamOutlet(Outlet):
+    def __init__(
+        self, port: StreamPort, sock: socket.socket, wire: Wire, device: Device, link: Link
+    ) -> None:
+        super().__init__(wire, device, link)
+        self._port, self._socket, self._staging = port, sock, _Staging(wire)
+        self._stream: _Stream | None = None
+        self._sent = 0  # where the bytes of the present message that have not left begin
+
+    def _acquire(self, kind: Kind) -> list[Array]:
+        self._sent = ALIGN
+        return self._staging.arrays[kind]
+
+    def _filled(self, kind: Kind, nbytes: int) -> None:
+        self._send(nbytes)
+
+    def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
+        self._staging.deliver_s[kind][()] = deliver_s
+        self._send(self._staging.ends[kind])
+
+    def _send(self, end: int) -> None:
+        try:
+            if self._stream is None:
+                self._stream = self._port.secured(self._socket, server=False)
+            self._stream.sendall(self._staging.bytes[self._sent : end])
+        except (OSError, RefusedError) as error:
+            raise EdgeClosedError(str(error)) from error
+        self._sent = end
+
+    def close(self) -> None:
+        shut(self._socket)
+
+
+class _StreamInlet(Inlet):
+    def __init__(self, port: StreamPort, descriptor: int, wire: Wire, device: Device) -> None:
+        super().__init__(wire, device)
+        self._port, self._staging = port, _Staging(wire)
+        self._coming = socket.socket(fileno=descriptor)
+        self._stream: _Stream | None = None
+
+    def _take(self, kind: Kind) -> tuple[list[Array], float]:
+        staging = self._staging
+        try:
+            stream = self._stream or self._accept()
+            stream.receive_into(staging.bytes[ALIGN : staging.ends[kind]])
+        except (OSError, EOFError, RefusedError) as error:
+            raise EdgeClosedError(str(error)) from error
+        sent_s = float(staging.deliver_s[kind])
+        return staging.arrays[kind], sent_s + self._port.ahead_s if sent_s else 0.0
+
+    def _accept(self) -> _Stream:
+        """Wait for the sender's connection."""
+        _, fds, _, _ = socket.recv_fds(self._coming, 1, 1)
+        if not fds:
+            raise EOFError("the sender has not connected")
+        self._stream = self._port.secured(socket.socket(fileno=fds[0]), server=True)
+        return self._stream
+
+    def _release(self) -> None:
+        """Do nothing: the next receive reuses the staging memory."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._coming.shutdown(socket.SHUT_RDWR)
+        if self._stream is not None:
+            self._stream.close()

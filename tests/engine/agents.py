@@ -1,0 +1,79 @@
+"""Agents as processes of this machine, each a host of its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hetpipe import process
+from hetpipe.cluster import Cluster
+
+SECRET = "a secret of the tests alone"
+
+
+def free_address() -> str:
+    """Return an address of the loopback on which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def start_agent(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `hetpipe agent`."""
+    return subprocess.Popen(
+        process.command("hetpipe", "agent", *arguments),
+        env=process.environment({"HETPIPE_SECRET": SECRET, **variables}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def hosts(*devices: str, transport: str = "auto") -> Iterator[Cluster]:
+    """Yield a cluster of this process, host h0, and an agent for each other host.
+
+    The members are m0, m1, ..., on the devices `host/device` in this order.
+    """
+    names = sorted({device.partition("/")[0] for device in devices} - {"h0"})
+    address = free_address()
+    agents = [start_agent("--meet", address, "--name", name) for name in names]
+    with patched_secret():
+        cluster = Cluster.hosts(
+            address, len(names) + 1, devices=devices, name="h0", transport=transport, limit_s=60
+        )
+    assert cluster.connections is not None
+    found = {member.id: member for member in cluster.members}
+    try:
+        members = []
+        for n, device in enumerate(devices):
+            number = devices[:n].count(device)
+            member = found.get(device) or found[f"{device}#{number}"]
+            members.append(replace(member, id=f"m{n}"))
+        yield replace(cluster, members=tuple(members))
+    finally:
+        cluster.connections.close()
+        for agent in agents:
+            end(agent)
+
+
+@contextmanager
+def patched_secret(secret: str = SECRET) -> Iterator[None]:
+    """Give this process a secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETPIPE_SECRET", secret)
+        yield
+
+
+def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for an agent's end, and kill it if it does not end. Return its status and its words."""
+    try:
+        _, words = agent.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        _, words = agent.communicate()
+    return agent.returncode, words
