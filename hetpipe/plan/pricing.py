@@ -123,8 +123,9 @@ def _summed(times: StageTimes) -> StageTimes:
 
 
 def tied_stages(plan: Plan, table: CostTable) -> Tied:
-    """Return the stages that share parameters under the plan's cuts; the lowest is the owner."""
-    if not table.tied:
+    """Return the stages that share trained parameters under the plan's cuts; the lowest is the
+    owner."""
+    if not table.tied or not table.trains:
         return ()
     groups: set[tuple[int, ...]] = set()
     for shared in table.tied:
@@ -208,8 +209,8 @@ def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
 
 
 def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:
-    """Return the transfers between stages that share parameters, in both directions."""
-    if not table.tied:
+    """Return the transfers between stages that share trained parameters, in both directions."""
+    if not table.tied or not table.trains:
         return {}
     nbytes: dict[tuple[int, int], int] = {}
     for shared in table.tied:

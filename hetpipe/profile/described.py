@@ -46,7 +46,7 @@ def described_table(
     work = [layer_work(stage, samples) for stage in network.patterns]
     layers = tuple(work[pattern] for pattern in network.layers)
     model = ModelWork(captured.name, samples, layers, layer_bytes(captured, stages, samples))
-    tied = tied_bytes(stages, samples)
+    tied = tied_bytes(captured, stages, samples)
     table = table_of(model, boards, links, dtype, tied=tied, designs=designs or {})
     return replace(table, trains=captured.trains)
 

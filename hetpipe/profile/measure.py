@@ -102,7 +102,7 @@ def profile(
                 devices=_device_costs(crew, rounds, series, size, overheads_s, beyond_s),
                 links=links,
                 step_overhead_s=step_overhead_s,
-                tied=tied_bytes(any_backend, size),
+                tied=tied_bytes(captured, any_backend, size),
                 contention=contention.mark(rounds.foreign),
                 trains=captured.trains,
             )
@@ -295,15 +295,23 @@ def layer_bytes(
     )
 
 
-def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
-    """Return the parameters that several layers share; each of `stages` has one layer."""
-    sizes = {
-        slot.name: slot.nbytes
-        for stage in stages
-        for slot in stage.passes[samples].forward.inputs
-        if slot.role == PARAM
-    }
+def tied_bytes(
+    captured: Captured, stages: Sequence[StageGraphs], samples: int
+) -> tuple[TiedBytes, ...]:
+    """Return the parameters that several layers share; each of `stages` has one layer.
+
+    In a training these are only trained parameters, because the others are not sent.
+    """
+    sizes: dict[str, int] = {}
+    readers: dict[str, tuple[int, ...]] = {}
+    for stage in stages:
+        for slot in stage.passes[samples].forward.inputs:
+            if slot.role == PARAM:
+                sizes[slot.name] = slot.nbytes
+                readers[slot.name] = (*readers.get(slot.name, ()), stage.stage)
     shared = {name: (owner, *others) for stage in stages for name, owner, others in stage.tied}
+    if not captured.trains:
+        shared = {name: layers for name, layers in readers.items() if len(layers) > 1}
     return tuple(TiedBytes(name, sizes[name], layers) for name, layers in shared.items())
 
 

@@ -23,6 +23,7 @@ from hetpipe.cost.board import board
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.profile.measure import profile
+from hetpipe.schedule.action import FORWARDS
 from hetpipe.sdk.host import registry
 
 DEVICES = ("pytorch:cpu:0", "numpy:cpu:0")
@@ -174,6 +175,32 @@ def test_the_plan_counts_the_bytes_that_forwards_hold(
         planned = [stage.memory_nbytes for stage in pipe.plan.stages]
         leaf = x[: len(x) // count].nbytes
         assert [*pipe.peak_nbytes] == [planned[0] + leaf, planned[1]]
+
+
+class Tied(nn.Module):
+    """A language model whose output weights are its token embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(30, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.inner(self.words(x)).tanh())
+        return output
+
+
+@pytest.mark.parametrize("cuts", [[], [1]], ids=["one stage", "two stages"])
+def test_a_shared_parameter_counts_once_in_a_stage_and_is_not_sent(cuts: list[int]) -> None:
+    x = torch.randint(30, (4, 3))
+    options: dict[str, Any] = {"cuts": cuts, "microbatches": 2, "schedule": "1f1b"}
+    model = seeded(Tied)
+    with hp.Pipeline(model, None, (x, None), cluster=boards(), **options) as pipe:
+        torch.testing.assert_close(pipe.predict(x), model(x).detach())
+        planned = [stage.memory_nbytes for stage in pipe.plan.stages]
+        assert [*pipe.peak_nbytes] == [planned[0] + x[:2].nbytes, *planned[1:]]
+        assert {span.action.op for span in pipe.predicted.spans} <= FORWARDS
 
 
 def test_a_board_predicts_with_a_model_that_it_cannot_train(
