@@ -89,7 +89,7 @@ def write_beside(
     A failure leaves no new file behind. Raises `HetpipeError` if the file cannot be written.
     """
     path = user_path(path)
-    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+    beside = path.parent / f".{secrets.token_hex(8)}.partial"
     created = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +108,26 @@ def write_beside(
         if created:
             with suppress(OSError):
                 beside.unlink()
+
+
+def check_target(path: Path | None) -> None:
+    """Raise `HetpipeError` if `write_beside` could not write `path`; None is no file.
+
+    A command calls this before its work, so that the work is not lost.
+    """
+    if path is None:
+        return
+    path = user_path(path)
+    if path.is_dir():
+        raise HetpipeError(f"cannot write {path}: it is a folder; give a file")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        reason = f"{above} is no folder"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        reason = f"the folder {above} cannot be written"
+    else:
+        return
+    raise HetpipeError(f"cannot write {path}: {reason}")
 
 
 def dump_json(data: Any) -> str:

@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Find the largest model or micro-batch that 1, 2, 4, ... and all devices of a cluster hold."""
     from hetpipe.report.tables import Table
-    from hetpipe.study.largest import capacity
+    from hetpipe.study.largest import MOST, capacity
 
     output = Output(json)
     block = None if repeat is None else parse_block(repeat)
@@ -41,7 +41,7 @@ def command(
     columns = ["method", *(f"{count} devices" for count in answer.devices)]
     table = Table(f"{answer.subject}: {answer.counted}, at most", columns, columns[1:])
     for method, counts in answer.largest.items():
-        table.add_row(str(method), *map(str, counts))
+        table.add_row(str(method), *(f"{n} or more" if n == MOST else str(n) for n in counts))
     output.console.print(table)
     output.finish(answer.to_json())
 

@@ -14,6 +14,7 @@ import typer
 from hetpipe.cli import complete
 from hetpipe.cli.meet import hosts_of_command
 from hetpipe.errors import ClusterError, HetpipeError, PlanError
+from hetpipe.files import check_target
 from hetpipe.words import choices
 
 if TYPE_CHECKING:
@@ -327,9 +328,10 @@ def check_synchronous(schedule: str) -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise `HetpipeError` unless hetpipe draws pictures in the format of the suffix."""
+    """Raise `HetpipeError` unless hetpipe can write the file and draws in the suffix's format."""
     from hetpipe.report.picture import FORMATS
 
+    check_target(path)
     if path is not None and path.suffix not in FORMATS:
         raise HetpipeError(
             f"a picture's name must end with one of {', '.join(FORMATS)}, not {path.name!r}"

@@ -19,8 +19,10 @@ class Output:
     """The destination of a command's results. With `--json -`, text goes to standard error."""
 
     def __init__(self, json_target: str | None) -> None:
+        from hetpipe.files import check_target
         from hetpipe.report.tables import console
 
+        check_target(None if json_target in (None, "-") else Path(json_target))
         self._target = json_target
         self.console = console(stderr=json_target == "-")
 

@@ -30,6 +30,7 @@ from hetpipe.cli.study import (
     SubjectOptions,
 )
 from hetpipe.errors import PlanError
+from hetpipe.files import check_target
 from hetpipe.report.progress import progress_bar
 from hetpipe.words import choices, word
 
@@ -73,6 +74,7 @@ def command(
 
     output = Output(json)
     drawing.check()
+    check_target(out)
     asked = read_options(pipeline, microbatches, mini_batch)
     model, note = about.model, ""
     members = replace(where, devices=None, backends=None).make() if where.cluster else None

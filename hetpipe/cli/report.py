@@ -19,6 +19,7 @@ from hetpipe.cli.options import (
     read_options,
 )
 from hetpipe.cli.output import Output, logged
+from hetpipe.files import check_target
 from hetpipe.report.progress import progress_bar
 
 
@@ -39,6 +40,7 @@ def command(
     from hetpipe.zoo.load import check_name
 
     output = Output(None)
+    check_target(out)
     asked = read_options(pipeline, microbatches, mini_batch)
     check_name(model)
     members = where.make()

@@ -18,6 +18,7 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output
 from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.files import check_target
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -210,8 +211,9 @@ class DrawingOptions:
     ] = None
 
     def check(self) -> None:
-        """Raise `HetpipeError` unless the picture's format is known."""
+        """Raise `HetpipeError` unless the files can be written, the picture in its format."""
         check_picture(self.picture)
+        check_target(self.trace)
 
     def draw(
         self,

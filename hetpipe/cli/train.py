@@ -31,6 +31,7 @@ from hetpipe.cli.output import Output, logged
 from hetpipe.cli.pace import Pace, pace_of
 from hetpipe.cli.recipe import RecipeOptions
 from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.files import check_target
 from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def command(
         check_plan_alone(plan, stored, asked)
     check_name(model)
     check_picture(picture)
+    check_target(trace)
+    check_target(save and save / "manifest.json")
     if changed and resume is None:
         raise HetpipeError(
             f"--changed {changed[0]} names a difference from a checkpoint, but no checkpoint "

@@ -18,7 +18,7 @@ from hetpipe.schedule.rule import rule_of
 from hetpipe.study.subject import Subject, sizes_of
 
 MOST = 2**20
-"""More repetitions or samples than any cluster holds."""
+"""The search for the most repetitions or samples ends at this number."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,15 @@ def fits(
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """Return the largest n such that `holds` is true for 1 to n; 0 if it is false for 1."""
+    """Return the largest n such that `holds` is true for 1 to n, at most `MOST`; 0 if it is false
+    for 1."""
     if not holds(1):
         return 0
     low = 1
     while low < MOST and holds(2 * low):
         low *= 2
+    if low >= MOST:
+        return MOST
     high = 2 * low
     while high - low > 1:
         middle = (low + high) // 2

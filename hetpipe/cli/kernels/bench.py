@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.options import split_names
+from hetpipe.cli.options import check_picture, split_names
 from hetpipe.cli.output import Output
 from hetpipe.report.progress import progress_bar
 from hetpipe.words import choices
@@ -49,6 +49,7 @@ def command(
 
     names = ",".join(_sets(sets))
     output = Output(json)
+    check_picture(picture)
     output.text(describe())
     rows: list[dict[str, Any]] = []
     with progress_bar() as progress:

@@ -1,0 +1,77 @@
+"""A command refuses a file that cannot be written before its work, not after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hetpipe.cli.app import app
+from hetpipe.errors import HetpipeError
+from hetpipe.files import check_target, write_beside
+from hetpipe.study.largest import MOST, most
+
+TRAIN = ("train", "mlp", "--devices", "numpy:cpu:0")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*TRAIN, "--picture", "file/a.png"),
+        (*TRAIN, "--trace", "folder"),
+        (*TRAIN, "--save", "file"),
+        (*TRAIN, "--json", "folder"),
+        ("plan", "mlp", "--out", "folder"),
+        ("plan", "mlp", "--trace", "file/a.json"),
+        ("report", "mlp", "--out", "folder"),
+        ("bench", "--picture", "file/a.png"),
+        ("kernels", "bench", "--picture", "file/a.png"),
+        ("kernels", "tune", "--json", "folder"),
+        ("zoo", "--json", "file/a.json"),
+    ],
+)
+def test_no_work_for_a_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hetpipe.crew.crew.Crew.start", None)  # no command may get so far
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HetpipeError, match=r"cannot write (folder: it is a folder|file/.*no fold)"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_check_agrees_with_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir(mode=0o555)
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "new",
+        "file",
+        "deep/new",
+        ".",
+        "..",
+        "/",
+        "file/new",
+        "file/deep/new",
+        "locked/new",
+    ):
+        fails = False
+        try:
+            check_target(Path(name))
+        except HetpipeError:
+            fails = True
+        try:
+            write_beside(Path(name), "x")
+        except HetpipeError:
+            assert fails, name
+        else:
+            assert not fails, name
+    assert os.access("locked/new", os.F_OK) == (os.getuid() == 0)
+
+
+def test_a_search_says_where_it_ends() -> None:
+    assert [most(lambda n, top=top: n <= top) for top in (0, 1, 7, 8, 1000)] == [0, 1, 7, 8, 1000]
+    assert most(lambda n: True) == MOST
