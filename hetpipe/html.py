@@ -14,8 +14,11 @@ def table_html(
     rows: Iterable[Sequence[str]],
     numbers: Collection[str] = (),
 ) -> str:
-    """Return a table; columns in `numbers` are aligned to the right."""
-    styles = [' style="text-align:right"' if name in numbers else "" for name in columns]
+    """Return a table; columns in `numbers` are aligned to the right, in one line."""
+    styles = [
+        ' style="text-align:right;white-space:nowrap"' if name in numbers else ""
+        for name in columns
+    ]
     head = "".join(
         f'<th scope="col"{style}>{escape(name)}</th>'
         for name, style in zip(columns, styles, strict=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.report.progress import progress_bar
@@ -29,7 +30,9 @@ class LevelName(str, Enum):
 
 
 def command(
-    backend: Annotated[str, typer.Argument(help="The name of a backend.")],
+    backend: Annotated[
+        str, typer.Argument(help="The name of a backend.", autocompletion=complete.backend)
+    ],
     device: Annotated[
         str | None, typer.Option(help="The id of one device. \\[default: the backend's devices]")
     ] = None,

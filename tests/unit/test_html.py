@@ -85,3 +85,8 @@ def test_a_picture_has_a_limited_number_of_bars() -> None:
     infinite = Bar(0.0, float("nan"), "0F1", "#123456")
     elements = Elements(bars_html("t", ("a", "b"), [[infinite, *bars], bars]))
     assert elements.found.count("rect") == MOST_BARS - 1
+
+
+def test_a_number_and_its_unit_stay_in_one_line() -> None:
+    html = table_html("t", ("name", "bytes"), [("a b", "64 KiB")], {"bytes"})
+    assert html.count("white-space:nowrap") == html.count("text-align:right") == 2

@@ -45,6 +45,7 @@ def completed(line: str) -> list[str]:
         ("hetpipe compare gpt --planners auto,d", ["auto,dapple"]),
         ("hetpipe train mlp --optimizer adamw", ["adamw"]),
         ("hetpipe doctor --backends numpy,op", ["numpy,opencl"]),
+        ("hetpipe conform op", ["opencl"]),
         ("hetpipe reproduce bap", ["bapipe"]),
         ("hetpipe train nothing-like-this", []),
         ("hetpipe unknown x", []),
