@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hetpipe.records import OneOf, Seconds
+from hetpipe.records import OneOf, Positive, Seconds
 from hetpipe.words import format_s
 
 Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
@@ -19,6 +19,7 @@ class LossCost:
     labels of their times.
     """
 
+    mini_batch: Positive  # samples
     outputs_s: Seconds
     loss_s: Seconds
     gradients_s: Seconds

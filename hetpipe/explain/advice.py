@@ -88,10 +88,7 @@ def _changes(plan: Plan, tables: Tables) -> Iterator[Change]:
     if not plan.rule.replicates:
         yield from _moves(plan, present)
     yield from _microbatches(plan, present, tables)
-    if nearest_table(tables, plan).trains and not any(
-        table.whole_loss
-        for table in tables.values()  # it allows only gpipe
-    ):
+    if nearest_table(tables, plan).trains:
         yield from _schedules(plan, present)
     if plan.recompute:
         yield (

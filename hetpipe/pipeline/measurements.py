@@ -148,7 +148,8 @@ class BoardTime:
         modelled = modelled_costs(setup.captured, setup.crew.cluster, setup.optimizer, [size])[size]
         devices = {**self.costs.devices, **modelled.devices}
         costs = replace(modelled, devices=devices, links=self.costs.links)
-        costs = replace(costs, step_overhead_s=self.costs.step_overhead_s)
+        overhead_s, whole_loss = self.costs.step_overhead_s, self.costs.whole_loss
+        costs = replace(costs, step_overhead_s=overhead_s, whole_loss=whole_loss)
         crossing = tuple(costs.layers[cut - 1].cut_nbytes for cut in plan.cuts)
         plan = replace(
             plan, mini_batch=sum(samples), microbatches=len(samples), cut_nbytes=crossing

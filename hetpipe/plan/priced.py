@@ -18,7 +18,7 @@ from hetpipe.plan.costs import Array, StageCosts
 from hetpipe.plan.limits import check_memory, why_impossible
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Cuts, Groups, PlannerOptions, Proposal, Tables, proposal_of
-from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.rule import GPIPE, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, policy_for, policy_of
 
 
@@ -54,6 +54,8 @@ class Priced:
 
     def _new_plan(self, proposal: Proposal, rows: Sequence[Sequence[int]] = ()) -> Plan:
         rule = rule_of(proposal.schedule)
+        if (why_not := self._why_no_loss(rule)) is not None:
+            raise PlanError(why_not)
         alone = max(map(len, proposal.groups)) == 1 and rule.averages and not rule.replicates
         if alone and (why_not := self.why_not(proposal)) is not None:
             raise PlanError(why_not)
@@ -66,6 +68,23 @@ class Priced:
         if not alone:
             check_memory(plan)
         return plan
+
+    def _why_no_loss(self, rule: Rule) -> str | None:
+        """Return why a schedule cannot have the loss over the mini-batch; None if it can, or if
+        there is no such loss."""
+        table, asked = next(iter(self.tables.values())), self.options.mini_batch
+        cost = next(iter(table.whole_loss.values()), None)
+        if cost is not None and rule != GPIPE:
+            return (
+                "the loss over the mini-batch needs all outputs before the first backward, and "
+                f"{rule.name} does not wait for them: choose {GPIPE.name}"
+            )
+        if cost is not None and cost.mini_batch != asked:
+            return (
+                f"the loss was priced for mini-batches of {cost.mini_batch} samples, not {asked}: "
+                f"plan for {cost.mini_batch}, or measure the costs again"
+            )
+        return None
 
     def why_not(self, proposal: Proposal) -> str | None:
         """Return why a proposal without replicas cannot run; None if it can."""

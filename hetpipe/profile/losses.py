@@ -46,7 +46,7 @@ Tables = Callable[[Sequence[int]], dict[int, CostTable]]
 
 
 class LossPrices:
-    """Adds the price of the loss to tables, if the model has such a loss. Measures it when tables
+    """Adds the price of the loss to tables, if a training has such a loss. Measures it when tables
     are first asked for."""
 
     def __init__(self, captured: Captured, crew: Crew) -> None:
@@ -55,7 +55,8 @@ class LossPrices:
 
     def added(self, tables: Tables) -> Tables:
         """Return `tables`, with the price in each table."""
-        if not isinstance(captured := self._captured, WholeLossCaptured):
+        captured = self._captured
+        if not isinstance(captured, WholeLossCaptured) or not captured.trains:
             return tables
 
         def priced(sizes: Sequence[int]) -> dict[int, CostTable]:
@@ -73,7 +74,7 @@ def _costs(captured: WholeLossCaptured, crew: Crew) -> dict[str, LossCost]:
     links = {member: host_link(crew, member) for member in crew.infos}
     ways_s = {member: link.time_s(nbytes) for member, link in links.items()}
     return {
-        member: LossCost(way_s, loss_s, way_s, links[member].label)
+        member: LossCost(captured.example.samples, way_s, loss_s, way_s, links[member].label)
         for member, way_s in ways_s.items()
     }
 

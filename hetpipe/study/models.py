@@ -152,7 +152,8 @@ def of_file(
         data = read_json(path, CostError)
         if isinstance(data, dict) and "devices" in data and "version" in data:
             table = CostTable.from_json(data, str(path))
-            return of_table(table, mini_batch or 8 * table.samples)
+            usual = next((c.mini_batch for c in table.whole_loss.values()), 8 * table.samples)
+            return of_table(table, mini_batch or usual)
     if samples is None:
         raise CostError(
             f"{path} does not say its micro-batch; give the number of samples, as --samples 32"

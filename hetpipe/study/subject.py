@@ -21,6 +21,7 @@ from hetpipe.plan.planners.choice import finish_plan
 from hetpipe.plan.planners.choice import plan as planned
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.schedule.rule import GPIPE
 from hetpipe.words import word, words
 
 REFERENCE = "v100-pcie-16"
@@ -45,9 +46,12 @@ class Subject:
     """Returns the output channels of the layers that can be split; none for a profile."""
     profiled_on: str = ""
     """The board of a profile, from which times are scaled to other boards."""
+    schedules: tuple[str, ...] = ()
+    """The only schedules that the model's loss allows; empty: all."""
 
     def options(self, **chosen: Any) -> PlannerOptions:
         """Return the options of a planner for this subject."""
+        chosen["schedules"] = chosen.get("schedules") or self.schedules
         return PlannerOptions(self.mini_batch, channels=self.channels(), **chosen)
 
 
@@ -97,7 +101,8 @@ def of_table(table: CostTable, mini_batch: int) -> Subject:
                 raise CostError(f"no costs for {word(member)}; the table has {there}")
         return {table.samples: table}
 
-    return Subject(table.model, mini_batch, costs)
+    schedules = (GPIPE.name,) if table.whole_loss else ()
+    return Subject(table.model, mini_batch, costs, schedules=schedules)
 
 
 def described(cluster: Cluster) -> dict[str, Board]:

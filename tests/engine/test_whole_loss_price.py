@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 import hetpipe as hp
 from hetpipe.capture.whole_loss import WholeLossCaptured
+from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.board import board
 from hetpipe.cost.loss import LossCost
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CostError
+from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.pricing import predict
 from hetpipe.profile import losses
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
+from hetpipe.study import comparison, subject
 
 ROWS, WIDTH = 12, 4
 CAUSE = "the loss of the mini-batch, outside of the devices"
@@ -89,6 +91,28 @@ def test_other_pipelines_have_no_such_price(crew: Crew, priced: None) -> None:
         assert "whole_loss" not in costs.to_json()
 
 
+def test_forwards_alone_have_no_such_price(crew: Crew, priced: None) -> None:
+    with opened(crew, priced=True, optimizer=None) as pipe:
+        assert not any("the loss of the mini-batch" in note for note in pipe.plan.notes)
+        assert not waits(pipe.predicted)
+
+
+def test_studies_plan_only_with_gpipe() -> None:
+    """The plans of all planners contain the loss; a plan for another mini-batch is refused."""
+    price = LossCost(8, 0.1, 0.2, 0.3)
+    costs = replace(table(["a", "b"]), whole_loss={"a": price, "b": price})
+    cluster = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")))
+    found, _ = subject.plan(subject.of_table(costs, 8), cluster)
+    assert found.schedule == "gpipe"
+    without = replace(costs, whole_loss={})
+    assert found.step_s == pytest.approx(predict(found, without).total_s + 0.6)
+    rows = comparison.compare(subject.of_table(costs, 8), cluster).rows
+    assert {row.plan.schedule for row in rows if row.plan} == {"gpipe"}
+    assert any("choose gpipe" in row.why_not for row in rows)
+    with pytest.raises(PlanError, match="priced for mini-batches of 8 samples, not 4"):
+        subject.plan(subject.of_table(costs, 4), cluster)
+
+
 def test_links_to_the_host_are_measured_once(
     crew: Crew, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -125,7 +149,7 @@ def table(members: list[str]) -> CostTable:
 
 
 def test_a_table_with_the_price_survives_a_file() -> None:
-    price = LossCost(1e-3, 2e-3, 3e-3, "modelled", "measured")
+    price = LossCost(12, 1e-3, 2e-3, 3e-3, "modelled", "measured")
     costs = replace(table(["a", "b"]), whole_loss={"a": price, "b": price})
     data = costs.to_json()
     assert CostTable.from_json(data) == costs
