@@ -28,6 +28,25 @@ def sizes_of(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> tuple
     return micro_sizes(captured.example.size_of(leaves), plan.microbatches)
 
 
+def forward_sizes(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> tuple[int, ...]:
+    """Return the sizes of a mini-batch's micro-batches for forwards in eval mode: fewer and larger
+    ones than in a training if replicas could not divide these. Raises `HetpipeError` if replicas
+    cannot divide the whole mini-batch."""
+    rows, count = captured.example.size_of(leaves), plan.microbatches
+    replicated = [stage.shares for stage in plan.stages if len(stage.shares) > 1]
+    while True:
+        sizes = micro_sizes(rows, count)
+        try:
+            for shares in replicated if plan.rule.flushes else ():
+                for size in sizes:
+                    divide(int(size), shares)
+            return sizes
+        except HetpipeError:
+            if count == 1:
+                raise
+            count -= 1
+
+
 def size_of(samples: Sequence[int]) -> int:
     """Return the size of a mini-batch with micro-batches of these sizes."""
     return like(sum(samples), samples[0])

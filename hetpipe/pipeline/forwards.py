@@ -11,7 +11,7 @@ from hetpipe.capture.program import PARAM
 from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
 from hetpipe.errors import HetpipeError, NoMeanError
 from hetpipe.pipeline.average import check_average, swap_average
-from hetpipe.pipeline.batches import mean_loss, parts_of, size_of, sizes_of, slices
+from hetpipe.pipeline.batches import forward_sizes, mean_loss, parts_of, size_of, slices
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.whole_loss import read_values, whole_loss_of
 from hetpipe.schedule.action import FORWARDS
@@ -84,7 +84,7 @@ class Forwards:
     def admit(self, leaves: Mapping[str, Array]) -> None:
         """Begin the forwards of a mini-batch."""
         training = self._training
-        samples = sizes_of(training.setup.captured, leaves, training.plan)
+        samples = forward_sizes(training.setup.captured, leaves, training.plan)
         ready = training.stages.sizes[self._content]
         if self._content is Content.EVALUATION:
             self._check_loss(leaves, samples)

@@ -45,14 +45,16 @@ def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
 def test_outputs_and_losses_equal_torchs(crew: Crew, replicas: Any) -> None:
     plain = seeded(Normalized).eval()
     plan = {"cuts": [1], "schedule": "1f1b"} if replicas is None else {"replicas": replicas}
-    with opened(crew, seeded(Normalized).eval(), microbatches=2, **plan) as pipe:
+    with opened(crew, seeded(Normalized).eval(), microbatches=4, **plan) as pipe:
         for x, y in DATA:
             torch.testing.assert_close(pipe.predict(x), plain(x).detach())
             assert pipe.evaluate([(x, y)]).loss == pytest.approx(
                 F.cross_entropy(plain(x), y).item(), rel=1e-6
             )
-        if replicas is None:
-            torch.testing.assert_close(pipe.predict(x[:5]), plain(x[:5]).detach())
+        torch.testing.assert_close(pipe.predict(x[:5]), plain(x[:5]).detach())
+        if replicas:
+            with pytest.raises(HetpipeError, match="one of them would get no sample"):
+                pipe.predict(x[:1])
         other = Normalized()
         pipe.copy_to(other)
     assert all(torch.equal(v, plain.state_dict()[n]) for n, v in other.state_dict().items())
