@@ -69,7 +69,7 @@ def command(
 ) -> None:
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
     from hetpipe.plan.plan_file import write_plan
-    from hetpipe.plan.pricing import predict
+    from hetpipe.plan.simulation import simulate
     from hetpipe.study.accuracy import error_note
 
     output = Output(json)
@@ -113,7 +113,11 @@ def command(
         write_plan(out, best, table, model or "")
         output.text(f"written to {out}")
     if any(astuple(drawing)):
-        drawing.draw(output, [predict(best, table)], f"{best.model}, {best.origin}")
+        from hetpipe.explain.tracing import details_of
+
+        simulation = simulate(best, table)
+        title, details = f"{best.model}, {best.origin}", details_of(best, simulation)
+        drawing.draw(output, [simulation.timeline], title, details)
     output.finish(summary(best))
 
 
