@@ -24,9 +24,15 @@ def check_optimizer(
     """Return `value`, an optimizer of hetpipe or of torch, as an optimizer for these parameters.
 
     `parameters` are the parameters of model and loss, by name. With `ema`, a decay, the optimizer
-    also averages them. Raises `HetpipeError` for everything
-    else, with the line to write, and for an optimizer of torch that does not fit, see `from_torch`.
+    also averages them. Raises `HetpipeError` for everything else, with the line to write, for an
+    optimizer of torch that does not fit, see `from_torch`, and for weights in float16.
     """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
+            raise HetpipeError(
+                f"{name} is a torch.float16 parameter, too coarse for updates: convert the model "
+                "with model.float(), and let passes compute in halves with precision='float16'"
+            )
     if not isinstance(value, type) and _of_torch(value):
         from hetpipe.optim.torch_optimizer import from_torch  # it loads torch
 

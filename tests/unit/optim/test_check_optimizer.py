@@ -46,6 +46,15 @@ def test_an_optimizer_of_torch_becomes_one_of_hetpipe() -> None:
     assert (rule.name, rule.lr_at(1)) == ("sgd", 0.5)
 
 
+def test_weights_in_float16_are_refused() -> None:
+    """Adam divides by a square that underflows there: its first updates would give NaN."""
+    weight = torch.nn.Parameter(torch.ones(2).half())
+    with pytest.raises(HetpipeError, match=r"head is a torch.float16 parameter.*model\.float\(\)"):
+        check_optimizer(optim.adamw(lr=0.1), {"head": weight})
+    frozen = weight.detach()
+    assert check_optimizer(optim.sgd(lr=0.1), {"head": frozen})
+
+
 def test_settings_must_be_numbers() -> None:
     for make in (optim.sgd, optim.adam, optim.adamw, optim.rmsprop, optim.adagrad, optim.lion):
         with pytest.raises(HetpipeError, match=r"lr is '1e-3', a str: give a number, as float"):
