@@ -180,22 +180,12 @@ def _close(door: Door, others: Sequence[RemoteHost]) -> None:
         other.connection.close()
 
 
-def check_names(facts: Sequence[Facts]) -> None:
-    """Raise `ClusterError` if names of hosts differ only in case, or are equal."""
-    seen: dict[str, str] = {}
-    for name in (each.name for each in facts):
-        if (other := seen.setdefault(name.lower(), name)) is not name:
-            raise ClusterError(
-                f"two hosts have the names {other!r} and {name!r}: start one of the agents with "
-                "another --name"
-            )
-
-
 class Gathering:
     """Agents that have called, until all are there."""
 
     def __init__(self) -> None:
         self._others: list[RemoteHost] = []
+        self.refused: list[str] = []  # the reasons
         # Held while the list changes; the waiting thread is woken for each agent.
         self._changed = threading.Condition()
 
@@ -213,8 +203,10 @@ class Gathering:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._others) >= count, limit_s):
                 came = ", ".join(sorted(self.names)) or "none"
+                refused = "".join(f"; one was refused: {reason}" for reason in self.refused[:3])
                 raise ClusterError(
                     f"{len(self._others)} of {count} other hosts have come within {limit_s:.0f} s "
                     f"({came}): start an agent on each of the others, or give a smaller count"
+                    f"{refused}"
                 )
             return sorted(self._others, key=lambda other: other.name)

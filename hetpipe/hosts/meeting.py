@@ -8,11 +8,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
-from hetpipe.environment import Ranks
+from hetpipe.environment import Ranks, torchrun_ranks
 from hetpipe.errors import ClusterError
 from hetpipe.hosts.door import Door, Greeting, Visitor, dial, greeting
 from hetpipe.hosts.facts import Facts, own_facts
@@ -110,10 +111,15 @@ def gather(
             return ""
         if len(gathering.names) >= count - 1:
             return f"all {count} hosts have met already"
-        return _refusal(str(greeting["facts"]["name"]), [facts.name, *gathering.names])
+        names = [facts.name, *gathering.names]
+        if greeting["rank"]:
+            return ""  # gets another name
+        if reason := _refusal(str(greeting["facts"]["name"]), names):
+            gathering.refused.append(reason)
+        return reason
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:
-        gathering.add(_remote(stream, greeting))
+        gathering.add(_remote(stream, greeting, [facts.name, *gathering.names]))
 
     visitors: dict[str, Visitor] = {"control": visit, "wire": wires.visit}
     door = Door(address, secret, facts, visitors, check)
@@ -134,10 +140,13 @@ def _refusal(name: str, names: Sequence[str]) -> str:
     return f"it knows a host {same[0]!r} already: start the agent of {name!r} with another --name"
 
 
-def _remote(stream: TlsStream, greeting: Greeting) -> RemoteHost:
-    """Return the host that has called."""
+def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> RemoteHost:
+    """Return the host that has called; `names` are those of the other hosts."""
+    facts = Facts(**greeting["facts"])
+    if _refusal(facts.name, names):  # several ranks of torchrun on one machine
+        facts = replace(facts, name=f"{facts.name}-{greeting['rank']}")
     peer = stream.socket.getpeername()[0]
-    return RemoteHost(stream, Facts(**greeting["facts"]), (peer, int(greeting["door"])))
+    return RemoteHost(stream, facts, (peer, int(greeting["door"])))
 
 
 def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Hosts:
@@ -161,11 +170,13 @@ def call(
 ) -> tuple[TlsStream, Facts, Door]:
     """As an agent, open a door for wires, and dial the controller until it answers.
 
+    Under torchrun, the controller gives a second host of one name its rank as part of the name.
     Return the stream to the controller, its facts, and the door. Raises `ClusterError`.
     """
     here = _facing(address)
     door = Door((here, 0), secret, facts, {"wire": wires.visit})
-    first = greeting("control", facts, door=door.address[1])
+    ranks = torchrun_ranks()
+    first = greeting("control", facts, door=door.address[1], rank=ranks.rank if ranks else 0)
     try:
         return (*_dial(address, secret, first, limit_s), door)
     except BaseException:

@@ -119,6 +119,14 @@ def test_a_wrong_secret_is_refused() -> None:
     door.close()
 
 
+def test_a_refused_host_is_named_where_it_lacks() -> None:
+    address = free_address()
+    agent = start_agent("--meet", address, "--name", "H0")
+    with patched_secret(), pytest.raises(ClusterError, match="knows a host 'h0' already"):
+        Cluster.hosts(address, 2, name="h0", limit_s=10)
+    assert end(agent)[0] == 1
+
+
 def test_hosts_that_never_come_are_counted() -> None:
     with patched_secret(), pytest.raises(ClusterError, match="0 of 1 other hosts have come"):
         Cluster.hosts(free_address(), 2, limit_s=0.1)
