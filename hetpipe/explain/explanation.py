@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 WIDTH = 80
+LEAST_NAMED = 0.02  # causes and changed speeds below this share are not named
 LEAST_SHOWN = 0.005  # waits below this share of the step are not shown
 
 
@@ -107,8 +108,8 @@ class Explanation:
         top = max(self.devices, key=lambda use: use.computing)
         text = f"{top.device} computes for {_percent(top.computing)} of the step"
         device, loss, share = max(self._losses(), key=lambda each: each[2])
-        if share < LEAST_GAIN:
-            return f"{text}, and no device loses {_percent(LEAST_GAIN)} of it for one cause"
+        if share < LEAST_NAMED:
+            return f"{text}, and no device loses {_percent(LEAST_NAMED)} of it for one cause"
         return f"{text}; the largest loss is {_percent(share)}, in which {device} {loss}"
 
     def _losses(self) -> Iterator[tuple[str, str, float]]:
@@ -311,7 +312,7 @@ def _slowdowns(plan: Plan, table: CostTable) -> dict[str, float]:
     share = (len(devices) - 1) / (len(table.devices) - 1)
     alone = {id: table.devices[id].alone for id in devices}
     factors = {id: 1 + share * (1 / factor - 1) for id, factor in alone.items()}
-    return {id: factor for id, factor in factors.items() if factor >= 1 + LEAST_GAIN}
+    return {id: factor for id, factor in factors.items() if factor >= 1 + LEAST_NAMED}
 
 
 def _memory_of(
