@@ -22,7 +22,7 @@ class Packed(NamedTuple):
 
 
 def pack(message: Any) -> Packed:
-    """Return an object as parts; an object that is packed already stays as it is."""
+    """Return an object as parts. A packed object is returned unchanged."""
     if isinstance(message, Packed):
         return message
     buffers: list[pickle.PickleBuffer] = []

@@ -231,7 +231,8 @@ class CostTable:
         return replace(self, devices=devices)
 
     def _repr_html_(self) -> str:
-        columns = ("layer", *self.devices, "weights", "saved", "cut")
+        heads = [f"{id}, {device.label}" for id, device in self.devices.items()]
+        columns = ("layer", *heads, "weights", "saved", "cut")
         rows = [
             (
                 layer.name,

@@ -200,7 +200,7 @@ def _defaults(args: object) -> dict[str, Any]:
     """Return the default of every argument. A `TrainingArguments` changes some when it is made.
 
     It also looks for devices, which would end the Accelerator of a transformers.Trainer: so it
-    gets those of `args`.
+    gets the devices of `args`.
     """
     from transformers import TrainingArguments
 

@@ -48,7 +48,7 @@ Samples = Dataset[Any] | Numbered
 
 
 class TrainerOptions(Options, total=False):
-    """The further keywords of a `Trainer`: callbacks of `fit`, and those of a pipeline."""
+    """The further keywords of a `Trainer`: callbacks of `fit`, and a pipeline's keywords."""
 
     cluster: Cluster
     crew: Crew

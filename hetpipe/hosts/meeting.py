@@ -141,7 +141,7 @@ def _refusal(name: str, names: Sequence[str]) -> str:
 
 
 def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> RemoteHost:
-    """Return the host that has called; `names` are those of the other hosts."""
+    """Return the host that has called. `names` has the names of all other hosts."""
     facts = Facts(**greeting["facts"])
     if _refusal(facts.name, names):  # several ranks of torchrun on one machine
         facts = replace(facts, name=f"{facts.name}-{greeting['rank']}")

@@ -57,7 +57,7 @@ class Position:
     history: tuple[Epoch, ...] = ()
 
     def place(self, epochs: int, where: object) -> str:
-        """Return a line that says where a fit of so many epochs continues."""
+        """Return a line that says where a fit of `epochs` epochs continues."""
         if self.epoch > epochs:
             return f"fit has nothing to train: {where} has {self.epoch - 1} of {epochs} epochs"
         after = f" after {self.batches} mini-batches" if self.batches else ""
