@@ -40,7 +40,8 @@ def command(
     members = where.make()
     from hetpipe.capture.captured import Captured
     from hetpipe.crew.crew import Crew
-    from hetpipe.profile.measure import profile, stored_costs
+    from hetpipe.profile.measure import profile
+    from hetpipe.profile.stored import stored_costs
     from hetpipe.report.tables import cost_table, link_table
 
     workload = load_workload(model)

@@ -30,7 +30,7 @@ def own_facts(name: str = "") -> Facts:
     """Return the facts of this host; by default its name is the first part of the system's name."""
     return Facts(
         name or socket.gethostname().partition(".")[0] or "host",
-        _machine(),
+        machine_id(),
         _processor(),
         len(os.sched_getaffinity(0)),
         _version("hetpipe"),
@@ -40,8 +40,9 @@ def own_facts(name: str = "") -> Facts:
     )
 
 
-def _machine() -> str:
-    """Return an id that all environments of one running machine share."""
+@cache
+def machine_id() -> str:
+    """Return an id that all environments of one machine share until it boots again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hetpipe.explain.explanation import Explanation, Measured, explain
 from hetpipe.pipeline.learning import scale_costs
 from hetpipe.pipeline.planning import EXPLORED_MICROBATCHES
-from hetpipe.profile.measure import stored_costs
+from hetpipe.profile.stored import stored_costs
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable

@@ -22,7 +22,7 @@ from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.proposal import PlannerOptions, Proposal, nearest_table
 from hetpipe.profile.boards import board_costs
 from hetpipe.profile.losses import LossPrices
-from hetpipe.profile.measure import cost_parts, profile, stored_costs
+from hetpipe.profile.measure import profile
 from hetpipe.schedule.rule import ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
+from hetpipe.profile.stored import cost_parts, stored_costs
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 STAGED_MICROBATCHES = 8

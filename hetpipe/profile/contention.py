@@ -7,11 +7,12 @@ devices. A cost table records the share of that work.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hetpipe.hosts.facts import machine_id
 
 LIMIT = 0.1  # share of the cores' time; a desktop at rest stays below a few hundredths
 STAT = Path("/proc/stat")
@@ -25,8 +26,8 @@ class ContentionWarning(UserWarning):
 class Usage:
     """Seconds of computation so far: by a process, and on each core that the process may use."""
 
-    host: str
-    process: int
+    machine: str
+    process: str
     at_s: float
     own_s: float
     cores_s: dict[int, float]
@@ -36,7 +37,7 @@ def usage(_device: object = None) -> Usage:
     """Return the usage of this process. `cores_s` is empty if the system does not report it."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
-    return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())
+    return Usage(machine_id(), _process(), time.monotonic(), own_s, _busy_s())
 
 
 def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
@@ -48,10 +49,10 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
     for start, end in zip(before, after, strict=True):
         if not (start.cores_s and end.cores_s):
             continue
-        own_s[end.host, end.process] = end.own_s - start.own_s
+        own_s[end.machine, end.process] = end.own_s - start.own_s
         for core in start.cores_s.keys() & end.cores_s.keys():
-            busy_s[end.host, core] = end.cores_s[core] - start.cores_s[core]
-            elapsed_s[end.host, core] = end.at_s - start.at_s
+            busy_s[end.machine, core] = end.cores_s[core] - start.cores_s[core]
+            elapsed_s[end.machine, core] = end.at_s - start.at_s
     whole_s = sum(elapsed_s.values())
     return max(0.0, sum(busy_s.values()) - sum(own_s.values())) / whole_s if whole_s > 0 else 0.0
 
@@ -59,6 +60,15 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
 def mark(share: float) -> float:
     """Return the share of other work as a table records it: 0 if it is at most `LIMIT`."""
     return min(share, 1.0) if share > LIMIT else 0.0
+
+
+def _process() -> str:
+    """Return a name of this process that is unique on the machine, also beside containers."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{space}:{os.getpid()}"
 
 
 def _busy_s() -> dict[int, float]:

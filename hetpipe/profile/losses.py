@@ -38,6 +38,7 @@ from hetpipe.errors import CostError
 from hetpipe.profile import cache
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.links import NBYTES, ROUNDS, WARM_UP, fit_link
+from hetpipe.profile.stored import LastingNames
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical
 
@@ -100,7 +101,7 @@ def host_link(crew: Crew, member: str) -> LinkCost:
         return LinkCost(described.launch_s, described.host_Bps, "modelled")
     entry = cache.key(
         {
-            "host link": [asdict(own), asdict(crew.infos[member])],
+            "host link": LastingNames(crew).facts(member),
             "versions": [hetpipe.__version__, torch.__version__],
         }
     )

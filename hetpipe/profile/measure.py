@@ -5,28 +5,24 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
-
-import hetpipe
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import OUTPUT, PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import ClusterError, CostError
-from hetpipe.profile import cache, contention, warm
+from hetpipe.profile import contention, warm
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, engine_s, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probing import Probes
-from hetpipe.profile.profiler import RULES
 from hetpipe.profile.room import with_room
 from hetpipe.profile.rounds import HALF_S, Effort, Rounds
+from hetpipe.profile.stored import entries_of, load_tables, store_table
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.wire import streams
 
@@ -69,8 +65,8 @@ def profile(
             "board's speed; model boards with `hetpipe plan`, or leave them out of the cluster"
         )
     say = progress or (lambda text, done, total: None)
-    entries = _entries(captured, crew, optimizer, samples)
-    tables = {} if again else _stored(entries)
+    entries = entries_of(captured, crew, optimizer, samples)
+    tables = {} if again else load_tables(entries, crew)
     for share in {table.contention for table in tables.values() if table.contention}:
         marked = [size for size, table in tables.items() if table.contention == share]
         _warn_of_contention(share, marked)
@@ -106,23 +102,11 @@ def profile(
                 contention=contention.mark(rounds.foreign),
                 trains=captured.trains,
             )
-            cache.store(entries[size], tables[size].to_json())
+            store_table(entries[size], tables[size], crew)
         if rounds.foreign > contention.LIMIT:
             _warn_of_contention(rounds.foreign, missing)
     say("profiled", len(samples), len(samples))
     return with_room({size: tables[size] for size in samples}, crew)
-
-
-def stored_costs(
-    captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
-) -> dict[int, CostTable]:
-    """Return the tables that an earlier `profile` has stored, without a measurement."""
-    return with_room(_stored(_entries(captured, crew, optimizer, samples)), crew)
-
-
-def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
-    contents = {size: cache.load(entry) for size, entry in entries.items()}
-    return {size: CostTable.from_json(data) for size, data in contents.items() if data is not None}
 
 
 def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
@@ -157,33 +141,6 @@ def _tell(effort: Effort, report: Callable[[Effort], None] | None) -> None:
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
-
-
-def _entries(
-    captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
-) -> dict[int, str]:
-    """Return the names of cache entries, by micro-batch size. Names differ if costs may differ."""
-    parts = cost_parts(captured, crew, optimizer)
-    return {size: cache.key({**parts, "samples": size}) for size in samples}
-
-
-def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str, object]:
-    """Return everything on which the costs of any micro-batch depend."""
-    return {
-        "model": captured.fingerprint,
-        "optimizer": [
-            optimizer.name,
-            *map(list, optimizer.settings.items()),
-            *optimizer.members(captured.parameters),
-            *(list(rule.state) for rule in optimizer.rules),
-        ],
-        "versions": [hetpipe.__version__, torch.__version__, RULES],
-        "members": [
-            [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members
-        ],
-        "links": sorted([sorted(pair), asdict(link)] for pair, link in crew.cluster.links.items()),
-        "transport": crew.cluster.transport,
-    }
 
 
 def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:

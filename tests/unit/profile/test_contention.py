@@ -33,7 +33,7 @@ FIELDS = "0 0"  # the first fields include guest time
 
 
 def at(process: int, at_s: float, own_s: float, host: str = "a", **cores_s: float) -> Usage:
-    return Usage(host, process, at_s, own_s, {int(k[1:]): v for k, v in cores_s.items()})
+    return Usage(host, str(process), at_s, own_s, {int(k[1:]): v for k, v in cores_s.items()})
 
 
 def test_the_share_of_other_processes() -> None:
@@ -68,7 +68,7 @@ def test_cores_of_this_process_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(contention, "STAT", tmp_path / "stat")
     found = usage()
     assert found.cores_s == {core: 200 / os.sysconf("SC_CLK_TCK")}
-    assert found.process == os.getpid()
+    assert found.process.endswith(f":{os.getpid()}")
     monkeypatch.setattr(contention, "STAT", tmp_path / "none")
     assert usage().cores_s == {}
 

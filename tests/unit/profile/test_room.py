@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tables import make_table
 
-from hetpipe.profile import measure
+from hetpipe.profile import stored as stored_module
 from hetpipe.profile.room import RoomWarning, available, room_nbytes
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.info import DeviceInfo
@@ -36,12 +36,12 @@ class Crew:
 
 def stored(monkeypatch: pytest.MonkeyPatch, crew: Crew) -> dict[str, int]:
     """Return the memory of the members in costs that an earlier profile has stored."""
-    whole = make_table({"cpu": 1.0, "card": 9.0}, memory=64 * GIB).to_json()
-    monkeypatch.setattr(measure, "_entries", lambda *args: {4: "entry"})
-    monkeypatch.setattr(measure.cache, "load", lambda entry: whole)
+    whole = make_table({"cpu": 1.0, "card": 9.0}, memory=64 * GIB)
+    monkeypatch.setattr(stored_module, "entries_of", lambda *args: {})
+    monkeypatch.setattr(stored_module, "load_tables", lambda *args: {4: whole})
     anything: Any = None
     one: Any = crew
-    tables = measure.stored_costs(anything, one, anything, [4])
+    tables = stored_module.stored_costs(anything, one, anything, [4])
     return {id: cost.memory_nbytes for id, cost in tables[4].devices.items()}
 
 
