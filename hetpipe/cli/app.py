@@ -31,7 +31,7 @@ from hetpipe.cli import (
     whatif,
     zoo,
 )
-from hetpipe.cli.meet import hosts_of_command
+from hetpipe.cli.meet import check_command
 from hetpipe.cli.options import flat
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def start(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -69,4 +70,4 @@ def start(
     ] = False,
 ) -> None:
     """Handle the options of `hetpipe` itself, and make the checks before every command."""
-    hosts_of_command()
+    check_command(context.invoked_subcommand or "")

@@ -1,0 +1,147 @@
+"""Trainings over hosts with a network between them, by torchrun as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hosted
+import pytest
+from networks import Line, Network, network
+
+from hetpipe.cluster.member import available_cores
+
+MEETING = "29500"
+QUICK = {
+    "turns": {
+        "model": "mlp", "members": "0101", "schedule": "interleaved", "clip_norm": 0.1,
+    },
+    "replicas": {"model": "mlp", "members": ["01"], "shares": [(2.0, 1.0)]},
+}  # fmt: skip
+LINES = {
+    "1 Gb/s, 5 ms": Line(125e6, 5e-3),
+    "10 Gb/s, 0.2 ms": Line(1.25e9, 2e-4),
+    "1 Gb/s, 1 ms, 1 % lost": Line(125e6, 1e-3, 0.01),
+}
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scripts of other hosts find this test's modules."""
+    folders = Path(hosted.__file__).parent, Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+
+
+def start(net: Network, folder: Path, cases: Mapping[str, Any], transport: str = "auto") -> Any:
+    """Start a training by torchrun on all hosts. Its result will be in the folder."""
+    task = folder / "task.json"
+    devices = [f"{host}/{hosted.DEVICE}" for host in net.hosts]
+    task.write_text(json.dumps({"devices": devices, "cases": cases, "transport": transport}))
+    return net.start_torchrun(hosted.__file__, task, folder / "result.json")
+
+
+def finish(net: Network, folder: Path, started: Any, limit_s: float = 240.0) -> dict[str, Any]:
+    """Return the result of a training that was started."""
+    ends = net.wait(started, limit_s)
+    words = "".join(f"\n--- {host}: {end.status}\n{end.words}" for host, end in ends.items())
+    assert all(end.status == 0 for end in ends.values()), words
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def numbers(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the losses of each case, without its times."""
+    return {name: (case["losses"], case["evaluated"]) for name, case in results.items()}
+
+
+def listening(net: Network, host: str) -> set[str]:
+    """Return the addresses on which a host listens now; the port only of the rendezvous."""
+    lines = net.run(host, "ss", "-Hltn").splitlines()
+    found = {line.split()[3].rpartition(":") for line in lines}
+    return {f"{address}:{port if port == MEETING else 'free'}" for address, _, port in found}
+
+
+def test_two_hosts_train_as_one_and_listen_only_where_they_must(
+    tmp_path: Path, variables: None
+) -> None:
+    heard: dict[str, set[str]] = {}
+    with network(2, tmp_path) as net:
+        started = start(net, tmp_path, QUICK)
+        while started["h0"].poll() is None:
+            for host in net.hosts:
+                heard[host] = heard.get(host, set()) | listening(net, host)
+            time.sleep(0.5)
+        results = finish(net, tmp_path, started)
+    assert numbers(results) == numbers(hosted.on_one_host(2, QUICK, available_cores()))
+    torchrun = {f"*:{MEETING}", "*:free"}  # its rendezvous and its store
+    assert heard["h0"] == torchrun | {f"{net.address('h0')}:free"}
+    assert heard["h1"] == {f"{net.address('h1')}:free"}
+
+
+def table(hosts: int) -> dict[str, Any]:
+    """Return trainings for a number of hosts."""
+    everyone = "".join(map(str, range(hosts)))
+    shares = [tuple(map(float, range(hosts, 0, -1)))]
+    replicas = {"members": [everyone], "shares": shares, "samples": 24, "clip_norm": 0.1}
+    turns = {"members": everyone * 2, "schedule": "interleaved", "clip_norm": 0.1}
+    turns["microbatches"] = hosts
+    return {
+        "digits 1f1b": {"model": "digits", "members": everyone},
+        "digits replicas": {"model": "digits", **replicas},
+        "gpt interleaved": {"model": "gpt2-small", **turns},
+        "gpt pipedream": {"model": "gpt2-small", "members": everyone, "schedule": "pipedream"},
+        "bert 1f1b": {"model": "bert", "members": everyone, "clip_norm": 0.1},
+        "bert pipedream": {"model": "bert", "members": everyone, "schedule": "pipedream"},
+        "bert replicas": {"model": "bert", **replicas},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("hosts", "line", "transport"),
+    [
+        (2, "1 Gb/s, 5 ms", "auto"),
+        (2, "1 Gb/s, 5 ms", "tls"),
+        (3, "10 Gb/s, 0.2 ms", "auto"),
+        (4, "1 Gb/s, 1 ms, 1 % lost", "tls"),
+    ],
+)
+def test_losses_over_emulated_lines_are_those_of_one_host(
+    tmp_path: Path, variables: None, hosts: int, line: str, transport: str
+) -> None:
+    cases = table(hosts)
+    with network(hosts, tmp_path, LINES[line]) as net:
+        far = finish(net, tmp_path, start(net, tmp_path, cases, transport), 500.0)
+    near = hosted.on_one_host(hosts, cases, available_cores())
+    for name, case in far.items():
+        print(
+            f"{hosts} hosts, {line}, {transport}, {name}: {1e3 * case['step_s']:.0f} ms per step, "
+            f"on one host {1e3 * near[name]['step_s']:.0f} ms"
+        )
+    assert numbers(far) == numbers(near)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_three_hosts_continues_on_two_and_on_one(
+    tmp_path: Path, variables: None
+) -> None:
+    saved = str(tmp_path / "saved")
+    whole = {"model": "bert", "members": "012", "samples": 24}
+    begin = {**whole, "steps": (0, 2), "save": saved}
+    rest = {**whole, "steps": (2, hosted.STEPS), "resume": saved}
+    with network(3, tmp_path) as net:
+        finish(net, tmp_path, start(net, tmp_path, {"begin": begin}))
+    with network(2, tmp_path) as net:
+        two = finish(net, tmp_path, start(net, tmp_path, {"rest": {**rest, "members": "01"}}))
+    cases = {"whole": whole, "same": rest, "one": {**rest, "members": "0"}}
+    here = hosted.on_one_host(3, cases, available_cores())
+    expected = here["whole"]["losses"][2:]
+    assert here["same"]["losses"] == expected
+    assert two["rest"]["losses"] == pytest.approx(expected, rel=1e-6)
+    assert here["one"]["losses"] == pytest.approx(expected, rel=1e-6)
