@@ -122,7 +122,11 @@ class Posted:
 
 
 def result_of(
-    reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
+    reports: Sequence[StepReport],
+    posted: Posted,
+    origin_s: float,
+    answers: Answers,
+    clock_error_s: float,
 ) -> StepResult:
     """Combine the reports of all workers into a result, with times relative to `origin_s`."""
     culprits = [answers.culprit, *(report.culprit for report in reports)]
@@ -145,7 +149,7 @@ def result_of(
     result = StepResult(
         losses or (),
         _sum_replicas([r.counts for r in reports if r.counts is not None]),
-        Timeline(tuple(names), tuple(spans), "measured"),
+        Timeline(tuple(names), tuple(spans), "measured", clock_error_s=clock_error_s),
         tuple(versions[n] for n in sorted(versions)),
         tuple(live[n] for n in sorted(live)),
         tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),

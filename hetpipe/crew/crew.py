@@ -231,7 +231,7 @@ class Crew(Workers):
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer, pass_limit_s)
             self._patience.add(time.monotonic() - posted.begin_s)
-        return result_of(reports, posted, self._origin_s, self._answers)
+        return result_of(reports, posted, self._origin_s, self._answers, self.clock_error_s)
 
     @property
     def under_way(self) -> int:

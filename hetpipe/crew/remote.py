@@ -16,7 +16,7 @@ from hetpipe.hosts.connection import Address
 from hetpipe.hosts.hosts import HOST, Ask, CrewEnd, Hosts, RemoteHost
 from hetpipe.wire.ends import Route, WireEnd
 from hetpipe.wire.host_messages import Connect, Failed, Launch, Leave
-from hetpipe.wire.messages import StepReport
+from hetpipe.wire.messages import Reply, StepReport
 
 NO_ANSWER = 0
 """The number of a request that an agent does not answer."""
@@ -84,8 +84,8 @@ class RemoteFleet(Fleet, CrewEnd):
         if isinstance(message, Failed):
             self.control.fail(f"host {self._host.name!r}: {message.text}", message.trace)
             return
-        if isinstance(message, StepReport):
-            message = _shifted(message, -self._host.connection.clock.ahead_s)
+        if isinstance(message, Reply) and isinstance(message.value, StepReport):
+            message = Reply(_shifted(message.value, -self._host.connection.clock.ahead_s))
         self.control.arrived(worker, message)
 
     def lost(self, reason: str) -> None:

@@ -164,6 +164,12 @@ class Workers:
             self._fleet.send(worker, say.Speed(speed))
         self.cluster = cluster
 
+    @property
+    def clock_error_s(self) -> float:
+        """The greatest error, in seconds, of times from other hosts; 0 without other hosts."""
+        hosts = self.cluster.connections
+        return 0.0 if hosts is None else hosts.clock_error_s
+
     def check(self) -> None:
         """Raise `WorkerError` if a worker has failed."""
         self._control.check()

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ PIECE_NBYTES = 256 * 1024
 BEAT_S = 1.0
 SILENCE_S = 5.0
 """Seconds without a sign of life after which the other host counts as lost."""
-ROUND_TRIPS = 64  # of the latest signs of life; the fastest gives the difference of the clocks
+ROUND_TRIPS = 64
+"""The latest signs of life that tell how far the other host's clock is ahead."""
+DRIFT = 5e-4
+"""Most seconds by which two clocks move apart in a second: Linux corrects a clock no faster."""
 
 _RECORD = struct.Struct("<BIQ")  # kind, number of the message, bytes that follow
 _HEAD = struct.Struct("<iiI")  # crew, worker, number of parts; the parts' sizes follow
@@ -46,6 +50,38 @@ class Clock:
     error_s: float
 
 
+class Clocks:
+    """Compares this host's clock with another host's, by the latest round trips."""
+
+    def __init__(self) -> None:
+        self._trips: deque[_Trip] = deque(maxlen=ROUND_TRIPS)
+        self._best: _Trip | None = None
+
+    def add(self, sent_s: float, answered_s: float, now_s: float) -> None:
+        """Record a round trip, which ends now; the other host answered by its own clock."""
+        half_s = (now_s - sent_s) / 2
+        self._trips.append(_Trip(half_s - DRIFT * now_s, answered_s - sent_s - half_s))
+        self._best = min(self._trips)
+
+    def at(self, now_s: float) -> Clock:
+        """Return the difference by the round trip whose error is least now."""
+        if self._best is None:
+            return Clock(0.0, float("inf"))
+        return Clock(self._best.ahead_s, self._best.error_s + DRIFT * now_s)
+
+    @property
+    def known(self) -> bool:
+        """Whether a round trip has ended."""
+        return self._best is not None
+
+
+class _Trip(NamedTuple):
+    """A round trip. `error_s` is its error at time 0; it grows by `DRIFT` in each second."""
+
+    error_s: float
+    ahead_s: float
+
+
 class Connection:
     """One end of a connection between two hosts. Any thread may send.
 
@@ -59,7 +95,7 @@ class Connection:
         self._silence_s = silence_s
         self._numbers = itertools.count(1)
         self._heard_s = time.monotonic()
-        self._clocks: list[Clock] = []
+        self._clocks = Clocks()
         self._closing = False
         # Held while the first reason is noted; never while `on_end` runs.
         self._ending = threading.Lock()
@@ -76,8 +112,8 @@ class Connection:
 
     @property
     def clock(self) -> Clock:
-        """The difference of the clocks, by the fastest of the latest round trips."""
-        return min(self._clocks, key=lambda clock: clock.error_s, default=Clock(0.0, float("inf")))
+        """The difference of the clocks now."""
+        return self._clocks.at(time.monotonic())
 
     def send(self, address: Address, message: Any) -> None:
         """Send a picklable object, or a packed one. Raises `OSError`."""
@@ -136,11 +172,7 @@ class Connection:
         if kind == PING:
             self._signal(PONG, sent_s, now_s)
             return
-        half_s = (now_s - sent_s) / 2
-        self._clocks = [
-            *self._clocks[1 - ROUND_TRIPS :],
-            Clock(answered_s - sent_s - half_s, half_s),
-        ]
+        self._clocks.add(sent_s, answered_s, now_s)
 
     def _signal(self, kind: int, *times_s: float) -> None:
         with suppress(OSError):  # the receiving thread says why
@@ -150,7 +182,7 @@ class Connection:
         while not (self._closing or self._reason):
             begin_s = time.monotonic()
             self._signal(PING, begin_s, 0.0)
-            time.sleep(BEAT_S if self._clocks else BEAT_S / 20)
+            time.sleep(BEAT_S if self._clocks.known else BEAT_S / 20)
             now_s = time.monotonic()
             if now_s - begin_s > 3 * BEAT_S:  # this process was stopped, or the machine slept
                 self._heard_s = now_s

@@ -167,6 +167,12 @@ class Hosts:
     def _ahead_s(self, name: str) -> float:
         return 0.0 if name == self.own.name else self.others[name].connection.clock.ahead_s
 
+    @property
+    def clock_error_s(self) -> float:
+        """The greatest error, in seconds, of a time that another host's clock gave."""
+        clocks = [other.connection.clock for other in self.others.values()]
+        return max([clock.error_s for clock in clocks], default=0.0)
+
     def __reduce__(self) -> Any:
         raise HetpipeError("connections to hosts cannot be pickled or copied")
 

@@ -116,7 +116,7 @@ def _draw(axes: Axes, timeline: Timeline, shown: Sequence[Interval], width_s: fl
     axes.set_yticks(range(len(timeline.workers)), timeline.workers)
     axes.set_ylim(len(timeline.workers) - 0.5, -0.5)
     axes.set_xlim(0.0, width_s * 1e3 or 1.0)
-    axes.set_title(f"{timeline.label}: {timeline.step_s * 1e3:.1f} ms", loc="left", fontsize=10)
+    axes.set_title(f"{timeline.title}: {timeline.step_s * 1e3:.1f} ms", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -111,7 +111,7 @@ class _Process:
             if interval.kind not in (Kind.SUM, Kind.TRANSFER)
         ]
         beside = [*self._beside()]
-        named = [self._name(0, "process_name", self._timeline.label)]
+        named = [self._name(0, "process_name", self._timeline.title)]
         for (worker, track), thread in sorted(self._threads.items()):
             member = self._timeline.workers[worker]
             named.append(self._name(thread, "thread_name", member if not track else f"{member} +"))

@@ -74,6 +74,14 @@ class Timeline:
     spans: Sequence[Span]  # a tuple, or `SpanColumns`
     label: str
     overhead_s: float = 0.0  # the controller's seconds before and after all spans
+    clock_error_s: float = 0.0  # of spans on other hosts, which have other clocks
+
+    @property
+    def title(self) -> str:
+        """The label and, with several hosts, the error of their clocks."""
+        if not self.clock_error_s:
+            return self.label
+        return f"{self.label}, clocks of hosts within {1e3 * self.clock_error_s:.2f} ms"
 
     @property
     def step_s(self) -> float:
@@ -138,17 +146,19 @@ class Timeline:
                 rows[span.worker].append(Bar(*at, str(span.action), COLOURS[span.action.op[0]]))
         busy = [f"{share:.0%}" for share in self.busy_share()]
         columns = ("worker", "computes")
-        title = f"Timeline of {format_s(self.step_s)}, {self.label}"
+        title = f"Timeline of {format_s(self.step_s)}, {self.title}"
         shares = table_html(title, columns, zip(self.workers, busy, strict=True), columns[1:])
         return shares + bars_html(title, self.workers, rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write; actions are text."""
+        error = {"clock_error_s": self.clock_error_s} if self.clock_error_s else {}
         return {
             "version": VERSION,
             "workers": list(self.workers),
             "label": self.label,
             "overhead_s": self.overhead_s,
+            **error,
             "spans": [[s.worker, str(s.action), s.start_s, s.end_s] for s in self.spans],
         }
 
@@ -159,6 +169,8 @@ class Timeline:
         Raises `ScheduleError` for an unknown version, and for a wrong entry, with its place.
         """
         source = Source("the timeline", ScheduleError, where)
+        if isinstance(data, Mapping):  # files of one host lack the error
+            data = {"clock_error_s": 0.0, **data}
         record = source.versioned(_Timeline, data, VERSION)
         for index, (worker, _, start_s, end_s) in enumerate(record.spans):
             if worker >= len(record.workers):
@@ -167,7 +179,8 @@ class Timeline:
             if end_s < start_s:
                 raise source.fault(("spans", index, 3), f"is {end_s}, before the start {start_s}")
         spans = tuple(Span(*span) for span in record.spans)
-        return Timeline(record.workers, spans, record.label, record.overhead_s)
+        times_s = record.overhead_s, record.clock_error_s
+        return Timeline(record.workers, spans, record.label, *times_s)
 
 
 Moment = Annotated[float, Number(-1e9, 1e9)]
@@ -181,3 +194,4 @@ class _Timeline:
     label: str
     overhead_s: Moment
     spans: tuple[tuple[Count, Annotated[Action, Parsed(Action.parse)], Moment, Moment], ...]
+    clock_error_s: Annotated[float, Number(0.0, 1e9)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,10 +22,12 @@ def free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def start_agent(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """Start `hetpipe agent`."""
+def start_agent(
+    *arguments: str, before: Sequence[str] = (), **variables: str
+) -> subprocess.Popen[str]:
+    """Start `hetpipe agent`; words `before` it begin the command."""
     return subprocess.Popen(
-        process.command("hetpipe", "agent", *arguments),
+        [*before, *process.command("hetpipe", "agent", *arguments)],
         env=process.environment({"HETPIPE_SECRET": SECRET, **variables}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
