@@ -16,10 +16,10 @@ from hetpipe.crew.launcher import Timing, launch_here
 from hetpipe.crew.plugboard import Outside, Plugboard
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
-from hetpipe.hosts.door import Door, Greeting
+from hetpipe.hosts.door import Door, Greeting, Visitor
 from hetpipe.hosts.facts import Facts, own_facts
 from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye
-from hetpipe.hosts.meeting import call, is_loopback
+from hetpipe.hosts.meeting import CONTROL, WIRE, call, is_loopback
 from hetpipe.hosts.secret import find_secret
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
@@ -52,19 +52,16 @@ def stay(address: tuple[str, int], name: str) -> None:
     served: list[Facts] = []  # the present controller
 
     def check(greeting: Greeting) -> str:
-        if greeting["purpose"] == "control" and served:
+        if served:
             return f"it works for host {served[0].name!r} now; try again when that training ends"
         return ""
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:
-        controller = Facts(**greeting["facts"])
-        if served:  # another controller was faster
-            stream.close()
-            return
-        served.append(controller)
-        visits.put((stream, controller))
+        served.append(greeting.facts)
+        visits.put((stream, greeting.facts))
 
-    door = Door(address, secret, facts, {"control": visit, "wire": wires.visit}, check)
+    visitors = {CONTROL: Visitor(check, visit), WIRE: wires.visitor}
+    door = Door(address, secret, facts, visitors)
     print(f"{facts.name} listens on {door.address[0]} port {door.address[1]}", flush=True)
     try:
         while True:
@@ -89,7 +86,7 @@ class Agent:
     def __init__(self, stream: TlsStream, controller: Facts, outside: Outside) -> None:
         self._outside = outside
         self._arrived: SimpleQueue[tuple[Address, Packed] | _End] = SimpleQueue()
-        self._crews: dict[int, tuple[Fleet, str]] = {}  # with the first letters of its wires
+        self._crews: dict[int, tuple[Fleet, str]] = {}  # with the name that its wires have
         self._connection = Connection(stream, controller.name)
         self._connection.start(
             lambda address, message: self._arrived.put((address, message)),
@@ -145,6 +142,7 @@ class Agent:
         labels = [f"worker {m.id!r} ({m.opened_device})" for m in request.cluster.members]
         relay = Relay(labels, lambda worker, m: self._send(Address(request.crew, worker), m))
         fleet = launch_here(request.cluster, relay, timing, plugboard, request.sharing)
+        self._outside.wires.open(request.wires)
         self._crews[request.crew] = fleet, request.wires
 
     def _connect(self, request: Connect) -> None:

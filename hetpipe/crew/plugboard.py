@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from hetpipe.cluster.transports import Transport
@@ -20,7 +20,7 @@ class Outside:
     """How a host reaches others: its arriving wires, and the secret of the cluster."""
 
     wires: Wires
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 class Plugboard:

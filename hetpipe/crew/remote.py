@@ -133,7 +133,8 @@ class HostsFleet(Fleet):
         self._parts: dict[str, Fleet] = {}
         self._controls = {host: ControlPart(control, self.workers(host)) for host in {*places}}
         self._wires = itertools.count(1)
-        self.wires = f"{secrets.token_hex(8)}/"
+        self.wires = secrets.token_hex(8)
+        hosts.wires.open(self.wires)
         control.on_failure = self._failed
 
     def workers(self, host: str) -> list[int]:
@@ -161,7 +162,7 @@ class HostsFleet(Fleet):
         if one == other:
             return None
         address, ahead_s = self._hosts.route(one, other)
-        return Route(f"{self.wires}{next(self._wires)}", address, ahead_s)
+        return Route(f"{self.wires}/{next(self._wires)}", address, ahead_s)
 
     def close(self) -> None:
         if not self.control.owns:

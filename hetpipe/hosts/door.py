@@ -17,33 +17,61 @@ import logging
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from hetpipe.errors import ClusterError
-from hetpipe.hosts.facts import Facts
+from hetpipe.hosts.facts import Facts, parse_record, problem_of_name
 from hetpipe.hosts.tls import HANDSHAKE_S, RefusedError, TlsStream, shut
+from hetpipe.words import short
 
 logger = logging.getLogger("hetpipe")
 
-MOST_GREETINGS = 64
-"""Connections that may be in their handshake at the same time; further ones are closed."""
+MOST_HANDSHAKES = 64
+"""Connections that may be in their handshake at the same time. A further one ends the oldest."""
 MOST_NBYTES = 64 * 1024
 """Bytes of the longest greeting."""
+FULL_S = 0.05
+"""Seconds until the next try if the system gives no connection, for instance for want of files."""
 _LENGTH = struct.Struct("<I")
 
-Greeting = dict[str, Any]
-Visitor = Callable[[TlsStream, Greeting], None]
-"""Takes over a connection whose greeting was accepted."""
+
+@dataclass(frozen=True)
+class Call:
+    """The purpose of a connection, and more for it.
+
+    `door` is the port where the host that calls receives wires, `rank` its rank under torchrun.
+    """
+
+    purpose: str
+    wire: str = ""
+    door: int = 0
+    rank: int = 0
+
+
+class Greeting(NamedTuple):
+    """A host's first message."""
+
+    call: Call
+    facts: Facts
+
+
+class Visitor(NamedTuple):
+    """Receives connections for one purpose.
+
+    `check` returns why a greeting is refused, or "". Then `visit` takes over the connection. No
+    other greeting is checked between the two.
+    """
+
+    check: Callable[[Greeting], str]
+    visit: Callable[[TlsStream, Greeting], None]
 
 
 class Door:
-    """Listens on an address for hosts with the secret.
-
-    `check(greeting)` returns why a greeting is refused, or "". Then `visitors[purpose]` gets the
-    connection, on the thread that greeted it.
-    """
+    """Listens on an address for hosts with the secret. `visitors` are by purpose."""
 
     def __init__(
         self,
@@ -51,11 +79,9 @@ class Door:
         secret: bytes,
         facts: Facts,
         visitors: Mapping[str, Visitor],
-        check: Callable[[Greeting], str] = lambda greeting: "",
     ) -> None:
         """Raises `ClusterError` if the address cannot be used."""
-        self._secret, self._facts = secret, facts
-        self._visitors, self._check = visitors, check
+        self._secret, self._facts, self._visitors = secret, facts, visitors
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             self._server = socket.create_server(address, family=family, backlog=128)
@@ -63,7 +89,11 @@ class Door:
             raise ClusterError(
                 f"this host cannot listen on {address[0]} port {address[1]}: {error.strerror}"
             ) from error
-        self._room = threading.Semaphore(MOST_GREETINGS)
+        self._shaking: dict[socket.socket, None] = {}  # connections in their handshake
+        # Held while `_shaking` changes; never while a socket waits.
+        self._changing = threading.Lock()
+        # Held from the check of a greeting until its visitor has the connection.
+        self._admitting = threading.Lock()
         self._closing = False
         threading.Thread(target=self._accept, name="hetpipe door", daemon=True).start()
 
@@ -76,86 +106,155 @@ class Door:
     def close(self) -> None:
         self._closing = True
         shut(self._server)
+        with self._changing:
+            for sock in self._shaking:
+                _interrupt(sock)
 
     def _accept(self) -> None:
         while not self._closing:
             try:
                 sock, _ = self._server.accept()
             except OSError:
-                continue  # the door is closing, or the caller was gone at once
-            if not self._room.acquire(blocking=False):
-                sock.close()
+                time.sleep(FULL_S)
                 continue
-            name = "hetpipe greeting"
-            threading.Thread(target=self._greet, args=(sock,), name=name, daemon=True).start()
+            with self._changing:
+                if len(self._shaking) == MOST_HANDSHAKES:
+                    _interrupt(next(iter(self._shaking)))
+                    del self._shaking[next(iter(self._shaking))]
+                self._shaking[sock] = None
+            thread = threading.Thread(
+                target=self._greet, args=(sock,), name="hetpipe greeting", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no further thread
+                logger.warning("a connection was refused: %s", error)
+                self._end_handshake(sock)
+                shut(sock)
+
+    def _end_handshake(self, sock: socket.socket) -> None:
+        with self._changing:
+            self._shaking.pop(sock, None)
 
     def _greet(self, sock: socket.socket) -> None:
-        """Answer a greeting. A caller without the secret learns nothing."""
+        """Answer a greeting. A caller without the secret gets no answer."""
         try:
             sock.settimeout(HANDSHAKE_S)
-            stream = TlsStream(sock, self._secret, server=True)
-            greeting = _receive(stream)
-            reason = self._reason(greeting)
-            _send(stream, {"facts": asdict(self._facts), "refused": reason})
-            if not reason:
-                sock.settimeout(None)
-                self._visitors[greeting["purpose"]](stream, greeting)
+            try:
+                stream = TlsStream(sock, self._secret, server=True)
+            finally:
+                self._end_handshake(sock)
+            if self._admit(stream, _receive(stream)):
                 return
         except RefusedError as error:
             logger.info("a connection without the secret was refused: %s", error)
-        except (OSError, EOFError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError) as error:
             logger.info("a connection was refused: %s", error)
-        finally:
-            self._room.release()
+        except Exception:
+            logger.exception("a connection was refused")
         shut(sock)
 
-    def _reason(self, greeting: Greeting) -> str:
-        theirs, ours = greeting["facts"]["hetpipe"], self._facts.hetpipe
-        if theirs != ours:
-            return (
-                f"it has hetpipe {ours}, and the host that calls has {theirs}: install one version"
-            )
-        if greeting["purpose"] not in self._visitors:
-            return f"it does not answer {greeting['purpose']!r}"
-        return self._check(greeting)
+    def _admit(self, stream: TlsStream, message: dict[str, Any]) -> bool:
+        """Answer a greeting; return whether a visitor has the connection."""
+        with self._admitting:
+            greeting, reason = self._judge(message)
+            _send(stream, {"facts": asdict(self._facts), "refused": reason})
+            if greeting is None or reason:
+                return False
+            stream.socket.settimeout(None)
+            self._visitors[greeting.call.purpose].visit(stream, greeting)
+            return True
+
+    def _judge(self, message: dict[str, Any]) -> tuple[Greeting | None, str]:
+        """Return a greeting, and why it is refused, or ""."""
+        if reason := _other_version(message, self._facts):
+            return None, reason
+        try:
+            greeting = _greeting(message)
+        except ValueError as error:
+            return None, f"it does not understand the greeting: {error}"
+        if self._closing:
+            return None, "it ends now"
+        if (visitor := self._visitors.get(greeting.call.purpose)) is None:
+            return None, f"it does not answer {greeting.call.purpose!r}"
+        return greeting, visitor.check(greeting)
 
 
 def dial(
-    address: tuple[str, int], secret: bytes, greeting: Mapping[str, Any]
+    address: tuple[str, int], secret: bytes, facts: Facts, call: Call
 ) -> tuple[TlsStream, Facts]:
     """Connect to a door. Return the stream and the facts of the other host.
 
     Raises `ClusterError` if the other host refuses, and `OSError` if it does not answer.
     """
+    place = f"{address[0]} port {address[1]}"
     sock = socket.create_connection(address, timeout=HANDSHAKE_S)
     try:
         stream = TlsStream(sock, secret, server=False)
-        _send(stream, greeting)
-        answer = _receive(stream)
+        _send(stream, {"call": asdict(call), "facts": asdict(facts)})
+        theirs, reason = _answer(_receive(stream), facts)
     except RefusedError as error:
         shut(sock)
         raise ClusterError(
-            f"{address[0]} port {address[1]} has another secret, or is no host of hetpipe ({error})"
+            f"{place} has another secret, or is no host of hetpipe ({error})"
         ) from error
     except EOFError as error:  # the server checks our certificate after its own handshake
         shut(sock)
         raise ClusterError(
-            f"{address[0]} port {address[1]} closed the connection: it has another secret, or is "
-            f"no host of hetpipe ({error})"
+            f"{place} closed the connection: it has another secret, or is no host of hetpipe "
+            f"({error})"
         ) from error
+    except ValueError as error:
+        shut(sock)
+        raise ClusterError(f"{place} gives an answer that is no host's: {error}") from error
     except OSError:
         shut(sock)
         raise
-    if reason := answer["refused"]:
+    if reason:
         shut(sock)
-        raise ClusterError(f"{answer['facts']['name']} refuses: {reason}")
+        raise ClusterError(f"{theirs.name} refuses: {reason}")
     sock.settimeout(None)
-    return stream, Facts(**answer["facts"])
+    return stream, theirs
 
 
-def greeting(purpose: str, facts: Facts, **more: Any) -> Greeting:
-    """Return a host's first message."""
-    return {"purpose": purpose, "facts": asdict(facts), **more}
+def _other_version(message: dict[str, Any], ours: Facts) -> str:
+    """Return that a host has another version, or "". Its other facts may have another form."""
+    facts = message.get("facts")
+    theirs = facts.get("hetpipe") if isinstance(facts, dict) else None
+    if not isinstance(theirs, str) or theirs == ours.hetpipe:
+        return ""
+    return (
+        f"it has hetpipe {ours.hetpipe}, and the host that calls has {short(theirs)}: install one "
+        "version"
+    )
+
+
+def _greeting(message: dict[str, Any]) -> Greeting:
+    """Return a greeting. Raises `ValueError`."""
+    call = parse_record(Call, message.get("call"))
+    if not 0 <= call.door <= 65535:
+        raise ValueError(f"{call.door} is no port")
+    return Greeting(call, _facts(message))
+
+
+def _answer(message: dict[str, Any], ours: Facts) -> tuple[Facts, str]:
+    """Return the facts of a host, and why it refuses ours, or "". Raises `ValueError`."""
+    reason = message.get("refused")
+    if not isinstance(reason, str) or not reason.isprintable():
+        raise ValueError(short(reason))
+    try:
+        return _facts(message), reason
+    except ValueError:
+        if reason and _other_version(message, ours):
+            return ours, reason
+        raise
+
+
+def _facts(message: dict[str, Any]) -> Facts:
+    facts = parse_record(Facts, message.get("facts"))
+    if problem := problem_of_name(facts.name):
+        raise ValueError(problem)
+    return facts
 
 
 def _send(stream: TlsStream, message: Mapping[str, Any]) -> None:
@@ -168,7 +267,16 @@ def _receive(stream: TlsStream) -> dict[str, Any]:
     (nbytes,) = _LENGTH.unpack(stream.receive(_LENGTH.size))
     if nbytes > MOST_NBYTES:
         raise ValueError(f"a greeting of {nbytes} bytes")
-    message = json.loads(stream.receive(nbytes))
+    try:
+        message = json.loads(stream.receive(nbytes))
+    except RecursionError as error:
+        raise ValueError("a greeting that is too deep") from error
     if not isinstance(message, dict):
         raise ValueError("a greeting that is no JSON object")
     return message
+
+
+def _interrupt(sock: socket.socket) -> None:
+    """Wake the thread that waits in a socket; it closes the socket."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

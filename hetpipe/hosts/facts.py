@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
+
+from hetpipe.errors import ClusterError
+from hetpipe.words import short
+
+T = TypeVar("T")
+_NAME = re.compile(r"[\w.-]{1,64}")
+MOST_LETTERS = 256
 
 
 @dataclass(frozen=True)
@@ -27,9 +36,15 @@ class Facts:
 
 @cache
 def own_facts(name: str = "") -> Facts:
-    """Return the facts of this host; by default its name is the first part of the system's name."""
+    """Return the facts of this host; by default its name is the first part of the system's name.
+
+    Raises `ClusterError` for a name that no host can have.
+    """
+    name = name or re.sub(r"[^\w-]", "-", socket.gethostname().partition(".")[0])[:64] or "host"
+    if problem := problem_of_name(name):
+        raise ClusterError(f"{problem}; give this host another name")
     return Facts(
-        name or socket.gethostname().partition(".")[0] or "host",
+        name,
         machine_id(),
         _processor(),
         len(os.sched_getaffinity(0)),
@@ -38,6 +53,29 @@ def own_facts(name: str = "") -> Facts:
         _version("torch"),
         _version("numpy"),
     )
+
+
+def problem_of_name(name: str) -> str:
+    """Return why no host can have this name, or ""."""
+    if _NAME.fullmatch(name):
+        return ""
+    return f"{short(name)} is no name of a host: use up to 64 letters, digits, '.', '-' and '_'"
+
+
+def parse_record(kind: type[T], value: Any) -> T:
+    """Return a dataclass of short texts and of numbers, from JSON. Raises `ValueError`."""
+    kinds = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        raise ValueError(f"{short(value)} is no {kind.__name__}")
+    for name, expected in kinds.items():
+        found = value[name]
+        if type(found) is not expected or (isinstance(found, str) and not _is_plain(found)):
+            raise ValueError(f"{short(found)} is no {name} of {kind.__name__}")
+    return kind(**value)
+
+
+def _is_plain(text: str) -> bool:
+    return len(text) <= MOST_LETTERS and text.isprintable()
 
 
 @cache

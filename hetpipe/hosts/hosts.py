@@ -179,7 +179,12 @@ class Hosts:
 
 def _close(door: Door, others: Sequence[RemoteHost]) -> None:
     door.close()
-    failed = getattr(sys, "last_value", None) is not None  # Python sets it before it ends
+    # Python sets `last_value` before it ends.
+    dismiss(others, failed=bool(sys.exc_info()[1] or getattr(sys, "last_value", None)))
+
+
+def dismiss(others: Sequence[RemoteHost], *, failed: bool) -> None:
+    """Tell agents that they are needed no longer, and close the connections."""
     for other in others:
         with suppress(WorkerError):
             other.send(Address(0, HOST), Goodbye(failed))
@@ -190,7 +195,7 @@ class Gathering:
     """Agents that have called, until all are there."""
 
     def __init__(self) -> None:
-        self._others: list[RemoteHost] = []
+        self._others: list[RemoteHost] = []  # some may be lost by now
         self.refused: list[str] = []  # the reasons
         # Held while the list changes; the waiting thread is woken for each agent.
         self._changed = threading.Condition()
@@ -201,18 +206,22 @@ class Gathering:
             self._changed.notify_all()
 
     @property
+    def others(self) -> list[RemoteHost]:
+        return [other for other in self._others if not other.lost]
+
+    @property
     def names(self) -> list[str]:
-        return [other.name for other in self._others]
+        return [other.name for other in self.others]
 
     def wait(self, count: int, limit_s: float) -> list[RemoteHost]:
         """Wait for `count` agents. Raises `ClusterError` with the names that came in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._others) >= count, limit_s):
+            if not self._changed.wait_for(lambda: len(self.others) >= count, limit_s):
                 came = ", ".join(sorted(self.names)) or "none"
                 refused = "".join(f"; one was refused: {reason}" for reason in self.refused[:3])
                 raise ClusterError(
-                    f"{len(self._others)} of {count} other hosts have come within {limit_s:.0f} s "
+                    f"{len(self.others)} of {count} other hosts have come within {limit_s:.0f} s "
                     f"({came}): start an agent on each of the others, or give a smaller count"
                     f"{refused}"
                 )
-            return sorted(self._others, key=lambda other: other.name)
+            return sorted(self.others, key=lambda other: other.name)

@@ -15,18 +15,23 @@ from typing import Any
 
 from hetpipe.environment import Ranks, torchrun_ranks
 from hetpipe.errors import ClusterError
-from hetpipe.hosts.door import Door, Greeting, Visitor, dial, greeting
+from hetpipe.hosts.door import Call, Door, Greeting, Visitor, dial
 from hetpipe.hosts.facts import Facts, own_facts
-from hetpipe.hosts.hosts import Gathering, Hosts, RemoteHost
+from hetpipe.hosts.hosts import Gathering, Hosts, RemoteHost, dismiss
 from hetpipe.hosts.secret import find_secret
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
+from hetpipe.words import short
 
 PORT = 29400
 """The port of a meeting whose address names none."""
 KEY = "hetpipe/door"
 """The key of the controller's address in torchrun's store."""
 RETRY_S = 0.2
+
+JOIN, CONTROL, WIRE = "join", "control", "wire"
+"""Why a host calls: an agent calls its controller, a controller an agent that stays, a worker the
+host of another worker."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -74,12 +79,23 @@ def find_under_torchrun(limit_s: float) -> tuple[str, int]:
     store = _store(limit_s)
     try:
         store.wait([KEY], timedelta(seconds=limit_s))
-        host, port = json.loads(store.get(KEY))
+        text = store.get(KEY)
     except Exception as error:
         raise ClusterError(
             f"rank 0 has not called hp.Cluster.hosts() within {limit_s:.0f} s ({error})"
         ) from error
-    return str(host), int(port)
+    return _published(text)
+
+
+def _published(text: bytes) -> tuple[str, int]:
+    """Return the address in torchrun's store, where anybody may have written."""
+    try:
+        host, port = json.loads(text)
+        if type(port) is int and 0 < port < 65536:
+            return str(ip_address(host)), port
+    except (ValueError, TypeError):
+        pass
+    raise ClusterError(f"torchrun's store has no address of rank 0, but {short(text)}")
 
 
 def _store(limit_s: float) -> Any:
@@ -107,27 +123,26 @@ def gather(
     facts, wires, gathering = own_facts(name), Wires(), Gathering()
 
     def check(greeting: Greeting) -> str:
-        if greeting["purpose"] != "control":
-            return ""
         if len(gathering.names) >= count - 1:
             return f"all {count} hosts have met already"
         names = [facts.name, *gathering.names]
-        if greeting["rank"]:
+        if greeting.call.rank:
             return ""  # gets another name
-        if reason := _refusal(str(greeting["facts"]["name"]), names):
+        if reason := _refusal(greeting.facts.name, names):
             gathering.refused.append(reason)
         return reason
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:
         gathering.add(_remote(stream, greeting, [facts.name, *gathering.names]))
 
-    visitors: dict[str, Visitor] = {"control": visit, "wire": wires.visit}
-    door = Door(address, secret, facts, visitors, check)
+    visitors = {JOIN: Visitor(check, visit), WIRE: wires.visitor}
+    door = Door(address, secret, facts, visitors)
     try:
         listening(door)
         others = gathering.wait(count - 1, limit_s)
     except BaseException:
         door.close()
+        dismiss(gathering.others, failed=True)
         raise
     return Hosts(facts, door, wires, secret, others)
 
@@ -142,11 +157,11 @@ def _refusal(name: str, names: Sequence[str]) -> str:
 
 def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> RemoteHost:
     """Return the host that has called. `names` has the names of all other hosts."""
-    facts = Facts(**greeting["facts"])
+    call, facts = greeting
     if _refusal(facts.name, names):  # several ranks of torchrun on one machine
-        facts = replace(facts, name=f"{facts.name}-{greeting['rank']}")
+        facts = replace(facts, name=f"{facts.name}-{call.rank}")
     peer = stream.socket.getpeername()[0]
-    return RemoteHost(stream, facts, (peer, int(greeting["door"])))
+    return RemoteHost(stream, facts, (peer, call.door))
 
 
 def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Hosts:
@@ -154,14 +169,17 @@ def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Ho
     secret = find_secret(loopback=all(is_loopback(host) for host, _ in addresses))
     facts, wires = own_facts(name), Wires()
     others: list[RemoteHost] = []
-    for address in addresses:
-        stream, theirs = _dial(address, secret, greeting("control", facts), limit_s)
-        if reason := _refusal(theirs.name, [facts.name, *(other.name for other in others)]):
-            stream.close()
-            raise ClusterError(f"{address[0]} port {address[1]}: {reason}")
-        others.append(RemoteHost(stream, theirs, address))
-    here = others[0].address
-    door = Door((here, 0), secret, facts, {"wire": wires.visit})
+    try:
+        for address in addresses:
+            stream, theirs = _dial(address, secret, facts, Call(CONTROL), limit_s)
+            if reason := _refusal(theirs.name, [facts.name, *(other.name for other in others)]):
+                stream.close()
+                raise ClusterError(f"{address[0]} port {address[1]}: {reason}")
+            others.append(RemoteHost(stream, theirs, address))
+        door = Door((others[0].address, 0), secret, facts, {WIRE: wires.visitor})
+    except BaseException:
+        dismiss(others, failed=True)
+        raise
     return Hosts(facts, door, wires, secret, others)
 
 
@@ -174,11 +192,11 @@ def call(
     Return the stream to the controller, its facts, and the door. Raises `ClusterError`.
     """
     here = _facing(address)
-    door = Door((here, 0), secret, facts, {"wire": wires.visit})
+    door = Door((here, 0), secret, facts, {WIRE: wires.visitor})
     ranks = torchrun_ranks()
-    first = greeting("control", facts, door=door.address[1], rank=ranks.rank if ranks else 0)
+    join = Call(JOIN, door=door.address[1], rank=ranks.rank if ranks else 0)
     try:
-        return (*_dial(address, secret, first, limit_s), door)
+        return (*_dial(address, secret, facts, join, limit_s), door)
     except BaseException:
         door.close()
         raise
@@ -194,13 +212,13 @@ def _facing(address: tuple[str, int]) -> str:
 
 
 def _dial(
-    address: tuple[str, int], secret: bytes, first: Greeting, limit_s: float
+    address: tuple[str, int], secret: bytes, facts: Facts, call: Call, limit_s: float
 ) -> tuple[TlsStream, Facts]:
     """Dial again and again until the other host listens."""
     end_s = time.monotonic() + limit_s
     while True:
         try:
-            return dial(address, secret, first)
+            return dial(address, secret, facts, call)
         except OSError as error:
             if time.monotonic() > end_s:
                 raise ClusterError(

@@ -126,7 +126,7 @@ class TlsStream:
         left_s = max(end_s - time.monotonic(), 0.0)
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        if not poll.poll(1e3 * left_s):
+        if not left_s or not poll.poll(1e3 * left_s):
             raise TimeoutError("the other end does not answer")
         data = self.socket.recv(READ_NBYTES)
         if not data:

@@ -14,7 +14,7 @@ class Launch:
     """Start a worker for each member of `cluster`, as workers of the crew number `crew`.
 
     `sharing` are the members that share cores with another member, perhaps of another host. `wires`
-    begins the names of the crew's wires between hosts.
+    is the crew's name in the names of its wires between hosts.
     """
 
     crew: int

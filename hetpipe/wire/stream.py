@@ -9,15 +9,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from hetpipe.cluster.topology import Link
 from hetpipe.errors import WorkerError
-from hetpipe.hosts.door import dial, greeting
+from hetpipe.hosts.door import Call, dial
 from hetpipe.hosts.facts import own_facts
+from hetpipe.hosts.meeting import WIRE
 from hetpipe.hosts.tls import RefusedError, TlsStream, shut
 from hetpipe.sdk.backend import Device
 from hetpipe.wire.channel import ALIGN
@@ -39,7 +40,7 @@ class StreamPort(Port):
     """
 
     wire: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     encrypted: bool
     address: tuple[str, int] | None
     ahead_s: float
@@ -53,9 +54,7 @@ class StreamPort(Port):
     def _dial(self) -> socket.socket:
         assert self.address is not None
         try:
-            stream, _ = dial(
-                self.address, self.secret, greeting("wire", own_facts(), wire=self.wire)
-            )
+            stream, _ = dial(self.address, self.secret, own_facts(), Call(WIRE, wire=self.wire))
             return stream.socket
         except OSError as error:
             place = f"{self.address[0]} port {self.address[1]}"
