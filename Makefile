@@ -1,5 +1,6 @@
 # make bench: measure this machine.   make test: the project's checks.
-# make lowest: tests of capture, training and torch's devices with the lowest supported torch, on Python 3.13 if present.
+# make lowest: tests of capture, training and torch's devices with the lowest supported torch, on Python 3.13 if present;
+#   then tests of trainings over two hosts, one with this torch and one with the usual torch.
 #   SHARE=all           make test runs every case of its wide tables and slow tests, not a share of them
 #   PYTHON=python3.12   the interpreter that makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=URL     another package index for torch alone, for instance one with CPU-only builds
@@ -31,8 +32,9 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist worksteal --share $(SHARE)
 
-lowest: $(LOWEST)/installed
+lowest: $(LOWEST)/installed $(STAMP)
 	$(LOWEST)/bin/python -m pytest --share $(SHARE) -n 2 --dist worksteal $(LOWEST_TESTS)
+	HETPIPE_OTHER_PYTHON=$(abspath $(LOWEST))/bin/python $(BIN)/python -m pytest tests/engine/test_unlike_hosts.py
 
 install: $(STAMP)
 
@@ -48,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(LOWEST)/installed: pyproject.toml
 	$(LOWEST_PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(LOWEST_TORCH)
-	$(LOWEST)/bin/pip install -q $(LOWEST_TORCH) -e '.[conformance]' hypothesis pytest-timeout pytest-xdist transformers
+	$(LOWEST)/bin/pip install -q $(LOWEST_TORCH) -e '.[conformance,hosts]' hypothesis pytest-timeout pytest-xdist transformers
 	touch $@
 
 clean:

@@ -97,6 +97,27 @@ def members_of(
     return tuple(member for members in found.values() for member in members)
 
 
+def notes_of(hosts: Hosts) -> list[str]:
+    """Return notes for the user about hosts that share a machine or differ in versions."""
+    notes = []
+    machines: dict[str, list[str]] = {}
+    for facts in hosts.facts:
+        machines.setdefault(facts.machine, []).append(facts.name)
+    for names in machines.values():
+        if len(names) > 1:
+            notes.append(
+                f"hosts {', '.join(names)} are environments of one machine, and share its cores "
+                "and memory"
+            )
+    if len({(facts.python, facts.torch, facts.numpy) for facts in hosts.facts}) > 1:
+        versions = (
+            f"{facts.name} has Python {facts.python}, torch {facts.torch}, numpy {facts.numpy}"
+            for facts in hosts.facts
+        )
+        notes.append(f"versions differ: {'; '.join(versions)}")
+    return notes
+
+
 def _placed(facts: Facts, members: Sequence[Member]) -> list[Member]:
     """Return the members of a host, under names that are unique among hosts."""
     return [

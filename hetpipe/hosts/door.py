@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from hetpipe.errors import ClusterError
 from hetpipe.hosts.facts import Facts, parse_record, problem_of_name
-from hetpipe.hosts.tls import HANDSHAKE_S, RefusedError, TlsStream, shut
+from hetpipe.hosts.tls import HANDSHAKE_S, RefusedError, TlsStream, shut, tls_context
 from hetpipe.words import short
 
 logger = logging.getLogger("hetpipe")
@@ -80,8 +80,9 @@ class Door:
         facts: Facts,
         visitors: Mapping[str, Visitor],
     ) -> None:
-        """Raises `ClusterError` if the address cannot be used."""
+        """Raises `ClusterError` if the address cannot be used, or a package is missing."""
         self._secret, self._facts, self._visitors = secret, facts, visitors
+        tls_context(secret, server=True)
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             self._server = socket.create_server(address, family=family, backlog=128)

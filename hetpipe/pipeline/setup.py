@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.buckets import Buckets
+from hetpipe.cluster.hosts import notes_of
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import NO_OPTIMIZER
@@ -143,11 +144,12 @@ def set_up(
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
     plan, costs = planning.choose(asked)
-    if (padding := captured.padding) is not None and padding.text not in plan.notes:
-        plan = replace(plan, notes=(*plan.notes, padding.text))
+    notes = [] if captured.padding is None else [captured.padding.text]
     if costs is not None and costs.whole_loss:
-        cost = costs.whole_loss[plan.stages[-1].devices[0]]
-        plan = replace(plan, notes=(*plan.notes, str(cost)))
+        notes.append(str(costs.whole_loss[plan.stages[-1].devices[0]]))
+    if crew.cluster.connections is not None:
+        notes += notes_of(crew.cluster.connections)
+    plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
     divided = microbatches == 1 and plan.rule.flushes and max(plan.replicas) > 1
     if divided and captured.trains:
         check_loss(captured, -(-mini_batch // 2), replicas=True)

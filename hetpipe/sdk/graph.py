@@ -203,13 +203,56 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
     return rows
 
 
+def resolve_operator(name: str) -> Any:
+    """Return the operator with a name; the inverse of `operator_name`.
+
+    Raises `BackendError` if this process has no such operator or overload.
+    """
+    if name == "getitem":
+        return operator.getitem
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None) if part.isidentifier() else None
+    if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
+        raise BackendError(f"a graph calls {name!r}, but torch has no operator of that name here")
+    return found
+
+
+class MissingOperator:
+    """Stands for an operator that torch lacks here; `refusal` refuses its calls on every device."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __str__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BackendError(f"torch {torch.__version__} has no operator {self}")
+
+
 def load_graph(data: bytes) -> fx.GraphModule:
-    """Restore a graph from `dump_graph`; each `meta["val"]` is row-major on the meta device."""
-    return graph_of_rows(data_pickle.loads(data))
+    """Restore a graph from `dump_graph`; each `meta["val"]` is row-major on the meta device.
+
+    The graph may come from a host with another torch: see `MissingOperator`.
+    """
+    return graph_of_rows(data_pickle.loads(data), _found_or_missing)
 
 
-def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
-    """Restore a graph from `graph_rows`. Raises `BackendError` for an unknown operator."""
+def _found_or_missing(name: str) -> Any:
+    try:
+        return resolve_operator(name)
+    except BackendError:
+        return MissingOperator(name)
+
+
+def graph_of_rows(
+    rows: Iterable[tuple[Any, ...]], resolve: Callable[[str], Any] = resolve_operator
+) -> fx.GraphModule:
+    """Restore a graph from `graph_rows`; `resolve` returns an operator by its name.
+
+    By default raises `BackendError` for an unknown operator.
+    """
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
@@ -231,7 +274,7 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
         else:
             node = graph.create_node(
                 op,
-                resolve_operator(target),
+                resolve(target),
                 tuple(unpack(args)),
                 {key: unpack(value) for key, value in kwargs.items()},
                 name=name,
@@ -259,21 +302,6 @@ def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
 def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
     """Copy `graph` into the canonical form, with each `meta["val"]` on the meta device."""
     return load_graph(dump_graph(graph))
-
-
-def resolve_operator(name: str) -> Any:
-    """Return the operator with a name; the inverse of `operator_name`.
-
-    Raises `BackendError` if this process has no such operator or overload.
-    """
-    if name == "getitem":
-        return operator.getitem
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None) if part.isidentifier() else None
-    if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
-        raise BackendError(f"a graph calls {name!r}, but torch has no operator of that name here")
-    return found
 
 
 def _pack_val(val: Any) -> Any:

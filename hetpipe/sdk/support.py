@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.graph import MissingOperator, graph_calls, operator_name
 
 
 def refusal(device: Device, node: fx.Node) -> str | None:
@@ -15,6 +16,8 @@ def refusal(device: Device, node: fx.Node) -> str | None:
     Raises `BackendError` if `supports` of the device fails, or returns neither a text nor None.
     """
     device_id, backend = device.info.id, device.info.backend
+    if isinstance(node.target, MissingOperator):
+        return f"torch {torch.__version__} in this environment has no such operator"
     try:
         reason = device.supports(node)
     except BackendError:

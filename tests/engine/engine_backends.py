@@ -17,9 +17,10 @@ from typing import Any
 
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
+import hetpipe.sdk.graph
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
-from hetpipe.sdk.graph import graph_structure
+from hetpipe.sdk.graph import graph_structure, resolve_operator
 from hetpipe.sdk.info import DeviceInfo
 
 KINDS = ("good", "raise", "hang", "slow", "die", "shut")
@@ -63,6 +64,17 @@ def imported(device: Any) -> set[str]:
 
 def pid(device: Any) -> int:
     return os.getpid()
+
+
+def lose_operator(device: Any, name: str) -> None:
+    """Let this worker's torch lack an operator from now on, in place of an earlier one."""
+
+    def resolve(wanted: str) -> Any:
+        if wanted == name:
+            raise BackendError("torch has no such operator")
+        return resolve_operator(wanted)
+
+    hetpipe.sdk.graph.resolve_operator = resolve
 
 
 def scale(device: Any, factor: float, seconds: float) -> tuple[str, float]:
