@@ -159,6 +159,8 @@ class Agent:
 class Relay:
     """Passes on the reports about a host's workers to the controller."""
 
+    relays = True
+
     def __init__(self, labels: list[str], send: Callable[[int, Any], None]) -> None:
         self.on_failure: Callable[[], None] = lambda: None
         self.failed, self.owns = False, True
@@ -170,7 +172,7 @@ class Relay:
     def doing_of(self, worker: int) -> str:
         return "idle"
 
-    def arrived(self, worker: int, message: Any) -> None:
+    def arrived(self, worker: int, message: Packed) -> None:
         self._send(worker, message)
 
     def fail(self, text: str, trace: str = "") -> None:

@@ -62,6 +62,8 @@ class Reports(Protocol):
     """The place where a fleet reports on its workers, which it numbers from 0."""
 
     on_failure: Callable[[], None]
+    relays: bool
+    """Whether messages are only passed on, packed as they came."""
 
     @property
     def failed(self) -> bool: ...
@@ -89,6 +91,8 @@ class Control:
     `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that reports
     the failure.
     """
+
+    relays = False
 
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = list(labels)

@@ -231,7 +231,8 @@ class ProcessFleet(Fleet):
 
     def _hear(self, worker: int) -> None:
         try:
-            message, _ = self._channels[worker].receive()
+            packed, _ = self._channels[worker].receive_packed()
+            message = packed if self.control.relays else packed.unpack()
         except EOFError:
             self._died(worker)
             return

@@ -27,6 +27,8 @@ LAUNCH_S = 60.0
 class ControlPart:
     """The part of a `Control` for the workers of one host."""
 
+    relays = False
+
     def __init__(self, control: Control, workers: Sequence[int]) -> None:
         self._control, self._workers = control, workers
         self.on_failure: Callable[[], None] = lambda: None

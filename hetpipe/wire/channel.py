@@ -94,6 +94,11 @@ class Channel:
 
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors. Raises `EOFError` at the stream's end."""
+        message, fds = self.receive_packed()
+        return message.unpack(), fds
+
+    def receive_packed(self) -> tuple[Packed, list[int]]:
+        """Return the next message as it travels, and its descriptors. Raises `EOFError`."""
         try:
             frame, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_FDS)
             frame += self._exactly(_HEAD.size - len(frame)) if frame else b""
@@ -106,7 +111,7 @@ class Channel:
         if place != INLINE:
             body = (_copied if place == KEPT_FILE else _mapped)(fds[-1], nbytes)
             os.close(fds.pop())
-        return _unpack(body, count), list(fds)
+        return _parts(body, count), list(fds)
 
     def close(self) -> None:
         """Close this end; `receive` at the other end then raises `EOFError`."""
@@ -180,11 +185,11 @@ def _lay_out(parts: Sequence[Any], memory: Any) -> None:
         offset = aligned(offset + len(part))
 
 
-def _unpack(body: memoryview, count: int) -> Any:
+def _parts(body: memoryview, count: int) -> Packed:
     sizes = struct.unpack_from(f"<{count}Q", body)
     offset = aligned(8 * count)
     parts = []
     for size in sizes:
         parts.append(body[offset : offset + size])
         offset = aligned(offset + size)
-    return Packed(parts).unpack()
+    return Packed(parts)

@@ -6,7 +6,10 @@ The sending worker dials the port of the receiver's host, and both prove that th
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +29,10 @@ from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 
 _TIME_NBYTES = 8
+SMALL_NBYTES = 32 * 1024
+"""Wires with messages up to this size need no threads: the system keeps their messages."""
+ROOM_NBYTES = 8 * SMALL_NBYTES
+"""Bytes of small messages that may be under way; the system keeps twice as many."""
 FIRST_MESSAGE_S = 120.0
 """Seconds in which the receiver of an encrypted wire must wait for the first message."""
 
@@ -101,6 +108,12 @@ class PlainStream:
         shut(self._socket)
 
 
+def is_small(wire: Wire) -> bool:
+    """Return whether the system keeps some messages of a wire, so that a thread would only cost
+    time."""
+    return wire.packed_nbytes <= SMALL_NBYTES
+
+
 class _Staging:
     """Host memory for one message: the same memory as bytes and, per kind, as arrays.
 
@@ -124,6 +137,23 @@ class _StreamOutlet(Outlet):
         self._port, self._socket, self._staging = port, sock, _Staging(wire)
         self._stream: _Stream | None = None
         self._sent = 0  # where the bytes of the present message that have not left begin
+        self._small = is_small(wire)
+        if self._small:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * ROOM_NBYTES)
+
+    def _has_room(self) -> bool:
+        """Return whether the system takes a small message at once.
+
+        The first message waits for the receiver.
+        """
+        if not self._small or self._stream is None:
+            return False
+        try:
+            waiting = fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4))
+        except (OSError, ValueError) as error:
+            raise EdgeClosedError(str(error)) from error
+        nbytes: int = struct.unpack("i", waiting)[0]
+        return nbytes + 2 * SMALL_NBYTES <= ROOM_NBYTES
 
     def _acquire(self, kind: Kind) -> list[Array]:
         self._sent = ALIGN
@@ -152,6 +182,7 @@ class _StreamOutlet(Outlet):
 class _StreamInlet(Inlet):
     def __init__(self, port: StreamPort, descriptor: int, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
+        self.buffered = is_small(wire)
         self._port, self._staging = port, _Staging(wire)
         self._coming = socket.socket(fileno=descriptor)
         self._stream: _Stream | None = None
