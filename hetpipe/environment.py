@@ -79,7 +79,8 @@ class Ranks:
 
     rank: int
     count: int
-    master: str
+    master: str  # the host of rank 0 as torchrun names it, and the port of its store
+    port: int
 
 
 def torchrun_ranks() -> Ranks | None:
@@ -96,7 +97,8 @@ def torchrun_ranks() -> Ranks | None:
             "device by itself: use --nproc-per-node 1"
         )
     variables = os.environ
-    return Ranks(int(variables["RANK"]), int(variables["WORLD_SIZE"]), variables["MASTER_ADDR"])
+    place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return Ranks(int(variables["RANK"]), int(variables["WORLD_SIZE"]), *place)
 
 
 def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:

@@ -1,11 +1,20 @@
-"""`hetpipe devices`: lists the devices of this machine."""
+"""`hetpipe devices`: lists the devices of this machine, or of all hosts under torchrun."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
+from hetpipe.cli.meet import hosts_of_command
 from hetpipe.cli.options import BackendsOption, ClusterOption, JsonOption, split_names
 from hetpipe.cli.output import Output
+
+if TYPE_CHECKING:
+    from hetpipe.cluster.survey import Survey
+    from hetpipe.hosts.hosts import Hosts
+
+SURVEY_S = 180.0
+"""Seconds in which another host finds its devices."""
 
 
 def command(
@@ -16,40 +25,66 @@ def command(
     The column `joins` marks the devices of an automatic cluster, or of the cluster file.
     """
     from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cluster.survey import survey
     from hetpipe.crew.launcher import configure_backends
     from hetpipe.errors import ClusterError
     from hetpipe.report.tables import device_table
-    from hetpipe.sdk.host.registry import backend_names, discover_devices, get_backend, provider_of
 
-    output = Output(json)
+    output, names, hosts = Output(json), split_names(backends), hosts_of_command()
+    if hosts is not None:
+        if cluster is not None:
+            raise ClusterError(f"--cluster {cluster} describes one host: leave it out")
+        _show_hosts(output, hosts, hosts.call_all(SURVEY_S, survey, names))
+        return
     described = None if cluster is None else Cluster.load(cluster)
     if described is not None:
         configure_backends(described)
-    names = split_names(backends)
-    infos, failures = discover_devices(names)
-    try:
-        members = (described or Cluster.local(names)).members
-        joining = {member.device for member in members}
-    except ClusterError:
-        joining = set()
-    used = dict.fromkeys([info.backend for info in infos] + list(failures))
-    providers = {name: provider_of(name) for name in used if name in backend_names()}
-    output.console.print(device_table(infos, joining, providers))
-    for name, reason in failures.items():
-        source = f" (of {providers[name]})" if name in providers else ""
-        output.text(f"backend {name}{source} is off: {reason}")
-    kernels = {
-        name: [(each.name, each.operator) for each in get_backend(name).user_kernels()]
-        for name in dict.fromkeys(info.backend for info in infos)
+    found = survey(names)
+    if described is not None:
+        joining = frozenset(member.device for member in described.members)
+        found = replace(found, joining=joining)
+    output.console.print(device_table(found.infos, found.joining, found.providers))
+    _show_backends(output, found, "")
+    output.finish(_plain(found))
+
+
+def _show_hosts(output: Output, hosts: Hosts, surveys: dict[str, Survey]) -> None:
+    """Print the facts of each host, and the devices of all hosts in one table."""
+    from hetpipe.cluster.survey import offered_twice
+    from hetpipe.report.tables import Table, device_table
+
+    for facts in hosts.facts:
+        output.text(str(facts))
+    twice = offered_twice({facts.name: facts.machine for facts in hosts.facts}, surveys)
+    tables = {
+        host: device_table(each.infos, each.joining, each.providers)
+        for host, each in surveys.items()
     }
-    for name, own in kernels.items():
+    columns = next(iter(tables.values())).columns
+    joined = Table("Devices", ("host", *columns, "same as"), {"memory"}, keys=2)
+    for host, table in tables.items():
+        for info, row in zip(surveys[host].infos, table.rows, strict=True):
+            joined.add_row(host, *row, twice.get((host, info.id), ""))
+    output.console.print(joined)
+    for host, each in surveys.items():
+        _show_backends(output, each, f"host {host}: ")
+    plain = {host: _plain(each) for host, each in surveys.items()}
+    output.finish({"hosts": [{**asdict(facts), **plain[facts.name]} for facts in hosts.facts]})
+
+
+def _show_backends(output: Output, found: Survey, where: str) -> None:
+    for name, reason in found.failures.items():
+        source = f" (of {found.providers[name]})" if name in found.providers else ""
+        output.text(f"{where}backend {name}{source} is off: {reason}")
+    for name, own in found.kernels.items():
         for kernel, operator in own:
-            output.text(f"backend {name} runs your kernel {kernel} for {operator}")
-    output.finish(
-        {
-            "devices": [{**asdict(info), "joins": info.id in joining} for info in infos],
-            "backends": {name: asdict(provider) for name, provider in providers.items()},
-            "failures": failures,
-            "user_kernels": kernels,
-        }
-    )
+            output.text(f"{where}backend {name} runs your kernel {kernel} for {operator}")
+
+
+def _plain(found: Survey) -> dict[str, object]:
+    return {
+        "devices": [{**asdict(info), "joins": info.id in found.joining} for info in found.infos],
+        "backends": {name: asdict(provider) for name, provider in found.providers.items()},
+        "failures": found.failures,
+        "user_kernels": found.kernels,
+    }

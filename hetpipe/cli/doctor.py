@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.meet import hosts_of_command
 from hetpipe.cli.options import BackendsOption, JsonOption, split_names
 from hetpipe.cli.output import Output
 
 if TYPE_CHECKING:
+    from hetpipe.check.examination import Finding
     from hetpipe.sdk.info import DeviceInfo
 
 STYLES = {"ok": "green", "repaired": "cyan", "missing": "yellow", "broken": "red"}
+EXAMINE_S = 600.0
+"""Seconds in which another host examines its devices."""
 
 
 def command(
@@ -25,63 +30,46 @@ def command(
 ) -> None:
     """Examine every backend and device. Exit 1 if a named backend, or a device of an automatic
     cluster, does not work."""
-    from hetpipe.check.selftest_process import run_selftests
+    from hetpipe.check.examination import examination, examined
     from hetpipe.errors import HetpipeError
-    from hetpipe.sdk.host.registry import backend_names, discover_devices
 
     output = Output(json)
     named = split_names(backends) or []
-    findings: list[dict[str, str]] = []
-    for name in named or backend_names():
-        for finding in examine(name):
-            findings.append(finding)
-            _show(output, finding)
-    infos, _ = discover_devices(named or None)
-    tests: dict[str, dict[str, Any]] = {}
-    if selftest:
-        for device_id, result in run_selftests(infos):
-            tests[device_id] = result
-            level = "ok" if result["ok"] else "broken"
-            _show(output, _finding("", level, f"{device_id}: {_tested(result)}", ""))
-    output.finish(
-        {
-            "findings": findings,
-            "devices": [{**asdict(info), "selftest": tests.get(info.id)} for info in infos],
-        }
-    )
-    failed = [
-        info.id
-        for info in infos
-        if not tests.get(info.id, _OK)["ok"] and (info.backend in named or _joins(info))
-    ]
-    broken = {f["backend"] for f in findings if f["level"] == "broken" and f["backend"] in named}
-    if failed or broken:
-        what = [*(f"backend {name}" for name in sorted(broken)), *failed]
-        raise HetpipeError(f"not working on this machine: {', '.join(what)}")
+    hosts = hosts_of_command()
+    found: Mapping[str, Iterable[Finding]] = {"": examination(named, selftest)}
+    if hosts is not None:
+        found = hosts.call_all(EXAMINE_S, examined, named, selftest)
+    broken: list[str] = []
+    findings: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
+    for number, (host, each) in enumerate(found.items()):
+        if hosts is not None:
+            output.text(str(hosts.facts[number]))
+        where = {"host": host} if host else {}
+        for finding in each:
+            plain = asdict(finding)
+            info, result = plain.pop("device"), plain.pop("selftest")
+            if info is None:
+                findings.append({**where, **plain})
+            else:
+                devices.append({**where, **info, "selftest": result})
+            if info is None or result is not None:
+                _show(output, finding)
+            if finding.level == "broken" and _counts(finding, named):
+                broken.append(f"{host and host + '/'}{_name(finding)}")
+    output.finish({"findings": findings, "devices": devices})
+    if broken:
+        where_all = "these hosts" if hosts else "this machine"
+        raise HetpipeError(f"not working on {where_all}: {', '.join(dict.fromkeys(broken))}")
 
 
-def examine(name: str) -> list[dict[str, str]]:
-    """Return a backend's findings about itself, or one finding that says why it is broken."""
-    from hetpipe.errors import BackendError
-    from hetpipe.sdk.host.registry import findings_of
-
-    try:
-        described = findings_of(name)
-    except BackendError as error:
-        return [_finding(name, "broken", str(error), "")]
-    return [_finding(name, level, what, cure) for level, what, cure in described]
+def _counts(finding: Finding, named: Iterable[str]) -> bool:
+    """Return whether a fault is one of a named backend, or of a device that may join a cluster."""
+    return finding.backend in named or (finding.device is not None and _joins(finding.device))
 
 
-_OK = {"ok": True}
-
-
-def _tested(result: dict[str, Any]) -> str:
-    if not result["ok"]:
-        return f"self-test failed: {result['message']}"
-    return (
-        f"{result['message']}; {result['gflops_matmul']:.3g} GFLOP/s, copies "
-        f"{result['copy_Bps'] / 1e9:.3g} GB/s (best of {result['bursts']}, measured)"
-    )
+def _name(finding: Finding) -> str:
+    return f"backend {finding.backend}" if finding.device is None else finding.device.id
 
 
 def _joins(info: DeviceInfo) -> bool:
@@ -89,15 +77,10 @@ def _joins(info: DeviceInfo) -> bool:
     return not (info.capabilities.emulated or info.capabilities.reference)
 
 
-def _finding(backend: str, level: str, what: str, cure: str) -> dict[str, str]:
-    return {"backend": backend, "level": level, "what": what, "cure": cure}
-
-
-def _show(output: Output, finding: dict[str, str]) -> None:
+def _show(output: Output, finding: Finding) -> None:
     from rich.markup import escape
 
-    level, cure = finding["level"], finding["cure"]
-    line = f"[{STYLES.get(level, 'white')}]{level:>9}[/]  {escape(finding['what'])}"
-    if cure:
-        line += f"  [bold]cure: {escape(cure)}[/bold]"
+    line = f"[{STYLES.get(finding.level, 'white')}]{finding.level:>9}[/]  {escape(finding.what)}"
+    if finding.cure:
+        line += f"  [bold]cure: {escape(finding.cure)}[/bold]"
     output.console.print(line, highlight=False, soft_wrap=True)

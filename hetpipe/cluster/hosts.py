@@ -64,7 +64,7 @@ def meet_hosts(
     if ranks.rank == 0:
         return gather_under_torchrun(ranks, name, limit_s)
     try:
-        status = import_module(AGENT).serve_once(find_under_torchrun(limit_s), name, limit_s)
+        status = import_module(AGENT).serve_once(find_under_torchrun(ranks, limit_s), name, limit_s)
     except HetpipeError as error:
         print(f"hetpipe: {error}", file=sys.stderr)
         status = 1

@@ -18,7 +18,7 @@ from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.door import Door, Greeting, Visitor
 from hetpipe.hosts.facts import Facts, own_facts
-from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye
+from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye, Run
 from hetpipe.hosts.meeting import CONTROL, WIRE, call, is_loopback
 from hetpipe.hosts.secret import find_secret
 from hetpipe.hosts.tls import TlsStream
@@ -136,6 +136,9 @@ class Agent:
     def _describe(self, request: Describe) -> list[Any]:
         return local_members(None, request.devices, request.emulate_speed, None)
 
+    def _run(self, request: Run) -> Any:
+        return request.function(*request.arguments)
+
     def _launch(self, request: Launch) -> None:
         timing = Timing(request.heartbeat_s, request.silence_s, request.start_timeout_s)
         plugboard = Plugboard(transport_of(request.cluster.transport), self._outside)
@@ -191,6 +194,7 @@ class Relay:
 
 _REQUESTS: dict[type, Callable[[Agent, Any], Any]] = {
     Describe: Agent._describe,
+    Run: Agent._run,
     Launch: Agent._launch,
     Connect: Agent._connect,
     Leave: Agent._leave,

@@ -33,6 +33,13 @@ class Facts:
     torch: str
     numpy: str
 
+    def __str__(self) -> str:
+        cores = f"{self.cores} core{'s' if self.cores > 1 else ''}"
+        return (
+            f"host {self.name}: {self.processor}, {cores}; hetpipe {self.hetpipe}, Python "
+            f"{self.python}, torch {self.torch}, numpy {self.numpy}"
+        )
+
 
 @cache
 def own_facts(name: str = "") -> Facts:

@@ -36,6 +36,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Run:
+    """To an agent: call a function of hetpipe; the answer is its result."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Answer:
     """The result of a request, or its error."""
 
@@ -151,10 +159,17 @@ class Hosts:
         """The facts of all hosts, first the controller's."""
         return [self.own, *(other.facts for other in self.others.values())]
 
-    def ask_all(self, request: Any, limit_s: float) -> dict[str, Any]:
-        """Send a request to all agents; return the results by host. Raises as `begin`."""
-        finishes = {name: other.begin(request) for name, other in self.others.items()}
-        return {name: finish(limit_s) for name, finish in finishes.items()}
+    def call_all(
+        self, limit_s: float, function: Callable[..., Any], *arguments: Any
+    ) -> dict[str, Any]:
+        """Call a function of hetpipe on all hosts at once; return the results by host.
+
+        Raises the error of a host, and `WorkerError` for a lost or late one.
+        """
+        run = Run(function, arguments)
+        finishes = {name: other.begin(run) for name, other in self.others.items()}
+        results = {self.own.name: function(*arguments)}
+        return results | {name: finish(limit_s) for name, finish in finishes.items()}
 
     def route(self, source: str, target: str) -> tuple[tuple[str, int], float]:
         """Return where host `target` receives wires from host `source`, and how far the target's
@@ -200,9 +215,10 @@ class Gathering:
         # Held while the list changes; the waiting thread is woken for each agent.
         self._changed = threading.Condition()
 
-    def add(self, other: RemoteHost) -> None:
+    def add(self, meet: Callable[[list[str]], RemoteHost]) -> None:
+        """Add the host that `meet` returns for the names of the present ones."""
         with self._changed:
-            self._others.append(other)
+            self._others.append(meet(self.names))
             self._changed.notify_all()
 
     @property

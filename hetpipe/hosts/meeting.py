@@ -19,7 +19,7 @@ from hetpipe.hosts.door import Call, Door, Greeting, Visitor, dial
 from hetpipe.hosts.facts import Facts, own_facts
 from hetpipe.hosts.hosts import Gathering, Hosts, RemoteHost, dismiss
 from hetpipe.hosts.secret import find_secret
-from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.tls import HANDSHAKE_S, TlsStream
 from hetpipe.hosts.wires import Wires
 from hetpipe.words import short
 
@@ -27,6 +27,8 @@ PORT = 29400
 """The port of a meeting whose address names none."""
 KEY = "hetpipe/door"
 """The key of the controller's address in torchrun's store."""
+FAILED = b"failed"
+"""The controller's address if it has none."""
 RETRY_S = 0.2
 
 JOIN, CONTROL, WIRE = "join", "control", "wire"
@@ -51,12 +53,33 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def resolve(name: str) -> str:
-    """Return the IP address of a host. Raises `ClusterError`."""
+    """Return the IP address of a host.
+
+    Raises `ClusterError` for a name that nothing resolves, or that stands for the loopback here
+    and thus for another machine elsewhere.
+    """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(f"no host {name!r}: {error.strerror}") from error
-    return str(found[0][4][0])
+    addresses = [str(each[4][0]) for each in found]
+    outside = [address for address in addresses if not is_loopback(address)]
+    if not outside and not _means_loopback(name):
+        raise ClusterError(
+            f"the name {name!r} stands for {addresses[0]} here, which no other machine can reach: "
+            f"write the host's address in the network (ip address), under torchrun as --local-addr "
+            "ADDRESS; for several hosts on this machine write 127.0.0.1"
+        )
+    return (outside or addresses)[0]
+
+
+def _means_loopback(name: str) -> bool:
+    """Return whether a name is an address, or one that means the loopback on every machine."""
+    try:
+        ip_address(name.partition("%")[0])
+    except ValueError:
+        return name.lower().rpartition(".")[2] in ("localhost", "localdomain", "ip6-localhost")
+    return True
 
 
 def is_loopback(address: str) -> bool:
@@ -65,17 +88,24 @@ def is_loopback(address: str) -> bool:
 
 def gather_under_torchrun(ranks: Ranks, name: str, limit_s: float) -> Hosts:
     """As rank 0, publish an address in torchrun's store and wait for the other ranks."""
-    address = resolve(ranks.master)
     store = _store(limit_s)
 
     def publish(door: Door) -> None:
         store.set(KEY, json.dumps(door.address))
 
-    return gather((address, 0), ranks.count, name, limit_s, publish)
+    address = "127.0.0.1"
+    try:
+        if ranks.count > 1:
+            address = resolve(ranks.master)
+        return gather((address, 0), ranks.count, name, limit_s, publish)
+    except ClusterError:
+        store.set(KEY, FAILED)  # for ranks that still wait
+        raise
 
 
-def find_under_torchrun(limit_s: float) -> tuple[str, int]:
-    """As another rank, return the address of rank 0."""
+def find_under_torchrun(ranks: Ranks, limit_s: float) -> tuple[str, int]:
+    """As another rank, return the address of rank 0. Raises `ClusterError`."""
+    _check_way(ranks)
     store = _store(limit_s)
     try:
         store.wait([KEY], timedelta(seconds=limit_s))
@@ -84,6 +114,8 @@ def find_under_torchrun(limit_s: float) -> tuple[str, int]:
         raise ClusterError(
             f"rank 0 has not called hp.Cluster.hosts() within {limit_s:.0f} s ({error})"
         ) from error
+    if text == FAILED:
+        raise ClusterError("rank 0 cannot meet other hosts; its own message has the reason")
     return _published(text)
 
 
@@ -96,6 +128,25 @@ def _published(text: bytes) -> tuple[str, int]:
     except (ValueError, TypeError):
         pass
     raise ClusterError(f"torchrun's store has no address of rank 0, but {short(text)}")
+
+
+def _check_way(ranks: Ranks) -> None:
+    """Raise `ClusterError` if rank 0 is said to be on this machine, and is not."""
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not own_store or not is_loopback(resolve(ranks.master)):
+        return
+    try:
+        socket.create_connection((ranks.master, ranks.port), HANDSHAKE_S).close()
+    except OSError as error:
+        raise ClusterError(f"nothing answers for rank 0 ({error}); {_no_way(ranks)}") from error
+
+
+def _no_way(ranks: Ranks) -> str:
+    return (
+        f"torchrun says that rank 0 is at {ranks.master!r}, which is every machine's own loopback: "
+        "for several machines start torchrun on each with --local-addr ADDRESS, its address in the "
+        "network"
+    )
 
 
 def _store(limit_s: float) -> Any:
@@ -133,7 +184,7 @@ def gather(
         return reason
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:
-        gathering.add(_remote(stream, greeting, [facts.name, *gathering.names]))
+        gathering.add(lambda names: _remote(stream, greeting, [facts.name, *names]))
 
     visitors = {JOIN: Visitor(check, visit), WIRE: wires.visitor}
     door = Door(address, secret, facts, visitors)
@@ -158,7 +209,7 @@ def _refusal(name: str, names: Sequence[str]) -> str:
 def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> RemoteHost:
     """Return the host that has called. `names` has the names of all other hosts."""
     call, facts = greeting
-    if _refusal(facts.name, names):  # several ranks of torchrun on one machine
+    while _refusal(facts.name, names):  # several ranks of torchrun on one machine
         facts = replace(facts, name=f"{facts.name}-{call.rank}")
     peer = stream.socket.getpeername()[0]
     return RemoteHost(stream, facts, (peer, call.door))

@@ -82,6 +82,29 @@ def test_two_hosts_train_as_one_and_listen_only_where_they_must(
     assert heard["h1"] == {f"{net.address('h1')}:free"}
 
 
+@pytest.mark.slow
+def test_devices_and_doctor_show_all_hosts(tmp_path: Path) -> None:
+    """The hosts meet by their IPv6 addresses."""
+    file = tmp_path / "found.json"
+    with network(2, tmp_path) as net:
+        net.name_addresses({host: net.address6(host) for host in net.hosts})
+        for command in (("devices",), ("doctor", "--backends", "numpy")):
+            started = net.start_torchrun("-m", "hetpipe", *command, "--json", file)
+            ends = net.wait(started, 200.0)
+            words = "".join(f"\n--- {host}\n{end.words}" for host, end in ends.items())
+            print(words)
+            assert all(end.status == 0 for end in ends.values()), words
+            found = json.loads(file.read_text())
+            for host in net.hosts:
+                assert f"host {host}: " in ends["h0"].words
+            if command == ("devices",):
+                assert [each["name"] for each in found["hosts"]] == ["h0", "h1"]
+                assert "h0/numpy:cpu:0" in ends["h0"].words  # h1 has the same
+            else:
+                tested = [(each["host"], each["selftest"]["ok"]) for each in found["devices"]]
+                assert tested == [("h0", True), ("h1", True)]
+
+
 def table(hosts: int) -> dict[str, Any]:
     """Return trainings for a number of hosts."""
     everyone = "".join(map(str, range(hosts)))

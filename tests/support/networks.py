@@ -43,10 +43,10 @@ class Network:
         self._addresses = {host: f"10.213.0.{n}" for n, host in enumerate(hosts, 1)}
         self.name_addresses(self._addresses)
 
-    def name_addresses(self, addresses: Mapping[str, str], host: str = "") -> None:
-        """Write the hosts file of all hosts, or of one host."""
+    def name_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Write the hosts file of all hosts."""
         lines = ["127.0.0.1 localhost", *(f"{ip} {name}" for name, ip in addresses.items())]
-        for each in [host] if host else self.hosts:
+        for each in self.hosts:
             (self._folder / f"{each}.hosts").write_text("\n".join(lines) + "\n")
 
     def namespace(self, host: str) -> str:
@@ -87,30 +87,16 @@ class Network:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    def torchrun(
-        self,
-        *command: object,
-        limit_s: float = 120.0,
-        options: Sequence[str] = (),
-        **variables: str,
-    ) -> dict[str, Ended]:
-        """Run a command by torchrun on all hosts, and return its ends by host.
-
-        Kills it on all hosts after `limit_s`.
-        """
-        return self.wait(self.start_torchrun(*command, options=options, **variables), limit_s)
-
     def start_torchrun(
-        self, *command: object, options: Sequence[str] = (), **variables: str
+        self, *command: object, **variables: str
     ) -> dict[str, subprocess.Popen[str]]:
         """Start a command by torchrun on all hosts, which meet at the first one."""
+        variables.setdefault("HETPIPE_SECRET", "a secret of the tests alone")
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", len(self.hosts)),
             *("--nproc-per-node", 1, "--rdzv-backend", "c10d"),
             *("--rdzv-endpoint", f"{self.hosts[0]}:29500"),
-            *options,
         ]
-        variables.setdefault("HETPIPE_SECRET", "a secret of the tests alone")
         return {host: self.start(host, *torchrun, *command, **variables) for host in self.hosts}
 
     def wait(
