@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,49 @@ def test_losses_are_those_of_one_host(
 ) -> None:
     local = crews((DEVICE,) * 2, "shared-memory")
     assert train(two, members, schedule, **options) == train(local, members, schedule, **options)
+
+
+def test_every_call_of_a_pipeline_gives_the_results_of_one_host(
+    two: Crew, crews: Crews, tmp_path: Path
+) -> None:
+    local = crews((DEVICE,) * 2, "shared-memory")
+    far, near = calls(two, tmp_path / "far"), calls(local, tmp_path / "near")
+    assert far.keys() == near.keys()
+    for name, value in near.items():
+        assert is_same(far[name], value), name
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def calls(crew: Crew, folder: Path) -> dict[str, Any]:
+    """Return the results of a pipeline's calls, by name."""
+
+    def opened(checkpoint: Path | None = None) -> hp.Pipeline:
+        return pipeline(
+            crew, make_model(), nn.functional.cross_entropy, (X, Y), "01",
+            optimizer=hp.optim.adamw(lr=1e-2), microbatches=4, checkpoint=checkpoint,
+        )  # fmt: skip
+
+    found: dict[str, Any] = {}
+    with opened() as pipe:
+        found["loss"], found["gradients"] = pipe.gradients(X, Y)
+        found["history"] = [
+            each.values["loss"] for each in pipe.fit([(X, Y)] * 2, 2, progress=False).epochs
+        ]
+        found["evaluated"] = pipe.evaluate([(X, Y)]).loss
+        found["predicted"] = pipe.predict(X)
+        found["diagnosis"] = pipe.diagnose(X, Y).verdict
+        found["advice"] = pipe.explain().why_no_advice
+        found["state"] = pipe.state_dict()
+        pipe.save(folder)
+        found["next"] = pipe.step(X, Y)
+    with opened(folder) as pipe:
+        found["resumed"] = pipe.step(X, Y)
+    return found
 
 
 @pytest.mark.parametrize("transport", ["auto", "tls"])
