@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import as_file, files
@@ -143,6 +143,15 @@ class Cluster:
         pair = self._pair_link(one, other)
         is_private = pair is not None and pair.bandwidth_Bps is not None
         return () if is_private else self._layout.way(one, other)
+
+    def is_member(self, member_id: str) -> bool:
+        """Return whether the cluster has a member with this id."""
+        return member_id in self._by_id
+
+    @property
+    def describes_all_links(self) -> bool:
+        """Whether servers and network describe the bandwidth of every link."""
+        return self._layout.describes_all
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Return groups of members' ids: one for each server, and one for each member without a
@@ -304,16 +313,46 @@ def published_names() -> tuple[str, ...]:
     return tuple(sorted(Path(file.name).stem for file in _FOLDER.iterdir()))
 
 
-def link_costs(cluster: Cluster) -> dict[tuple[str, str], LinkCost]:
+class ClusterLinks(Mapping[tuple[str, str], LinkCost]):
+    """The costs of the links of a cluster, by (source, target) ids, each computed when it is used.
+
+    A cluster of 8,192 boards has 67 million links, and a plan uses few of them.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[str, str], LinkCost] = {}
+
+    def __getitem__(self, ends: tuple[str, str]) -> LinkCost:
+        if ends not in self._known:
+            if ends not in self:
+                raise KeyError(ends)
+            link = self._cluster.link(*ends)
+            bandwidth_Bps = math.inf if link.bandwidth_Bps is None else link.bandwidth_Bps
+            self._known[ends] = LinkCost(
+                link.latency_s or 0.0, bandwidth_Bps, "modelled", self._cluster.sum_speed(*ends)
+            )
+        return self._known[ends]
+
+    def __contains__(self, ends: object) -> bool:
+        known = self._cluster.is_member
+        return isinstance(ends, tuple) and ends[0] != ends[1] and all(map(known, ends))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return permutations(self._cluster.ids, 2)
+
+    def __len__(self) -> int:
+        count = len(self._cluster.ids)
+        return count * (count - 1)
+
+
+def link_costs(cluster: Cluster) -> ClusterLinks:
     """Return the cost of the link between every two members, by (source, target) ids.
 
     Raises `ClusterError` for a board whose link to another member has no described bandwidth.
     """
-    costs = {}
-    for here, there in permutations(cluster.ids, 2):
-        link = cluster.link(here, there)
-        bandwidth_Bps = math.inf if link.bandwidth_Bps is None else link.bandwidth_Bps
-        costs[here, there] = LinkCost(
-            link.latency_s or 0.0, bandwidth_Bps, "modelled", cluster.sum_speed(here, there)
-        )
+    costs = ClusterLinks(cluster)
+    if not cluster.describes_all_links:
+        for ends in costs:
+            costs[ends]
     return costs

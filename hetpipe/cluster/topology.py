@@ -123,6 +123,13 @@ class Layout:
             for place, id in enumerate(ids)
         }
 
+    @property
+    def describes_all(self) -> bool:
+        """Whether the bandwidth of every link is known."""
+        several = [inside for inside, ids in zip(self._inside, self.groups, strict=True) if ids[1:]]
+        needed = [*several, self._network] if len(self.groups) > 1 else several
+        return all(topology is not None and topology.bandwidth_Bps for topology in needed)
+
     def link(self, one: str, other: str) -> Link:
         """Return the link between two different devices, as servers and network describe it."""
         meeting = self._meeting(one, other)

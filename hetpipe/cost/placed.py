@@ -72,7 +72,7 @@ def scale_to_boards(
         )
         for member, there in members.items()
     }
-    return CostTable(name, samples, layers, devices, dict(links))
+    return CostTable(name, samples, layers, devices, links)
 
 
 def sustained_flops(board: Board) -> float:

@@ -165,7 +165,7 @@ class CostTable:
     samples: int
     layers: tuple[LayerBytes, ...]
     devices: dict[str, DeviceCost]
-    links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkCost] = field(default_factory=dict)
     step_overhead_s: float = 0.0  # seconds to hand out the mini-batch and to gather the losses
     tied: tuple[TiedBytes, ...] = ()
     contention: float = 0.0  # share of the cores that other work used; 0 if it was small

@@ -235,6 +235,11 @@ def test_ten_thousand_devices() -> None:
     assert cluster.groups()[1249][7] == "s1249.7"
     with pytest.raises(ClusterError, match=r"no device 's1249\.8'; did you mean s1249\.\d"):
         cluster.member("s1249.8")
+    costs = link_costs(cluster)
+    assert len(costs) == 10_000 * 9_999
+    assert costs["s0.0", "s1249.7"].latency_s == pytest.approx(1249e-6)
+    assert ("s0.0", "s0.0") not in costs
+    assert ("s0.0", "s1249.8") not in costs
 
 
 PUBLISHED = {  # boards in order, devices of each server, levels as (count, B/s)
