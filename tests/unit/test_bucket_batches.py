@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused(arguments: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim=0: give the number of a dimension, 1 or more"),
+        ({"dim": 0}, "dim=0: give the number of one dimension, 1 or more"),
         ({"dim": {}}, "name a tensor whose length varies"),
         ({"dim": {"y": True}}, "dim=True for y"),
         ({"pad": 0}, "pad=0: give a dict"),
