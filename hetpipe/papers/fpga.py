@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetpipe.cluster.cluster import Cluster, link_costs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
 from hetpipe.cost.pipedream_profile import ProfileNode, read_profile

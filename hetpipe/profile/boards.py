@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetpipe.cluster.cluster import Cluster, link_costs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import link_costs
 from hetpipe.cost.board import board
 from hetpipe.cost.table import CostTable, DeviceCost, LayerCost
 from hetpipe.crew.crew import Crew

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hetpipe.cluster.cluster import Cluster, link_costs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.pipedream_profile import ChainCosts, read_profile
 from hetpipe.cost.placed import scale_to_boards

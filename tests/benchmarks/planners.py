@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from hetpipe.cluster.cluster import Cluster, link_costs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import link_costs
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost.board import board

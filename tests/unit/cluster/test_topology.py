@@ -14,7 +14,8 @@ import pytest
 
 from hetpipe.cli.options import make_cluster
 from hetpipe.cluster import Cluster, Link, Member, Server, Topology
-from hetpipe.cluster.cluster import link_costs, load_or_published, published_names
+from hetpipe.cluster.cluster import load_or_published, published_names
+from hetpipe.cluster.links import link_costs
 from hetpipe.cluster.topology import DUPLEXES, SHAPES
 from hetpipe.errors import ClusterError
 

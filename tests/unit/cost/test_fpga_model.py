@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetpipe.cluster.cluster import Cluster, link_costs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import link_costs
 from hetpipe.cost.board import board
 from hetpipe.cost.fpga import Kept, LayerShape, Rates, crossing_nbytes, stage_s
 from hetpipe.papers import fpga
