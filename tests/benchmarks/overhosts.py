@@ -2,8 +2,8 @@
 
 All hosts are agents of this machine, on its loopback, so the figures have no network. `step` trains
 with one plan on one host and on two hosts, on the same cores, in turns. `action` measures actions
-that compute nothing. `controller 4 8 16` gives so many agents four sleeping devices each, and
-measures the controller's part of a step, and the bytes of its connections. Run it as
+that compute nothing. `controller 4 8 16` gives so many agents four devices each, and measures the
+controller's part of a step, and the bytes of its connections. Run it as
 
     PYTHONPATH=tests:tests/engine:tests/support python -m benchmarks.overhosts step digits
 """
@@ -37,7 +37,8 @@ agents: Any = import_module("agents")  # of tests/engine, where checks of types 
 
 PAIRS = 60
 DEVICE = "pytorch:cpu:0"
-SLEEPING = "sleeping:10,15"
+EMPTY = "numpy:cpu:0"
+"""The device of `controller`, which computes nothing."""
 WORKERS = 4
 """Workers of each agent of `controller`."""
 MICROBATCHES = 4
@@ -169,7 +170,7 @@ def controller(counts: Sequence[int], rounds: int = 15) -> None:
         address = agents.free_address()
         names = [f"h{n}" for n in range(count)]
         started = [agents.start_agent("--meet", address, "--name", name) for name in names]
-        devices = [f"{name}/{SLEEPING}" for name in names for _ in range(WORKERS)]
+        devices = [f"{name}/{EMPTY}" for name in names for _ in range(WORKERS)]
         with agents.patched_secret():
             cluster = Cluster.hosts(address, count + 1, devices=devices, name="c", limit_s=300)
         try:
