@@ -29,7 +29,7 @@ from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.ends import Plug, Route, WireEnd
-from hetpipe.wire.messages import Apply, Array, Batch
+from hetpipe.wire.messages import Apply, Array, Batch, Feeds
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
 from hetpipe.worker.bind import Key
@@ -137,15 +137,26 @@ class Assembly:
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in rows.items()})
         return own_feeds
 
+    def feeds(self, request: StepRequest, own: Sequence[Replica]) -> Feeds:
+        """Return the leaves that these replicas read."""
+        return {replica.stage: self.feeds_of(replica, request) for replica in own}
+
     def late_feeds(
-        self, own: Sequence[Replica], request: StepRequest
+        self, own: Sequence[Replica], request: StepRequest | None
     ) -> dict[int, list[dict[str, Array]]]:
         """Return the leaves for backwards of the last stage, if it has one of these replicas."""
+        if request is None:
+            return {}
         last = len(self.stages) - 1
         return {r.stage: self.feeds_of(r, request) for r in own if r.stage == last}
 
-    def batch(self, request: Request, serial: int, own: Sequence[Replica]) -> Apply:
-        """Return a worker's part of a request; `own` are the worker's replicas that take part."""
+    def batch(
+        self, request: Request, serial: int, own: Sequence[Replica], fed: bool = False
+    ) -> Apply:
+        """Return a worker's part of a request; `own` are the worker's replicas that take part.
+
+        If the worker is `fed`, it has got the leaves already.
+        """
         if isinstance(request, UpdateRequest):
             return Apply(serial, request.number, request.rates, request.grad_scale, request.clip)
         none = (0,) * len(request.samples)
@@ -156,7 +167,7 @@ class Assembly:
             grad_scale=None if request.guards else request.grad_scale,
             clip=request.clip,
             samples=request.samples,
-            feeds={r.stage: self.feeds_of(r, request) for r in own},
+            feeds={} if fed else self.feeds(request, own),
             loss_tangents=request.loss_tangents,
             seed=request.seed,
             guards=request.guards,
@@ -164,6 +175,7 @@ class Assembly:
             awaits=request.whole_loss is not None and request.forwards is Content.FORWARD,
             lag={n: request.lag.get(n, none) for n, _ in own},
             ahead={n: request.ahead.get(n, none) for n, _ in own},
+            fed=request.fed if fed else 0,
         )
 
     @staticmethod

@@ -14,6 +14,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
+from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.crew.groups import meeting_places
 from hetpipe.crew.launcher import Launched
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
@@ -108,8 +109,7 @@ class Crew(Workers):
 
         Values stay on members that still need them, and other values travel. Gradients do not
         travel, so the gradients of a stage that moves must be zero. A stage stays compiled if its
-        member has it already. Raises `HetpipeError` for replicas and for members with several
-        stages.
+        member has it already. Raises `HetpipeError` for replicas and members of several stages.
         """
         before, placed = self._loaded(), self._placement.members
         assembly, placement = _assemble(stages, members, None, None, sizes)
@@ -162,28 +162,26 @@ class Crew(Workers):
             for worker in workers:
                 self._fleet.send(worker, say.Begin(not refused))
             self._control.gather(workers)
-        for member, stage, reason in refused:
-            raise UnsupportedOperatorError(
-                f"stage {stage} on {member}: {reason}; give that layer to another device (cuts), "
-                "or leave this device out"
-            )
+        _check_refused(refused)
         self._assembly, self._patience = assembly, Patience()
         self._scripts.clear()
         self._posted.clear()
 
-    def step(self, request: Request, timeout_s: float | None = None) -> StepResult:
-        """Run one mini-batch to its end.
+    def step(
+        self, request: Request, timeout_s: float | None = None, beside: Hook = nothing
+    ) -> StepResult:
+        """Run one mini-batch to its end. The user's thread calls `beside` before it waits.
 
-        `timeout_s` limits the time in which nothing moves. By default the limit is `pass_limit_s`
-        while a worker is in a pass, and else `Patience.limit_s`. Raises `WorkerError`;
-        `HetpipeError` before anything runs if the request does not fit the stages.
+        `timeout_s` limits the time in which nothing moves; by default `pass_limit_s` during passes,
+        else `Patience.limit_s`. Raises `WorkerError`; `HetpipeError` for a request that is wrong.
         """
         self.post(request)
+        with self._conversation():
+            beside()
         return self.collect(timeout_s)
 
     def post(self, request: Request, part: StreamPart | None = None) -> None:
-        """Hand out a mini-batch, without waiting for it (station 2 of
-        docs/life-of-a-micro-batch.md).
+        """Hand out a mini-batch, without waiting for it (station 2).
 
         With a `part` of a stream, workers may begin the next part before this part is done. Without
         a part, workers wait at the end until all messages are sent.
@@ -207,14 +205,14 @@ class Crew(Workers):
                 self._origin_s = now_s
             rows = worker_rows(request.schedule)
             lanes = {member: rows[row] for member, row in self._placement.row_of.items()}
-            self._posted.append(
-                Posted(now_s, {member: len(member_rows) for member, member_rows in lanes.items()})
-            )
+            counts = {member: len(member_rows) for member, member_rows in lanes.items()}
+            self._posted.append(Posted(now_s, counts))
             self._answers = Answers(request, assembly.reporters, len(lanes))
             script, schedule = self._scripts.send(request.schedule, self._serial)
+            fed = self.feeding.fed(request, self.load_count)
             for member, member_rows in lanes.items():
                 active = self._placement.active(member, assembly.shares, place.begins)
-                batch = assembly.batch(request, self._serial, active)
+                batch = assembly.batch(request, self._serial, active, member in fed)
                 message = say.Step(
                     self._serial, script, schedule, member_rows, place.closing, place.first,
                     place.microbatches, place.begins, batch,
@@ -222,6 +220,13 @@ class Crew(Workers):
                     keeps_output=keeps_output,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
+
+    def feed(self, request: StepRequest) -> int:
+        """Begin to send the leaves of a later mini-batch; see `Feeding.begin`."""
+        assembly, replicas = self._loaded(), self._placement.replicas_of
+        members = self.feeding.members.intersection(self._placement.row_of)
+        feeds = {member: assembly.feeds(request, replicas(member)) for member in members}
+        return self.feeding.begin(feeds, self.load_count)
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the oldest mini-batch under way (station 16)."""
@@ -243,8 +248,7 @@ class Crew(Workers):
     ) -> dict[str, Array]:
         """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; by default all.
 
-        A value on several stages (tied weights) comes from the owner, the first stage. A value of
-        a stage with replicas comes from `replica`.
+        A value on several stages (tied weights) comes from the first, of replicas from `replica`.
         """
         assembly = self._loaded()
         owners = assembly.owners(role, names)
@@ -279,9 +283,8 @@ class Crew(Workers):
         """Send a message to the replicas of a stage, one after another."""
         with self._conversation():
             for member in self._placement.members[stage]:
-                worker = self._index[member]
-                self._fleet.send(worker, message)
-                self._control.gather([worker])
+                self._fleet.send(self._index[member], message)
+                self._control.gather([self._index[member]])
 
     def _loaded(self) -> Assembly:
         self._control.check()
@@ -299,9 +302,17 @@ class Crew(Workers):
         if (scale := self._answers.to(news)) is not None:
             request, assembly = self._answers.feeds(news), self._loaded()
             for member in self._placement.row_of:
-                replicas = self._placement.replicas_of(member) if request is not None else ()
-                feeds = {} if request is None else assembly.late_feeds(replicas, request)
+                feeds = assembly.late_feeds(self._placement.replicas_of(member), request)
                 self._fleet.send(self._index[member], replace(scale, feeds=feeds))
+
+
+def _check_refused(refused: Sequence[tuple[str, int, str]]) -> None:
+    """Raise `UnsupportedOperatorError` for the first stage that a member cannot run."""
+    for member, stage, reason in refused:
+        raise UnsupportedOperatorError(
+            f"stage {stage} on {member}: {reason}; give that layer to another device (cuts), "
+            "or leave this device out"
+        )
 
 
 def _assemble(

@@ -49,6 +49,8 @@ class StepRequest:
     """Whether updates wait for all losses; then nothing is applied if a loss is not finite."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    fed: int = 0
+    """The number that `Crew.feed` has returned for these feeds; 0 if they were not sent ahead."""
     whole_loss: Callable[[Mapping[str, Array]], WholeLoss] | None = None
     """Computes the loss from the model's outputs of the whole mini-batch, by number. Without it,
     each micro-batch has a loss, which its forward computes."""

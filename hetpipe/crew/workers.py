@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.loss import Label
+from hetpipe.crew.feeding import Feeding
 from hetpipe.crew.launcher import Launched, Timing, launch
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.host.references import operator_origins
@@ -37,6 +38,7 @@ class Workers:
         self._fleet, self._control = launched
         self._close = weakref.finalize(self, self._fleet.close)
         self.cluster = cluster
+        self.feeding = Feeding(cluster, lambda m, feed: self._fleet.send(self._index[m], feed))
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._opened: dict[str, DeviceInfo] | None = None
         # Calls whose replies are still to come.

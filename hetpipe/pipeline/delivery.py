@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
@@ -73,11 +74,12 @@ class Delivery:
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
         """Train on mini-batches, and yield a result for each, in order; see `Pipeline.run`."""
         if not self._training.streams:
-            for x, y in batches:
+            ahead = Ahead(self._training, batches)
+            for x, y, fed in ahead:
                 with self._guard("run"):
                     self._end_forwards()
                     self._move_if_due()
-                    result = self._training.step(x, y)
+                    result = self._training.step(x, y, fed, ahead.read)
                 yield result
             return
         token = object()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.program import GRAD
 from hetpipe.checkpoint.checkpoint import Checkpoint
+from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.crew.request import StepRequest, StepResult, UpdateRequest
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.pipeline.batches import (
@@ -126,8 +127,8 @@ class Training:
         check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes[Content.FORWARD]
 
-    def step(self, x: Any, y: Any) -> Result:
-        """Train on one whole mini-batch, under a schedule that flushes.
+    def step(self, x: Any, y: Any, fed: int = 0, beside: Hook = nothing) -> Result:
+        """Train on one whole mini-batch, under a schedule that flushes; `fed` as in `StepRequest`.
 
         Raises `NotFiniteError` if the loss or a gradient is not finite. Then neither this
         mini-batch nor the mini-batches accumulated before it are applied.
@@ -137,7 +138,7 @@ class Training:
         accumulates = self.setup.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
         version, handed = self.steps, HandedOut(self.steps, request.samples, self._next_update)
-        result = self.run(replace(request, guards=not accumulates), ops)
+        result = self.run(replace(request, guards=not accumulates, fed=fed), ops, beside)
         try:
             loss = mean_loss(result, request.samples, self.steps)
             check_gradients(result, self.steps)
@@ -211,10 +212,10 @@ class Training:
         present = self.stages.unread.get(role, {}) | self._crew.read(role)
         return self.setup.captured.parts.join(present)
 
-    def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
+    def run(self, request: StepRequest, ops: frozenset[Any], beside: Hook = nothing) -> StepResult:
         """Run one mini-batch with only the operations `ops`."""
         request = replace(request, schedule=self.stages.schedules.of(len(request.samples), ops))
-        return self.note(request, self._crew.step(request))
+        return self.note(request, self._crew.step(request, beside=beside))
 
     def note(self, request: StepRequest, result: StepResult) -> StepResult:
         """Keep the result of the last run, and return it."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+Feeds = Mapping[int, Sequence[Mapping[str, Array]]]
+"""The leaves that a worker's stages read, by stage, micro-batch and name."""
+
 SCRIPTS = 16
 """Number of schedules that a worker remembers; it forgets the oldest first."""
 
@@ -169,7 +172,7 @@ class Batch(Apply):
     """
 
     samples: tuple[int, ...]
-    feeds: Mapping[int, Sequence[Mapping[str, Array]]]
+    feeds: Feeds
     loss_tangents: tuple[float, ...]
     seed: int
     guards: bool  # updates wait until losses are known to be finite
@@ -177,6 +180,7 @@ class Batch(Apply):
     awaits: bool  # backwards of the last stage wait for the mini-batch's loss
     lag: Mapping[int, Sequence[int]]  # age of a forward's version, in updates
     ahead: Mapping[int, Sequence[int]]  # updates by which a forward predicts ahead
+    fed: int = 0  # the number of the `Feed` that has the feeds instead
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,14 @@ class Step:
     drain: bool  # wait until all messages are sent
     forwards: Content  # which forwards run: of training, evaluation or inference
     keeps_output: bool  # report the model's output
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The feeds of a later `Batch`, by its number in `fed`; a worker keeps the latest two."""
+
+    number: int
+    feeds: Feeds
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ from hetpipe.wire.ends import EdgeEnd, Edges
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array
+from hetpipe.worker.beside import Beside
 from hetpipe.worker.bind import Key
 from hetpipe.worker.blame import failing_method, summary, trace_of
 from hetpipe.worker.divided import find_refusals
@@ -59,9 +61,7 @@ class Service:
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
-        self._scales: dict[tuple[int, bool], say.Scale] = {}
-        # Held while scales are read or changed; never while a message is sent or a pass runs.
-        self._scaled = threading.Condition()
+        self._beside = Beside()
         self._failed = threading.Lock()  # the first failure takes this lock forever
         self._stopped = False
 
@@ -73,10 +73,8 @@ class Service:
 
     def deliver(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Accept a message of the controller; never blocks."""
-        if isinstance(message, say.Scale):
-            with self._scaled:
-                self._scales[message.serial, message.clips] = message
-                self._scaled.notify_all()
+        if isinstance(message, (say.Scale, say.Feed)):
+            self._beside.deliver(message)
         elif isinstance(message, say.Speed):
             self._emulation.speed = message.value
         else:
@@ -108,8 +106,7 @@ class Service:
         """End the worker from another thread: wake all threads that wait in the worker."""
         self._stopped = True
         self.deliver(say.Stop())
-        with self._scaled:
-            self._scaled.notify_all()
+        self._beside.stop()
         self._close_edges()
 
     def fail(self, error: BaseException) -> None:
@@ -231,6 +228,9 @@ class Service:
                 Script.of(message.schedule, row, self._stages, message.closing)
                 for row in message.rows
             )
+        batch = message.batch
+        if isinstance(batch, say.Batch) and (number := batch.fed):
+            message = replace(message, batch=replace(batch, feeds=self._beside.feeds(number)))
         return runner.run(self._scripts[message.script], message)
 
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
@@ -241,25 +241,14 @@ class Service:
     def _grad_scale(self, batch: say.Apply) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
-        return self._scale(batch.serial, clips=False).value
+        return self._beside.scale(batch.serial, clips=False).value
 
     def _late_feeds(self, batch: say.Batch) -> LateFeeds:
-        return self._scale(batch.serial, clips=False).feeds
+        return self._beside.scale(batch.serial, clips=False).feeds
 
     def _clip_factor(self, batch: say.Apply, square: float, culprit: str) -> float:
         self._answer(say.Norm(batch.serial, square, culprit))
-        return self._scale(batch.serial, clips=True).value
-
-    def _scale(self, serial: int, clips: bool) -> say.Scale:
-        """Wait for an answer that the controller sends for a mini-batch (station 13)."""
-        with self._scaled:
-            while (serial, clips) not in self._scales:
-                if self._stopped:
-                    raise EdgeClosedError
-                self._scaled.wait()
-            for old in [key for key in self._scales if key[0] < serial]:
-                del self._scales[old]
-            return self._scales[serial, clips]
+        return self._beside.scale(batch.serial, clips=True).value
 
     def _call(self, message: say.Call) -> Any:
         module, _, name = message.function.partition(":")
