@@ -67,7 +67,10 @@ def stay(address: tuple[str, int], name: str) -> None:
         while True:
             stream, controller = visits.get()
             print(f"works for {controller.name}", flush=True)
-            reason = Agent(stream, controller, Outside(wires, secret)).serve()
+            try:
+                reason = Agent(stream, controller, Outside(wires, secret)).serve()
+            except Exception as error:
+                reason = summary(error)
             print(f"no longer works for {controller.name}{reason and ': '}{reason}", flush=True)
             served.clear()
     finally:
@@ -115,8 +118,12 @@ class Agent:
 
     def _pass_on(self, address: Address, message: Packed) -> None:
         if address.crew in self._crews:
-            with suppress(WorkerError):  # the crew has failed, and the controller knows
+            try:
                 self._crews[address.crew][0].send(address.worker, message)
+            except WorkerError:
+                pass  # the crew has failed, and the controller knows
+            except HetpipeError as error:
+                self._send(Address(address.crew, HOST), Failed(str(error), ""))
 
     def _answer(self, asked: Ask) -> None:
         request = asked.request

@@ -175,8 +175,12 @@ class Connection:
         self._clocks.add(sent_s, answered_s, now_s)
 
     def _signal(self, kind: int, *times_s: float) -> None:
-        with suppress(OSError):  # the receiving thread says why
-            self._stream.sendall(_RECORD.pack(kind, 0, _TIMES.size) + _TIMES.pack(*times_s))
+        """Send a sign of life, unless a message is leaving, which is a sign as well.
+
+        A thread that waited here would not read, and two hosts that both send would wait for ever.
+        """
+        with suppress(OSError, ValueError):  # the receiving thread says why
+            self._stream.send_if_free(_RECORD.pack(kind, 0, _TIMES.size) + _TIMES.pack(*times_s))
 
     def _beat(self) -> None:
         while not (self._closing or self._reason):

@@ -141,6 +141,22 @@ class TlsStream:
                 encrypted = self._leaving.read()
             self.socket.sendall(encrypted)
 
+    def send_if_free(self, data: Any) -> None:
+        """Encrypt and send a few bytes, unless other bytes wait to leave. Raises `OSError`."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLOUT)
+            if not poll.poll(0):
+                return
+            with self._ciphering:
+                self._tls.write(data)
+                encrypted = self._leaving.read()
+            self.socket.sendall(encrypted)
+        finally:
+            self._sending.release()
+
     def receive(self, nbytes: int) -> bytearray:
         """Return exactly `nbytes`. Raises `EOFError` at the stream's end."""
         data = bytearray(nbytes)

@@ -33,6 +33,14 @@ SMALL_NBYTES = 32 * 1024
 """Wires with messages up to this size need no threads: the system keeps their messages."""
 ROOM_NBYTES = 8 * SMALL_NBYTES
 """Bytes of small messages that may be under way; the system keeps twice as many."""
+KEEP_ALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 2,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+}
+"""A receiver fails after 5 s of silence of the sender's host. The controller does not see a cut
+between two other hosts."""
 FIRST_MESSAGE_S = 120.0
 """Seconds in which the receiver of an encrypted wire must wait for the first message."""
 
@@ -72,6 +80,8 @@ class StreamPort(Port):
 
     def secured(self, sock: socket.socket, *, server: bool) -> _Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in KEEP_ALIVE.items():
+            sock.setsockopt(*option, value)
         if self.encrypted:
             return TlsStream(sock, self.secret, server=server, limit_s=FIRST_MESSAGE_S)
         return PlainStream(sock)

@@ -1,0 +1,208 @@
+"""The loss of a host has a name and a limit, and leaves no process; see also `break_hosts.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import SECRET, end, free_address, patched_secret, start_agent
+from crews import eventually, has_ended
+from test_hosts import DEVICE, train
+
+from hetpipe.cluster import Cluster
+from hetpipe.crew.agent import serve_once
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import ClusterError, WorkerError
+from hetpipe.hosts.connection import Address, Connection
+from hetpipe.hosts.facts import own_facts
+from hetpipe.hosts.hosts import Hosts
+from hetpipe.hosts.meeting import call, parse_address
+from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.wires import Wires
+from hetpipe.wire.stream import StreamPort
+
+RIGHT = SECRET.encode()
+LIMIT_S = 30.0  # far beyond what a quiet machine needs
+
+
+def _pair() -> tuple[TlsStream, TlsStream]:
+    """Return both ends of an encrypted stream."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialed = socket.create_connection(server.getsockname()[:2])
+        accepted, _ = server.accept()
+    ends: list[TlsStream] = []
+    thread = threading.Thread(
+        target=lambda: ends.append(TlsStream(accepted, RIGHT, server=True)), daemon=True
+    )
+    thread.start()
+    ours = TlsStream(dialed, RIGHT, server=False)
+    thread.join()
+    return ours, ends[0]
+
+
+def test_hosts_that_both_send_much_do_not_wait_for_each_other() -> None:
+    """A receiver that waited to answer a sign of life would not empty the other's way."""
+    message, rounds = np.zeros(8 << 20, np.uint8), 6
+    arrived: list[str] = []
+    ends: list[str] = []
+    connections = [Connection(stream, name) for stream, name in zip(_pair(), "ab", strict=True)]
+    for connection in connections:
+        connection.start(
+            lambda address, packed, name=connection.peer: arrived.append(name),  # type: ignore[misc]
+            ends.append,
+        )
+    senders = [
+        threading.Thread(
+            target=lambda end=end: [end.send(Address(1, 0), message) for _ in range(rounds)],  # type: ignore[misc]
+            daemon=True,
+        )
+        for end in connections
+    ]
+    for sender in senders:
+        sender.start()
+    assert eventually(lambda: len(arrived) == 2 * rounds or bool(ends), LIMIT_S)
+    assert not ends
+    for connection in connections:
+        connection.close()
+
+
+def test_a_peer_that_reads_nothing_is_lost_while_a_message_waits() -> None:
+    stream, silent = _pair()
+    reasons: list[str] = []
+    connection = Connection(stream, "b", silence_s=1.0)
+    connection.start(lambda address, packed: None, reasons.append)
+    with suppress(OSError):
+        connection.send(Address(1, 0), np.zeros(64 << 20, np.uint8))
+    assert eventually(lambda: bool(reasons), LIMIT_S)
+    silent.close()
+
+
+def test_a_receiver_asks_a_silent_host_for_signs_of_life() -> None:
+    """The controller does not see a cut between two other hosts."""
+    stream, other = _pair()
+    StreamPort("crew/1", RIGHT, False, None, 0.0).secured(stream.socket, server=True)
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    assert stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    first_s, each_s, count = (stream.socket.getsockopt(socket.IPPROTO_TCP, o) for o in options)
+    assert first_s + each_s * count <= 5
+    stream.close()
+    other.close()
+
+
+def test_a_stopped_agent_is_lost_by_name_and_its_workers_end_when_it_continues() -> None:
+    meet = free_address()
+    agent = start_agent("--meet", meet, "--name", "h1")
+    with patched_secret():
+        cluster = Cluster.hosts(
+            meet, 2, name="h0", limit_s=60, devices=[f"h0/{DEVICE}", f"h1/{DEVICE}"]
+        )
+    with Crew.start(cluster) as crew:
+        workers = crew.call(list(crew.infos), "engine_backends:pid")
+        os.kill(agent.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"host 'h1' .* is lost: .* no sign of life"):
+            _call_until_it_fails(crew)
+    os.kill(agent.pid, signal.SIGCONT)
+    assert eventually(lambda: all(map(has_ended, workers)), LIMIT_S)
+    _connections(cluster).close()
+    assert end(agent)[0] == 1
+
+
+def _call_until_it_fails(crew: Crew) -> None:
+    while True:
+        crew.call(list(crew.infos), "engine_backends:pid")
+        time.sleep(0.1)
+
+
+def _connections(cluster: Cluster) -> Hosts:
+    assert cluster.connections is not None
+    return cluster.connections
+
+
+def test_an_agent_is_told_when_another_host_never_comes() -> None:
+    meet, statuses = free_address(), SimpleQueue[int]()
+    with patched_secret():
+        threading.Thread(
+            target=lambda: statuses.put(serve_once(parse_address(meet), "h1", LIMIT_S)), daemon=True
+        ).start()
+        with pytest.raises(ClusterError, match=r"1 of 2 .* \(h1\)"):
+            Cluster.hosts(meet, 3, name="h0", limit_s=2.0)
+    assert statuses.get(timeout=LIMIT_S) == 1
+
+
+def test_a_host_that_is_lost_while_others_gather_frees_its_place() -> None:
+    meet = free_address()
+
+    joined: list[TlsStream] = []
+
+    def join_twice() -> None:
+        for _ in range(2):
+            stream, _, door = call(parse_address(meet), RIGHT, own_facts("h1"), Wires(), LIMIT_S)
+            door.close()
+            joined.append(stream)
+            if len(joined) == 1:
+                stream.close()
+                time.sleep(0.3)
+
+    with patched_secret():
+        threading.Thread(target=join_twice, daemon=True).start()
+        with pytest.raises(ClusterError, match=r"1 of 2 .* \(h1\)"):
+            Cluster.hosts(meet, 3, name="h0", limit_s=3.0)
+    for stream in joined:
+        stream.close()
+
+
+def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed_one() -> None:
+    listen = free_address()
+    agent = start_agent("--stay", "--listen", listen, "--name", "h1")
+    devices = [f"h0/{DEVICE}", f"h1/{DEVICE}"]
+    members = devices
+
+    def cluster(limit_s: float = 60.0) -> Cluster:
+        return Cluster.hosts(agents=[listen], name="h0", limit_s=limit_s, devices=devices)
+
+    try:
+        with patched_secret():
+            first = cluster()
+            with Crew.start(first) as crew:
+                with pytest.raises(ClusterError, match="h1 refuses: it works for host 'h0' now"):
+                    cluster()
+                losses = train(crew, members, "1f1b")
+                worker = crew.call([devices[1]], "engine_backends:pid")[0]
+                os.kill(worker, signal.SIGKILL)
+                with pytest.raises(WorkerError, match=r"host 'h1'.*SIGKILL"):
+                    _call_until_it_fails(crew)
+            # The controller is gone without a word.
+            _connections(first).others["h1"].connection.close()
+            _connections(first).close()
+            assert eventually(lambda: has_ended(worker))
+            second = _once_free(cluster)
+            with Crew.start(second) as crew:
+                assert train(crew, members, "1f1b") == losses
+            _connections(second).close()
+    finally:
+        agent.send_signal(signal.SIGINT)
+        _, words = end(agent)
+    assert "Traceback" not in words
+    assert not list(Path("/proc").glob(f"{agent.pid}/task"))
+
+
+def _once_free(cluster: Any) -> Cluster:
+    """Return a cluster, once the agent has ended the last training's workers."""
+    end_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            found: Cluster = cluster()
+            return found
+        except ClusterError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.1)
