@@ -92,8 +92,6 @@ class Pipeline(Saving):
         resume: Checkpoint | None = None,
         **options: Unpack[Options],
     ) -> None:
-        if cluster.connections is None:
-            refuse_ranks()
         planned, passes, updates = records_of(options)
         check_capturable(model)
         trains, loss = optimizer is not None, loss_fn or no_loss
@@ -102,6 +100,8 @@ class Pipeline(Saving):
         if trains:
             rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
         cluster = cluster if crew is None else crew.cluster
+        if cluster.connections is None:
+            refuse_ranks()
         padded = Example(*example, passes.buckets)
         mini_batch = padded.samples
         planned, fixed = resolve(planned, passes, cluster, mini_batch, resume)

@@ -164,6 +164,7 @@ class _Published:
         times_s = [sum(pair) for pair in zip(chain.forward_s, chain.backward_s, strict=True)]
         self.compute_s = [0.0, *accumulate(times_s)]
         self.params = [0, *accumulate(chain.params_nbytes)]
+        self.server_begins = [0, *accumulate(machines.counts)]
         self.server_of = [
             server for server, count in enumerate(machines.counts) for _ in range(count)
         ]
@@ -241,10 +242,12 @@ class _Published:
         home = self.server_of[target[0]]
         if self._servers(target) > 1:
             return nbytes / self.machines.between.all_reduce_Bps
-        outside = sum(self.server_of[device] != home for device in source) / len(source)
+        begin, end = self.server_begins[home], self.server_begins[home + 1]
+        inside = max(min(source.stop, end) - max(source.start, begin), 0)
+        outside = (len(source) - inside) / len(source)
         if outside:
             return outside * nbytes / self.machines.between.p2p_Bps
         return nbytes / self.machines.inside.p2p_Bps
 
     def _servers(self, group: range) -> int:
-        return len({self.server_of[device] for device in group})
+        return self.server_of[group[-1]] - self.server_of[group[0]] + 1

@@ -134,10 +134,10 @@ def test_only_moved_layers_are_sent(crews: Crews, monkeypatch: pytest.MonkeyPatc
     loads: list[Load] = []
     send = crew._fleet.send
 
-    def listen(worker: int, message: Any, fds: Any = ()) -> None:
+    def listen(worker: int, message: Any) -> None:
         if isinstance(message, Load):
             loads.append(message)
-        send(worker, message, fds)
+        send(worker, message)
 
     monkeypatch.setattr(crew._fleet, "send", listen)
     task = mixed(far=False), torch.nn.functional.mse_loss, batch(0)
@@ -172,8 +172,8 @@ def test_a_worker_killed_during_a_move_is_named(
         (pid,) = crew.call(["m1"], "engine_backends:pid")
         send = crew._fleet.send
 
-        def kill(worker: int, message: Any, fds: Any = ()) -> None:
-            send(worker, message, fds)
+        def kill(worker: int, message: Any) -> None:
+            send(worker, message)
             if isinstance(message, Load) and worker == 1:
                 os.kill(pid, signal.SIGKILL)
 
