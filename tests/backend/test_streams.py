@@ -236,6 +236,16 @@ def test_empty_tensors_and_unused_statistics_can_be_downloaded() -> None:
     assert get(device, outputs[0]).shape == (0, 0)
 
 
+def test_a_view_that_conjugates_later_keeps_its_mark() -> None:
+    """Queued work computed with the numbers of the memory, not with their conjugates."""
+    device = card()
+    conjugated = trace(lambda a: torch.fft.hfft2(a.transpose(0, 1)), [torch.from_numpy(A)], {})
+    outputs, ran, _ = device.compile(conjugated).run([put(device, A)])
+    ran.wait(20)
+    expected = torch.fft.hfft2(torch.from_numpy(A).T).numpy()
+    np.testing.assert_allclose(get(device, outputs[0]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_room_of_a_card_excludes_other_processes_and_a_reserve() -> None:
     """The planned capacity was the whole memory of the card."""
     device = card(memory_nbytes=16 << 30)

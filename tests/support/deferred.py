@@ -292,6 +292,7 @@ class _Held:
         self.shape = tensor.shape
         self._form = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype = tensor.dtype
+        self._marks = tensor.is_conj(), tensor.is_neg()  # of a lazy view
 
     def tensor(self) -> torch.Tensor:
         storage = self._kept
@@ -303,7 +304,10 @@ class _Held:
             )
         offset, shape, strides = self._form
         empty = torch.empty(0, dtype=self._dtype)
-        return empty.set_(storage, offset, shape, strides)
+        whole = empty.set_(storage, offset, shape, strides)
+        conjugated, negated = self._marks
+        whole = torch._conj(whole) if conjugated else whole
+        return torch._neg_view(whole) if negated else whole
 
 
 def _pages(nbytes: int) -> torch.UntypedStorage:
