@@ -23,10 +23,6 @@ class Packed(NamedTuple):
 
     parts: Sequence[Any]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(len(part) for part in self.parts)
-
     def unpack(self) -> Any:
         """Return the object. The bytes must come from a trusted process: they may run code."""
         return pickle.loads(self.parts[0], buffers=self.parts[1:])

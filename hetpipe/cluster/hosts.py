@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.environment import torchrun_ranks
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.hosts.facts import Facts
-from hetpipe.hosts.hosts import Hosts
+from hetpipe.hosts.hosts import Hosts, Run
 from hetpipe.hosts.meeting import (
     find_under_torchrun,
     gather,
@@ -27,17 +27,6 @@ AGENT = "hetpipe.crew.agent"
 """The module of agents. It drives crews, so it is above this one, and is loaded by name."""
 DESCRIBE_S = 120.0
 """Seconds in which a host finds its devices."""
-
-
-@dataclass(frozen=True)
-class Describe:
-    """To an agent: find the devices of its host; the answer is a tuple of members.
-
-    See `Cluster.local` for the arguments. An empty list of devices means none.
-    """
-
-    devices: Sequence[str] | None
-    emulate_speed: Mapping[str, float]
 
 
 def meet_hosts(
@@ -84,7 +73,8 @@ def members_of(
     finishes: dict[str, Any] = {}
     for name, other in hosts.others.items():
         if wanted[name] != []:
-            finishes[name] = other.begin(Describe(wanted[name], speeds[name]))
+            find = Run(local_members, (None, wanted[name], speeds[name], None))
+            finishes[name] = other.begin(find)
     own = hosts.own.name
     found = {}
     if wanted[own] != []:

@@ -8,11 +8,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hetpipe.cluster.hosts import Describe
-from hetpipe.cluster.local import local_members
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.fleet import Fleet
-from hetpipe.crew.launcher import Timing, launch_here
+from hetpipe.crew.launcher import Timing, labels_of, launch_here
 from hetpipe.crew.plugboard import Outside, Plugboard
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
@@ -25,7 +23,7 @@ from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
 from hetpipe.packing import Packed
 from hetpipe.wire.host_messages import Connect, Failed, Launch, Leave
-from hetpipe.worker.blame import summary
+from hetpipe.worker.blame import summary, trace_of
 
 
 def serve_once(address: tuple[str, int], name: str, limit_s: float) -> int:
@@ -117,13 +115,18 @@ class Agent:
             self._connection.close()
 
     def _pass_on(self, address: Address, message: Packed) -> None:
-        if address.crew in self._crews:
-            try:
-                self._crews[address.crew][0].send(address.worker, message)
-            except WorkerError:
-                pass  # the crew has failed, and the controller knows
-            except HetpipeError as error:
-                self._send(Address(address.crew, HOST), Failed(str(error), ""))
+        self._tell(address.crew, lambda fleet: fleet.send(address.worker, message))
+
+    def _tell(self, crew: int, tell: Callable[[Fleet], None]) -> None:
+        """Tell workers something. An error ends the crew, since nobody awaits an answer."""
+        if crew not in self._crews:
+            return  # it has ended, and the controller knows
+        try:
+            tell(self._crews[crew][0])
+        except WorkerError:
+            pass  # the crew has failed, and the controller knows
+        except Exception as error:
+            self._send(Address(crew, HOST), Failed(summary(error), trace_of(error)))
 
     def _answer(self, asked: Ask) -> None:
         request = asked.request
@@ -140,24 +143,22 @@ class Agent:
         with suppress(OSError):  # the connection's thread says why
             self._connection.send(address, message)
 
-    def _describe(self, request: Describe) -> list[Any]:
-        return local_members(None, request.devices, request.emulate_speed, None)
-
     def _run(self, request: Run) -> Any:
         return request.function(*request.arguments)
 
     def _launch(self, request: Launch) -> None:
         timing = Timing(request.heartbeat_s, request.silence_s, request.start_timeout_s)
         plugboard = Plugboard(transport_of(request.cluster.transport), self._outside)
-        labels = [f"worker {m.id!r} ({m.opened_device})" for m in request.cluster.members]
-        relay = Relay(labels, lambda worker, m: self._send(Address(request.crew, worker), m))
+        relay = Relay(
+            labels_of(request.cluster),
+            lambda worker, m: self._send(Address(request.crew, worker), m),
+        )
         fleet = launch_here(request.cluster, relay, timing, plugboard, request.sharing)
         self._outside.wires.open(request.wires)
         self._crews[request.crew] = fleet, request.wires
 
     def _connect(self, request: Connect) -> None:
-        if request.crew in self._crews:
-            self._crews[request.crew][0].connect(request.worker, request.ends)
+        self._tell(request.crew, lambda fleet: fleet.connect(request.worker, request.ends))
 
     def _leave(self, request: Leave) -> None:
         fleet, wires = self._crews.pop(request.crew, (None, ""))
@@ -200,7 +201,6 @@ class Relay:
 
 
 _REQUESTS: dict[type, Callable[[Agent, Any], Any]] = {
-    Describe: Agent._describe,
     Run: Agent._run,
     Launch: Agent._launch,
     Connect: Agent._connect,

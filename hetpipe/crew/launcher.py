@@ -75,7 +75,7 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
     """
     check_not_loading()
     _check_members(cluster)
-    control = Control([f"worker {m.id!r} ({m.opened_device})" for m in cluster.members])
+    control = Control(labels_of(cluster))
     if cluster.connections is not None:
         fleet: Fleet = _launch_on_hosts(cluster, cluster.connections, control, timing)
         return Launched(fleet, control)
@@ -86,6 +86,11 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
     else:
         fleet = launch_here(cluster, control, timing, Plugboard(transport), sharing)
     return Launched(fleet, control)
+
+
+def labels_of(cluster: Cluster) -> list[str]:
+    """Return the names of a cluster's workers in messages to the user."""
+    return [f"worker {m.id!r} ({m.opened_device})" for m in cluster.members]
 
 
 def launch_here(

@@ -13,7 +13,7 @@ from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import LEAVE_S, Fleet
 from hetpipe.errors import WorkerError
 from hetpipe.hosts.connection import Address
-from hetpipe.hosts.hosts import HOST, Ask, CrewEnd, Hosts, RemoteHost
+from hetpipe.hosts.hosts import HOST, Ask, Hosts, RemoteHost
 from hetpipe.wire.ends import Route, WireEnd
 from hetpipe.wire.host_messages import Connect, Failed, Launch, Leave
 from hetpipe.wire.messages import Reply, StepReport
@@ -60,7 +60,7 @@ class ControlPart:
         self._control.await_failure(self._workers[worker], limit_s)
 
 
-class RemoteFleet(Fleet, CrewEnd):
+class RemoteFleet(Fleet):
     """The workers of one crew on another host, whose agent starts and watches them."""
 
     def __init__(self, control: ControlPart, host: RemoteHost, launch: Launch) -> None:

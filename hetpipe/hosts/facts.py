@@ -6,11 +6,11 @@ import os
 import platform
 import re
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from hetpipe.errors import ClusterError
 from hetpipe.words import short
@@ -71,7 +71,7 @@ def problem_of_name(name: str) -> str:
 
 def parse_record(kind: type[T], value: Any) -> T:
     """Return a dataclass of short texts and of numbers, from JSON. Raises `ValueError`."""
-    kinds = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    kinds = get_type_hints(kind)
     if not isinstance(value, dict) or value.keys() != kinds.keys():
         raise ValueError(f"{short(value)} is no {kind.__name__}")
     for name, expected in kinds.items():

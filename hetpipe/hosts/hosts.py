@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 import weakref
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
@@ -20,8 +19,6 @@ from hetpipe.hosts.facts import Facts
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
 from hetpipe.packing import Packed
-
-logger = logging.getLogger("hetpipe")
 
 HOST = -1
 """The worker in the address of a message to a host itself."""
@@ -129,14 +126,12 @@ class RemoteHost:
             crew.lost(str(error))
 
 
-class CrewEnd:
+class CrewEnd(Protocol):
     """Receives the messages of a host's workers that belong to one crew."""
 
-    def arrived(self, worker: int, message: Any) -> None:
-        raise NotImplementedError
+    def arrived(self, worker: int, message: Any) -> None: ...
 
-    def lost(self, reason: str) -> None:
-        raise NotImplementedError
+    def lost(self, reason: str) -> None: ...
 
 
 class Hosts:

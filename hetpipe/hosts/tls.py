@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import math
 import os
 import select
 import socket
@@ -126,7 +127,8 @@ class TlsStream:
         left_s = max(end_s - time.monotonic(), 0.0)
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
-        if not left_s or not poll.poll(1e3 * left_s):
+        limit_ms = None if left_s == math.inf else 1e3 * left_s
+        if not left_s or not poll.poll(limit_ms):
             raise TimeoutError("the other end does not answer")
         data = self.socket.recv(READ_NBYTES)
         if not data:

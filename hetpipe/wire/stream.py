@@ -7,6 +7,7 @@ The sending worker dials the port of the receiver's host, and both prove that th
 from __future__ import annotations
 
 import fcntl
+import math
 import socket
 import struct
 import termios
@@ -41,8 +42,6 @@ KEEP_ALIVE = {
 }
 """A receiver fails after 5 s of silence of the sender's host. The controller does not see a cut
 between two other hosts."""
-FIRST_MESSAGE_S = 120.0
-"""Seconds in which the receiver of an encrypted wire must wait for the first message."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class StreamPort(Port):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in KEEP_ALIVE.items():
             sock.setsockopt(*option, value)
-        if self.encrypted:
-            return TlsStream(sock, self.secret, server=server, limit_s=FIRST_MESSAGE_S)
+        if self.encrypted:  # the handshake is part of the first message, which may take any time
+            return TlsStream(sock, self.secret, server=server, limit_s=math.inf)
         return PlainStream(sock)
 
 

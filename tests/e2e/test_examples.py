@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cache_folders import new_cache
+from pages import run_python
 from torch import nn
 
 from hetpipe.sdk.host.registry import devices_of
@@ -28,16 +29,7 @@ ROWS = re.compile(r"^epoch (\d+) (\S+) (\S+)$", re.MULTILINE)
 
 def output_of(name: str, folder: Path) -> str:
     """Run an example as a user would, from another folder; return its output."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        env={**os.environ, "HETPIPE_CACHE": new_cache(folder / "cache")},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python([str(EXAMPLES / name)], folder)
 
 
 def numbers(texts: Sequence[str]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from hetpipe import process
 from hetpipe.cluster import Cluster
+from hetpipe.crew.crew import Crew
 
 SECRET = "a secret of the tests alone"
 
@@ -79,3 +81,10 @@ def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
         agent.kill()
         _, words = agent.communicate()
     return agent.returncode, words
+
+
+def call_until_it_fails(crew: Crew) -> None:
+    """Call all workers again and again; return only by an error."""
+    while True:
+        crew.call(list(crew.infos), "engine_backends:pid")
+        time.sleep(0.05)

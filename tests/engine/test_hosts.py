@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import end, free_address, hosts, patched_secret, start_agent
+from agents import call_until_it_fails, end, free_address, hosts, patched_secret, start_agent
 from crews import Crews, eventually, has_ended
 from pipelines import pipeline
 from torch import nn
@@ -144,16 +144,11 @@ def test_a_lost_host_ends_the_training_by_name(kill: str) -> None:
         workers = crew.call(list(crew.infos), "engine_backends:pid")
         os.kill(agent.pid if kill == "agent" else workers[1], signal.SIGKILL)
         with pytest.raises(WorkerError, match="host 'h1'"):
-            _call_until_it_fails(crew)
+            call_until_it_fails(crew)
     assert eventually(lambda: all(map(has_ended, workers)))  # the system ends them after the agent
     assert cluster.connections is not None
     cluster.connections.close()
     assert end(agent)[0] == (-signal.SIGKILL if kill == "agent" else 0)
-
-
-def _call_until_it_fails(crew: Crew) -> None:
-    while True:
-        crew.call(list(crew.infos), "engine_backends:pid")
 
 
 def test_a_wrong_secret_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 import socket
@@ -10,24 +12,27 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from agents import SECRET, end, free_address, patched_secret, start_agent
+from agents import SECRET, call_until_it_fails, end, free_address, patched_secret, start_agent
 from crews import eventually, has_ended
 from test_hosts import DEVICE, train
 
 from hetpipe.cluster import Cluster
-from hetpipe.crew.agent import serve_once
+from hetpipe.crew.agent import Agent, serve_once
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.plugboard import Outside
 from hetpipe.errors import ClusterError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.facts import own_facts
-from hetpipe.hosts.hosts import Hosts
+from hetpipe.hosts.hosts import Ask, Hosts
 from hetpipe.hosts.meeting import call, parse_address
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
+from hetpipe.wire.host_messages import Connect
 from hetpipe.wire.stream import StreamPort
 
 RIGHT = SECRET.encode()
@@ -109,17 +114,11 @@ def test_a_stopped_agent_is_lost_by_name_and_its_workers_end_when_it_continues()
         workers = crew.call(list(crew.infos), "engine_backends:pid")
         os.kill(agent.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"host 'h1' .* is lost: .* no sign of life"):
-            _call_until_it_fails(crew)
+            call_until_it_fails(crew)
     os.kill(agent.pid, signal.SIGCONT)
     assert eventually(lambda: all(map(has_ended, workers)), LIMIT_S)
     _connections(cluster).close()
     assert end(agent)[0] == 1
-
-
-def _call_until_it_fails(crew: Crew) -> None:
-    while True:
-        crew.call(list(crew.infos), "engine_backends:pid")
-        time.sleep(0.1)
 
 
 def _connections(cluster: Cluster) -> Hosts:
@@ -179,7 +178,7 @@ def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed
                 worker = crew.call([devices[1]], "engine_backends:pid")[0]
                 os.kill(worker, signal.SIGKILL)
                 with pytest.raises(WorkerError, match=r"host 'h1'.*SIGKILL"):
-                    _call_until_it_fails(crew)
+                    call_until_it_fails(crew)
             # The controller is gone without a word.
             _connections(first).others["h1"].connection.close()
             _connections(first).close()
@@ -206,3 +205,48 @@ def _once_free(cluster: Any) -> Cluster:
             if time.monotonic() > end_s:
                 raise
             time.sleep(0.1)
+
+
+class _Full:
+    """A fleet of a host that has no descriptors left."""
+
+    def connect(self, worker: int, ends: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_an_error_at_an_agent_that_nobody_awaits_ends_the_crew() -> None:
+    ours, theirs = _pair()
+    agent = Agent(theirs, own_facts("h0"), Outside(Wires(), RIGHT))
+    agent._crews[1] = _Full(), ""  # type: ignore[assignment]
+    arrived = SimpleQueue[object]()
+    controller = Connection(ours, "h1")
+    controller.start(lambda address, message: arrived.put(message.unpack()), arrived.put)
+    agent._answer(Ask(0, Connect(1, 0, ())))
+    assert "Too many open files" in str(arrived.get(timeout=LIMIT_S))
+    controller.close()
+    agent._connection.close()
+
+
+def test_the_first_message_of_an_encrypted_wire_may_come_after_days(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handshake is part of that message, and a pass before it may take any time."""
+    days_s = itertools.count(0.0, 86_400.0)
+    clock = SimpleNamespace(monotonic=lambda: next(days_s))
+    monkeypatch.setattr("hetpipe.hosts.tls.time", clock)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sending = socket.create_connection(server.getsockname()[:2])
+        receiving, _ = server.accept()
+    port = StreamPort("crew/1", RIGHT, True, None, 0.0)
+    found = SimpleQueue[bytes]()
+
+    def receive() -> None:
+        data = bytearray(5)
+        port.secured(receiving, server=True).receive_into(memoryview(data))
+        found.put(bytes(data))
+
+    threading.Thread(target=receive, daemon=True).start()
+    port.secured(sending, server=False).sendall(b"hello")
+    assert found.get(timeout=LIMIT_S) == b"hello"
+    sending.close()
+    receiving.close()
