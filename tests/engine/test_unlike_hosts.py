@@ -182,7 +182,7 @@ def problem(name: str) -> tuple[nn.Module, Any, Any, list[int]]:
 def train(cluster: Cluster, name: str) -> list[float]:
     model, loss_fn, batch, cuts = problem(name)
     with hp.Pipeline(
-        model, loss_fn, batch, cluster=cluster, optimizer=hp.optim.adamw(lr=1e-2), cuts=cuts,
+        model, loss_fn, batch, cluster=cluster, optimizer=hp.optim.sgd(lr=1e-2), cuts=cuts,
         microbatches=2, schedule="1f1b",
     ) as pipe:  # fmt: skip
         return [result.loss for result in pipe.run([batch] * 4)]
