@@ -19,7 +19,6 @@ from hetpipe import __version__
 from hetpipe.checkpoint import durable
 from hetpipe.checkpoint.manifest import (
     ROLES,
-    Array,
     Manifest,
     TensorFile,
     check_tensors,
@@ -29,6 +28,7 @@ from hetpipe.checkpoint.manifest import (
     read_manifest,
     read_tensors,
 )
+from hetpipe.checkpoint.tensors import Array, Tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.files import user_path
 
@@ -53,7 +53,8 @@ def save(
     """Write a checkpoint into `directory`; it replaces the present checkpoint.
 
     `tensors`: by role (param, buffer, state), then by the model's names; a state has a name such as
-    "momentum/fc.weight". Give a bfloat16 tensor as its int16 view. `manifest`: JSON values, among
+    "momentum/fc.weight". Give a bfloat16 tensor as its int16 view. `Tensors` are read and written
+    one after another. `manifest`: JSON values, among
     them "step", the number of steps done.
 
     Raises `CheckpointError`, before anything is written, for values that the files cannot contain.
@@ -62,7 +63,8 @@ def save(
     """
     directory = user_path(directory, CheckpointError)
     check_values(manifest)
-    check_tensors(tensors)
+    roles = {role: Tensors.of(named) for role, named in tensors.items()}
+    check_tensors(roles)
     values = dict(manifest)
     step = values.pop("step")
     Manifest(__version__, step, values, {}).to_bytes()  # raises before anything is written
@@ -72,7 +74,7 @@ def save(
             _sweep(directory)
             before: frozenset[str] | None = frozenset(os.listdir(directory))
             try:
-                files = {role: _save_role(directory, role, step, tensors[role]) for role in tensors}
+                files = {role: _save_role(directory, role, step, roles[role]) for role in roles}
                 durable.sync(directory)
                 partial = directory / ".manifest.partial"
                 manifest_file = Manifest(__version__, step, values, files)
@@ -116,7 +118,7 @@ def load(directory: str | Path) -> Checkpoint:
             return Checkpoint({"step": manifest.step, **manifest.values}, tensors, directory)
 
 
-def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Array]) -> TensorFile:
+def _save_role(directory: Path, role: str, step: int, tensors: Tensors) -> TensorFile:
     partial = directory / f".{role}.partial"
     nbytes, sha256 = durable.write(partial, file_parts(tensors))
     file = TensorFile(file_name(role, step, sha256), nbytes, sha256, len(tensors))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE
+from hetpipe.checkpoint.tensors import Array, Tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.files import open_regular, read_bytes
 from hetpipe.records import Count, Source
@@ -127,8 +128,6 @@ def _render(content: Mapping[str, Any]) -> bytes:
         raise CheckpointError("the manifest is nested too deeply; make it flatter") from error
 
 
-Array = np.ndarray[Any, Any]
-
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -136,39 +135,39 @@ DTYPES = {
 """The dtypes that a file can contain: numpy's names, each with safetensors' name."""
 
 
-def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
+def check_tensors(tensors: Mapping[str, Tensors]) -> None:
     """Raise `CheckpointError` for a role, a name or a dtype that cannot be stored."""
     for role, named in tensors.items():
         if role not in ROLES:
             raise CheckpointError(f"unknown role {role!r}; a checkpoint has {', '.join(ROLES)}")
-        for name, array in named.items():
+        for name, (_, dtype) in named.outlines.items():
             if name == "__metadata__":
                 raise CheckpointError(f"safetensors reserves the name {name!r}; rename the {role}")
-            if array.dtype.name not in DTYPES:
+            if dtype.name not in DTYPES:
                 raise CheckpointError(
-                    f"{role} {name!r} is of type {array.dtype}, which cannot be stored; "
+                    f"{role} {name!r} is of type {dtype}, which cannot be stored; "
                     f"use one of {', '.join(DTYPES)}"
                 )
 
 
-def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
+def file_parts(tensors: Tensors) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file in pieces: the header's length, the header, the data.
 
     Tensors with wide elements come first, so that all tensors are aligned. The library's writer is
-    not used: it needs a second copy of all tensors, or temporary files that a killed process would
-    leave behind.
+    not used: it needs all tensors at once and a second copy of them, or temporary files that a
+    killed process would leave behind.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors.outlines.items(), key=lambda item: -item[1].dtype.itemsize)
     header, end = {}, 0
-    for name, array in ordered:
-        start, end = end, end + array.nbytes
-        code = DTYPES[array.dtype.name]
-        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": (start, end)}
+    for name, outline in ordered:
+        start, end = end, end + outline.nbytes
+        code = DTYPES[outline.dtype.name]
+        header[name] = {"dtype": code, "shape": outline.shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
-    for _, array in ordered:
+    for array in tensors.each([name for name, _ in ordered]):
         little_endian = np.asarray(array, array.dtype.newbyteorder("<"))
         yield little_endian.reshape(-1).view(np.uint8).data
 

@@ -11,17 +11,16 @@ import numpy as np
 from hetpipe.capture.program import (
     BUFFER,
     COUNT,
-    GRAD,
     INPUT,
     LOSS,
     OUTPUT,
     PARAM,
-    STATE,
     Slot,
     StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
+from hetpipe.crew.places import Places, check_fit, some
 from hetpipe.crew.request import Request, StepRequest, UpdateRequest
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
@@ -31,13 +30,10 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.ends import Plug, Route, WireEnd
 from hetpipe.wire.messages import Apply, Array, Batch, Feeds
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, host_dtype, streams
-from hetpipe.worker.bind import Key
+from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, streams
 
 PARTS = 16
 """The most pieces in which a message of a streaming member travels."""
-
-READABLE = (PARAM, BUFFER, STATE, GRAD)
 
 
 class Assembly:
@@ -58,10 +54,7 @@ class Assembly:
         self.shares = shares
         self._values = values or {}
         self._wires = wires(self.stages, shares, sizes or _sizes(self.stages))
-        self._slots: list[dict[tuple[str, str], Slot]] = [
-            {s.key: s for p in replicas[0].programs.values() for s in (*p.inputs, *p.outputs)}
-            for replicas in self.stages
-        ]
+        self.places = Places([replicas[0] for replicas in self.stages])
         self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
         for n, replicas in enumerate(self.stages):
             for stage in replicas:
@@ -121,7 +114,7 @@ class Assembly:
 
     def values_of(self, stage: StageGraphs) -> dict[str, Array]:
         """Return the parameters and buffers of a stage."""
-        slots = self._slots[stage.stage].values()
+        slots = self.places.slots[stage.stage].values()
         names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
@@ -209,76 +202,14 @@ class Assembly:
                     for slot in slots[request.forwards, count]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
-    def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
-        """Return the names to read from each stage: each name from the first stage that has it."""
-        owner = {}
-        for n in reversed(range(len(self.stages))):
-            owner.update(dict.fromkeys(self._names(n, role), n))
-        owned: dict[int, list[str]] = {}
-        for name in owner if names is None else names:
-            if name not in owner:
-                raise HetpipeError(f"no {role} {name!r}; there are {len(owner)}: {_some(owner)}")
-            owned.setdefault(owner[name], []).append(name)
-        return dict(sorted(owned.items()))
-
-    @property
-    def tied(self) -> dict[str, int]:
-        """The stage that owns each trained parameter of several stages."""
-        entries = (entry for replicas in self.stages for entry in replicas[0].tied)
-        return {name: owner for name, owner, _ in entries}
-
-    def received(self, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
-        """Return, by stage, the tied parameters among `values` that other stages own."""
-        shares, owner = self.by_stage(PARAM, values), self.tied
-        return {
-            stage: {name: value for name, value in share.items() if owner[name] != stage}
-            for stage, share in shares.items()
-        }
-
-    def swaps(self, state: str) -> dict[int, tuple[tuple[Key, Key], ...]]:
-        """Return, by stage, the slots of the state `state`, each with its parameter's slot."""
-        begin = f"{state}/"
-        return {
-            stage: tuple(
-                ((STATE, name), (PARAM, name.removeprefix(begin)))
-                for name in names
-                if name.startswith(begin)
-            )
-            for stage, names in self.owners(STATE, None).items()
-        }
-
-    def kept(self, stage: int) -> list[tuple[str, str]]:
-        """Return the role and the name of each value of a stage that can be read."""
-        return [key for key in self._slots[stage] if key[0] in READABLE]
-
-    def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
-        """Return the values to write to each stage."""
-        owners = self.owners(role, list(values))
-        owned = {name: stage for stage, names in owners.items() for name in names}
-        shares: dict[int, dict[str, Array]] = {}
-        for n in range(len(self.stages)):
-            for name in self._names(n, role):
-                if name in values:
-                    slot = self._slots[n][role, name]
-                    value = _check_fit(slot, values[name])
-                    if role == GRAD and owned[name] != n:
-                        value = np.zeros_like(value)
-                    shares.setdefault(n, {})[name] = value
-        return shares
-
-    def _names(self, stage: int, role: str) -> list[str]:
-        if role not in READABLE:
-            raise HetpipeError(f"role {role!r} is not kept; choose from {', '.join(READABLE)}")
-        return [slot.name for slot in self._slots[stage].values() if slot.role == role]
-
     def _check_values(self) -> None:
-        for n, slots in enumerate(self._slots):
+        for n, slots in enumerate(self.places.slots):
             for slot in slots.values():
                 if slot.role not in (PARAM, BUFFER):
                     continue
                 if slot.name not in self._values:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
-                _check_fit(slot, self._values[slot.name])
+                check_fit(slot, self._values[slot.name])
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
@@ -310,23 +241,9 @@ def _check_feed(
     microbatch: int, slot: Slot, feed: Mapping[str, Any], lo: int, hi: int, samples: int
 ) -> None:
     if slot.name not in feed:
-        raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {_some(feed)}")
+        raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {some(feed)}")
     leaf = feed[slot.name]
     try:
-        _check_fit(slot, leaf[lo:hi] if leaf.shape[:1] == (int(samples),) else leaf)
+        check_fit(slot, leaf[lo:hi] if leaf.shape[:1] == (int(samples),) else leaf)
     except HetpipeError as error:
         raise HetpipeError(f"micro-batch {microbatch}: {error}") from None
-
-
-def _check_fit(slot: Slot, value: Array) -> Array:
-    if value.shape != slot.shape or value.dtype != host_dtype(slot.dtype):
-        raise HetpipeError(
-            f"{slot.role} {slot.name!r} is {slot.dtype}{list(slot.shape)} in the graphs, "
-            f"but {value.dtype}{list(value.shape)} was given"
-        )
-    return value
-
-
-def _some(names: Mapping[str, Any]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "") or "none"

@@ -17,9 +17,9 @@ from hetpipe.crew.control import Patience
 from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.crew.groups import meeting_places
 from hetpipe.crew.launcher import Launched
+from hetpipe.crew.loaded import Loaded
 from hetpipe.crew.request import Request, StepRequest, StepResult, StreamPart, UpdateRequest
 from hetpipe.crew.stage_members import StageMembers, stage_moves, travelling_names
-from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.complete import closing
@@ -54,12 +54,10 @@ class Scripts:
         self._sent.clear()
 
 
-class Crew(Workers):
+class Crew(Loaded):
     """Workers with their devices open, and the stages of the workers."""
 
     def __init__(self, cluster: Cluster, launched: Launched, start_timeout_s: float) -> None:
-        self._assembly: Assembly | None = None
-        self._placement = StageMembers((), False)
         self._scripts = Scripts()
         self._posted: deque[Posted] = deque()  # requests under way
         self._answers: Answers  # for the latest request
@@ -242,55 +240,6 @@ class Crew(Workers):
     def under_way(self) -> int:
         """The number of mini-batches that were handed out and are not collected."""
         return len(self._posted)
-
-    def read(
-        self, role: str, names: Sequence[str] | None = None, replica: int = 0
-    ) -> dict[str, Array]:
-        """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; by default all.
-
-        A value on several stages (tied weights) comes from the first, of replicas from `replica`.
-        """
-        assembly = self._loaded()
-        owners = assembly.owners(role, names)
-        merged: dict[str, Array] = {}
-        with self._conversation():
-            for stage, stage_names in owners.items():
-                worker = self._index[self._placement.members[stage][replica]]
-                self._fleet.send(worker, say.Read(stage, role, tuple(stage_names)))
-                merged.update(self._control.gather([worker])[0])
-        return {name: merged[name] for name in (merged if names is None else names)}
-
-    def write(self, role: str, values: Mapping[str, Array]) -> None:
-        """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
-
-        A tied gradient is a sum over stages: the owner gets the value, all other stages get zero.
-        """
-        for stage, share in self._loaded().by_stage(role, values).items():
-            self._tell(stage, say.Write(stage, role, share))
-
-    def swap(self, state: str) -> None:
-        """Exchange every parameter with its state `state`, if it has one; twice changes nothing.
-
-        The other stages that read a tied parameter get the owner's value.
-        """
-        assembly = self._loaded()
-        for stage, pairs in assembly.swaps(state).items():
-            self._tell(stage, say.Swap(stage, pairs))
-        for stage, values in assembly.received(self.read(PARAM, [*assembly.tied])).items():
-            self._tell(stage, say.Write(stage, PARAM, values))
-
-    def _tell(self, stage: int, message: say.Write | say.Swap) -> None:
-        """Send a message to the replicas of a stage, one after another."""
-        with self._conversation():
-            for member in self._placement.members[stage]:
-                self._fleet.send(self._index[member], message)
-                self._control.gather([self._index[member]])
-
-    def _loaded(self) -> Assembly:
-        self._control.check()
-        if self._assembly is None:
-            raise HetpipeError("no stages are loaded; call load first")
-        return self._assembly
 
     @property
     def _workers(self) -> list[int]:

@@ -90,8 +90,8 @@ def stage_moves(
     moves = []
     for n, (member,) in enumerate(members):
         old = at.get(member)
-        has = set() if old is None else set(before.kept(old))
-        keys = after.kept(n)
+        has = set() if old is None else set(before.places.kept(old))
+        keys = after.places.kept(n)
         stays = old == n and _outline(before.stages[n][0]) == _outline(after.stages[n][0])
         moves.append(
             StageMove(

@@ -24,10 +24,10 @@ def gradients_of(
     gradients of the sum.
     """
     crew = training.setup.crew
-    buffers = training.read(BUFFER)
+    buffers = training.tensors(BUFFER).arrays()
     request = training.request(x, y)
     result = training.run(request, ALL - UPDATING)
-    grads = training.read(GRAD)
+    grads = training.tensors(GRAD).arrays()
     zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
     crew.write(BUFFER, buffers)
     crew.write(GRAD, training.setup.captured.parts.split(zeros))

@@ -46,14 +46,18 @@ class ModelState:
     def read(self, training: Training) -> dict[str, Any]:
         """Return the present entries, in the model's order. The training must be at rest."""
         captured = self._captured
-        values = {**captured.parameters, **captured.buffers}
-        values.update(training.read(PARAM))
-        values.update(training.read(BUFFER))
-        sources = {name: self._prefix + name for name in self._names}
-        sources = {name: captured.aliases.get(source, source) for name, source in sources.items()}
-        trained = as_tensors(
-            {n: values[source] for n, source in sources.items() if source in values}
-        )
+        names: dict[str, list[str]] = {}  # by their name in `captured`
+        for name in self._names:
+            source = self._prefix + name
+            names.setdefault(captured.aliases.get(source, source), []).append(name)
+        trained: dict[str, Any] = {}
+        for role in (PARAM, BUFFER):
+            present = training.tensors(role)
+            sources = [source for source in present if source in names]
+            for source, value in zip(sources, present.each(sources), strict=True):
+                trained.update(as_tensors(dict.fromkeys(names.pop(source), value)))
+        for source, value in (captured.parameters | captured.buffers).items():
+            trained.update(as_tensors(dict.fromkeys(names.get(source, ()), value)))
         captured.watch.add_returned(trained, self._prefix)
         state = self._others | trained
         return {name: state[name] for name in self._names}

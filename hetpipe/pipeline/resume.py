@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint.checkpoint import Checkpoint, save
+from hetpipe.checkpoint.tensors import Array, Tensors
 from hetpipe.errors import CheckpointError, PlanError
 from hetpipe.optim.rule import AVERAGE, NO_OPTIMIZER
 from hetpipe.pipeline.lossscale import ScaleState, Scaling
@@ -39,8 +40,8 @@ class Saved(Protocol):
     def plan(self) -> Plan:
         """The present plan."""
 
-    def read(self, role: str) -> Mapping[str, Any]:
-        """Return the present values of a role, by name."""
+    def tensors(self, role: str) -> Tensors:
+        """Return the present values of a role, which are read when they are needed."""
 
 
 def write(
@@ -60,9 +61,9 @@ def write(
             "mini-batch has updated the weights; load() an earlier checkpoint, or save"
             " with force=True"
         )
-    values = {role: training.read(role) for role in ROLES}
+    values = {role: training.tensors(role) for role in ROLES}
     if not force:
-        _check_finite(directory, values)
+        values = {role: _finite(directory, role, values[role]) for role in ROLES}
     manifest = {
         "step": training.steps,
         "updates": list(training.updates),
@@ -97,15 +98,20 @@ def restore(
     training.last_save = f"it was last saved at step {training.steps} in {saved.directory}"
 
 
-def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
-    for role, tensors in values.items():
-        for name, value in tensors.items():
+def _finite(directory: Path, role: str, tensors: Tensors) -> Tensors:
+    """Return the same tensors; to read one that is not finite raises `CheckpointError`."""
+
+    def each(names: Sequence[str]) -> Iterator[Array]:
+        for name, value in zip(names, tensors.each(names), strict=True):
             if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
                 raise CheckpointError(
                     f"the content of {directory} is not replaced: the {role} "
                     f"{name!r} is not finite; load() an earlier checkpoint, or "
                     "save with force=True"
                 )
+            yield value
+
+    return Tensors(tensors.outlines, each)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from hetpipe.pipeline.batches import (
     slices,
 )
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watch_gradients
+from hetpipe.pipeline.present import present
 from hetpipe.pipeline.results import HandedOut, Result, Results
 from hetpipe.pipeline.resume import ROLES, restore
 from hetpipe.pipeline.schedules import ALL, SUMMING, UPDATING
@@ -33,11 +34,11 @@ from hetpipe.pipeline.whole_loss import whole_loss_of
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
+    from hetpipe.checkpoint.tensors import Tensors
     from hetpipe.pipeline.setup import Setup
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.schedule.action import Schedule
-    from hetpipe.wire.messages import Array
 
 NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
@@ -206,11 +207,11 @@ class Training:
         total = sum(self._accumulated) * self.scaling.scale
         return self._update(1.0 / total) if self._accumulated else None
 
-    def read(self, role: str) -> dict[str, Array]:
-        """Return the values of a role, such as PARAM, by name. The training must be at rest."""
+    def tensors(self, role: str) -> Tensors:
+        """Return the values of a role, such as PARAM, by name; each is read when it is needed. The
+        training must be at rest until the last is read."""
         self.stages.check_own()
-        present = self.stages.unread.get(role, {}) | self._crew.read(role)
-        return self.setup.captured.parts.join(present)
+        return present(self._crew, self.stages.unread, self.setup.captured.parts, role)
 
     def run(self, request: StepRequest, ops: frozenset[Any], beside: Hook = nothing) -> StepResult:
         """Run one mini-batch with only the operations `ops`."""
@@ -256,7 +257,7 @@ class Training:
             return
         self.flush()
         roles = (*ROLES, *self._accumulating())
-        values = Checkpoint({}, {role: self.read(role) for role in roles})
+        values = Checkpoint({}, {role: self.tensors(role).arrays() for role in roles})
         more = self.setup.captured.example.sizes(sizes) - ready
         ready |= more
         try:
