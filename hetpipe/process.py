@@ -10,6 +10,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def end_with(parent: int | None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGTERM)
     if parent not in (None, os.getppid()):
         os._exit(1)
+
+
+def thread_states(pid: int) -> str:
+    """Return the states of a process's threads, as letters of the system (`man proc`); "" if the
+    process has ended."""
+    letters = ""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            letters += file.read_text().rpartition(")")[2].split()[0]
+    return letters
 
 
 def ordered(path: Sequence[str]) -> list[str]:

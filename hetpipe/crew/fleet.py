@@ -19,6 +19,7 @@ from hetpipe.cluster.transports import Transport
 from hetpipe.crew.control import PAUSE_TICKS, Control, Reports
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
 from hetpipe.crew.plugboard import Plugboard
+from hetpipe.crew.vigil import Vigil
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
@@ -147,7 +148,7 @@ class ProcessFleet(Fleet):
         control.on_failure = self._wake
         self._orders = orders
         self._settings = settings
-        self._silence_s = silence_s
+        self._vigils = [Vigil(silence_s) for _ in orders]
         self._tick_s = min(1.0, orders[0].heartbeat_s)
         self._children: list[WorkerProcess] = []
         pairs = [socket.socketpair() for _ in orders]
@@ -155,7 +156,6 @@ class ProcessFleet(Fleet):
         self._theirs = [theirs for _, theirs in pairs]
         for channel, order in zip(self._channels, orders, strict=True):
             channel.send(order)
-        self._heard_s: dict[int, float] = {}
         self._closing = False
         self._alarm, self._bell = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="hetpipe crew", daemon=True)
@@ -213,6 +213,7 @@ class ProcessFleet(Fleet):
 
     def _listen(self) -> None:
         sources: list[Any] = [*self._channels, self._alarm]
+        checked_s = time.monotonic()
         while not (self._closing or self.control.failed):
             begin_s = time.monotonic()
             ready = wait(sources, self._tick_s)
@@ -226,8 +227,11 @@ class ProcessFleet(Fleet):
                 ready = wait(sources, 0)
             if time.monotonic() - begin_s > PAUSE_TICKS * self._tick_s:
                 # This process was stopped, or the machine slept: give workers time to report.
-                self._heard_s = dict.fromkeys(self._heard_s, time.monotonic())
-            self._check_silence()
+                for vigil in self._vigils:
+                    vigil.pause()
+            if time.monotonic() - checked_s > self._tick_s / 2:
+                self._check()
+                checked_s = time.monotonic()
 
     def _hear(self, worker: int) -> None:
         try:
@@ -242,7 +246,7 @@ class ProcessFleet(Fleet):
                 f"{type(error).__name__}: {error}"
             )
             return
-        self._heard_s[worker] = time.monotonic()
+        self._vigils[worker].hear()
         self.control.arrived(worker, message)
 
     def _died(self, worker: int) -> None:
@@ -258,20 +262,16 @@ class ProcessFleet(Fleet):
                 end += " (the kernel sends it when memory runs out)"
         self.control.fail(f"{self._describe(worker)} {end}")
 
-    def _check_silence(self) -> None:
-        now_s = time.monotonic()
-        for worker, heard_s in self._heard_s.items():
-            if now_s - heard_s > self._silence_s:
-                self.control.fail(
-                    f"{self._describe(worker)} has given no sign of life for "
-                    f"{now_s - heard_s:.0f} s (limit {self._silence_s:.0f} s): it is stopped or "
-                    "stuck"
-                )
+    def _check(self) -> None:
+        for worker, (vigil, child) in enumerate(zip(self._vigils, self._children, strict=True)):
+            if problem := vigil.check(child.pid or child.server.pid):
+                self.control.fail(f"{self._describe(worker)} {problem}")
 
     def _describe(self, worker: int) -> str:
-        pid, doing = self._children[worker].pid, self.control.doing_of(worker)
+        child, doing = self._children[worker], self.control.doing_of(worker)
+        process = f"process {child.pid}" if child.pid else f"fork server {child.server.pid}"
         at = "" if doing == "idle" else f", last at {doing}"
-        return f"{self.control.label(worker)} (process {pid}{at})"
+        return f"{self.control.label(worker)} ({process}{at})"
 
     def _bury(self) -> None:
         """Ask all workers to end, kill the remaining workers, and wait until all have ended."""
@@ -286,7 +286,7 @@ class ProcessFleet(Fleet):
             child.kill()
         self._close_sockets()  # a worker that starts only now sees a closed channel
         for child in self._children:
-            child.wait()
+            child.wait_for_end()
 
     def _close_sockets(self) -> None:
         for channel in self._channels:

@@ -33,6 +33,8 @@ from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import STATUS, Fork
 from hetpipe.worker.blame import summary
 
+REPORT_S = 1.0
+"""Seconds in which a server that runs reports the end of a killed worker."""
 READ_WHEN_LOADED = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_",
     "TORCH", "PYTORCH", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
@@ -44,7 +46,8 @@ All other variables are set in the worker."""
 class WorkerProcess:
     """A worker's process, as the controller sees it."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, server: subprocess.Popen[bytes]) -> None:
+        self.server = server
         self._status = status  # the reading end of the worker's pipe
         self._pid: int | None = None
         self._code: int | None = None
@@ -70,6 +73,12 @@ class WorkerProcess:
         if self.wait(0.0) is None and self._pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+    def wait_for_end(self) -> None:
+        """Wait until a killed worker has ended. A server that is stopped would never report it."""
+        while self.wait(REPORT_S) is None:
+            if "T" in process.thread_states(self.server.pid):
+                self.server.kill()
 
     def _advance(self, timeout_s: float | None) -> bool:
         """Return whether the server has reported the worker's start or end within the timeout."""
@@ -128,7 +137,7 @@ class ForkServer:
             raise
         finally:
             os.close(theirs)
-        return WorkerProcess(ours)
+        return WorkerProcess(ours, self._process)
 
     def close(self) -> None:
         """End the server and its workers."""

@@ -7,6 +7,7 @@ never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -97,6 +98,15 @@ def variable(device: Any, name: str) -> str | None:
 def folder(device: Any) -> str:
     """Return the working folder of a worker."""
     return os.getcwd()
+
+
+def compute_with_the_lock(device: Any, count: int) -> int:
+    """Keep the interpreter's lock in one long call."""
+    return sum(range(count))
+
+
+def sleep_with_the_lock(device: Any, seconds: int) -> None:
+    ctypes.PyDLL(None).sleep(seconds)
 
 
 def nap(device: Any, seconds: float) -> None:

@@ -118,16 +118,40 @@ def test_a_worker_killed_between_steps_is_named() -> None:
     assert "worker 'm0'" in failure_text(crew, lambda: step(crew, 2), 5.0, workers)
 
 
-@pytest.mark.slow
-def test_a_stopped_worker_is_found_by_its_silence() -> None:
-    crew = start(["good", "good", "hang"], "shared-memory")
+def test_a_stopped_worker_is_found_by_its_state() -> None:
+    crew = start(["good", "hang"], "shared-memory", heartbeat_s=0.2)
     workers = pids(crew)
-    stopper = threading.Timer(0.5, os.kill, (workers[1], signal.SIGSTOP))
+    stopper = threading.Timer(0.5, os.kill, (workers[0], signal.SIGSTOP))
     stopper.start()
-    text = failure_text(crew, lambda: step(crew, 3), 10.5, workers)
-    assert "worker 'm1'" in text
-    assert "no sign of life" in text
+    text = failure_text(crew, lambda: step(crew, 2), 8.0, workers)
+    assert "worker 'm0'" in text
+    assert "is stopped" in text
     stopper.join()
+
+
+def test_a_stopped_fork_server_is_found_by_its_state() -> None:
+    with start(["good"], "shared-memory", heartbeat_s=0.2) as crew:
+        server = parent_of(pids(crew)[0])
+    os.kill(server, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"'m0' .*fork server {server}.* is stopped"):
+        start(["good"], "shared-memory", heartbeat_s=0.2)
+    assert eventually(lambda: has_ended(server))
+    start(["good"], "shared-memory").close()  # by another server
+
+
+def test_a_stuck_worker_is_found_and_one_that_computes_is_not() -> None:
+    """Both keep the interpreter's lock, so that neither sends a sign of life."""
+    limits = {"heartbeat_s": 0.1, "silence_s": 0.5}
+    with start(["good"], "shared-memory", **limits) as crew:
+        count = 100_000_000
+        found = crew.call(["m0"], "engine_backends:compute_with_the_lock", count)
+        assert found == [count * (count - 1) // 2]
+        with pytest.raises(WorkerError, match=r"'m0' .*no sign of life .* it is stuck"):
+            crew.call(["m0"], "engine_backends:sleep_with_the_lock", 30)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.slow
