@@ -26,8 +26,10 @@ class Transport:
     """Whether workers are threads of the controller's process."""
     meets: bool = False
     """Whether processes must meet before they can exchange messages."""
+    streams: bool = False
+    """Whether tensors between hosts of one machine take a network stream, not shared memory."""
     encrypts: bool = False
-    """Whether tensors between hosts are encrypted."""
+    """Whether these streams are encrypted."""
 
     @property
     def crosses_hosts(self) -> bool:
@@ -39,7 +41,8 @@ _TRANSPORTS = {
     "auto": Transport("shared-memory", "hetpipe.wire.sharedmemory"),  # all workers are on this host
     "local": Transport("local", "hetpipe.wire.handover", in_threads=True),
     "shared-memory": Transport("shared-memory", "hetpipe.wire.sharedmemory"),
-    "tls": Transport("tls", "hetpipe.wire.sharedmemory", encrypts=True),
+    "tcp": Transport("tcp", "hetpipe.wire.sharedmemory", streams=True),
+    "tls": Transport("tls", "hetpipe.wire.sharedmemory", streams=True, encrypts=True),
     "distributed": Transport("distributed", "hetpipe.wire.gloo", meets=True),
 }
 TRANSPORTS = tuple(_TRANSPORTS)

@@ -10,7 +10,8 @@ from importlib import import_module
 
 from hetpipe.cluster.transports import Transport
 from hetpipe.hosts.wires import Wires
-from hetpipe.wire.ends import EdgeEnd, Edges, Plug, WireEnd
+from hetpipe.wire.ends import EdgeEnd, Edges, Plug, Route, WireEnd
+from hetpipe.wire.near import NearPort
 from hetpipe.wire.stream import StreamPort
 from hetpipe.wire.transport import Port
 
@@ -51,7 +52,7 @@ class Plugboard:
 
     def _plug(self, end: WireEnd, plug: Plug) -> tuple[Port, list[int]]:
         if plug.route is not None:
-            return self._stream(plug)
+            return self._leave(plug, plug.route)
         if plug.tag in self._waiting:
             return self._waiting.pop(plug.tag)
         module = import_module(self._transport.module)
@@ -59,13 +60,14 @@ class Plugboard:
         own, self._waiting[plug.tag] = (sending, receiving) if plug.sends else (receiving, sending)
         return own[0], own[1]
 
-    def _stream(self, plug: Plug) -> tuple[StreamPort, list[int]]:
-        assert plug.route is not None
+    def _leave(self, plug: Plug, route: Route) -> tuple[Port, list[int]]:
+        """Return an end of a wire to another host."""
         assert self._outside is not None
-        route, outside = plug.route, self._outside
+        outside, encrypted = self._outside, self._transport.encrypts
         address = route.address if plug.sends else None
-        encrypted = self._transport.encrypts
-        port = StreamPort(route.name, outside.secret, encrypted, address, route.ahead_s)
+        stream = StreamPort(route.name, outside.secret, encrypted, address, route.ahead_s)
+        is_ring = route.near and not self._transport.streams
+        port = NearPort(stream) if is_ring else stream
         return port, [] if plug.sends else [outside.wires.expect(route.name)]
 
     def close(self) -> None:

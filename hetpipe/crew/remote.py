@@ -164,7 +164,8 @@ class HostsFleet(Fleet):
         if one == other:
             return None
         address, ahead_s = self._hosts.route(one, other)
-        return Route(f"{self.wires}/{next(self._wires)}", address, ahead_s)
+        near = self._hosts.near(one, other)
+        return Route(f"{self.wires}/{next(self._wires)}", address, ahead_s, near)
 
     def close(self) -> None:
         if not self.control.owns:

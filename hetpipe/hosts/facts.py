@@ -22,10 +22,12 @@ MOST_LETTERS = 256
 
 @dataclass(frozen=True)
 class Facts:
-    """A host: an environment that offers devices. Two hosts may share one `machine`."""
+    """A host: an environment that offers devices. Two hosts may share one `machine`, and its
+    `memory` if their processes can open each other's shared memory."""
 
     name: str
     machine: str
+    memory: str
     processor: str
     cores: int
     hetpipe: str
@@ -53,6 +55,7 @@ def own_facts(name: str = "") -> Facts:
     return Facts(
         name,
         machine_id(),
+        memory_id(),
         _processor(),
         len(os.sched_getaffinity(0)),
         _version("hetpipe"),
@@ -92,6 +95,20 @@ def machine_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
+
+
+@cache
+def memory_id() -> str:
+    """Return an id of the processes that can open each other's shared memory, or "" if unknown.
+
+    They belong to one user and see each other's processes. They also have one network and one
+    clock, so that a network namespace is never bypassed, and messages need no other clock.
+    """
+    try:
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "time", "user")]
+    except OSError:
+        return ""
+    return " ".join((machine_id(), str(os.geteuid()), *spaces))
 
 
 def _processor() -> str:

@@ -174,6 +174,11 @@ class Hosts:
             return self.others[target].door, ahead_s
         return (self.others[source].address, self.door.address[1]), ahead_s
 
+    def near(self, source: str, target: str) -> bool:
+        """Return whether the processes of two hosts can share memory."""
+        memories = {facts.memory for facts in self.facts if facts.name in (source, target)}
+        return len(memories) == 1 and "" not in memories
+
     def _ahead_s(self, name: str) -> float:
         return 0.0 if name == self.own.name else self.others[name].connection.clock.ahead_s
 

@@ -80,12 +80,14 @@ class LastingNames:
         hosts = self._crew.cluster.connections
         assert hosts is not None
         (facts,) = (facts for facts in hosts.facts if facts.name == host)
+        memories = _numbers(facts.memory for facts in hosts.facts)
         kind = {key: value for key, value in asdict(facts).items() if key not in _PASSING}
         other = hosts.others.get(host)
-        return {**kind, "network": other is not None and not is_loopback(other.door[0])}
+        network = other is not None and not is_loopback(other.door[0])
+        return {**kind, "network": network, "memory": memories[facts.memory]}
 
 
-_PASSING = ("name", "machine")
+_PASSING = ("name", "machine", "memory")
 """Facts about a host that may change from start to start."""
 
 

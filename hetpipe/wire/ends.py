@@ -14,12 +14,13 @@ class Route:
     """How a wire between two hosts is connected.
 
     `name` is unique; `address` is the port of the receiver's host. `ahead_s` is how far the
-    receiver's clock is ahead of the sender's.
+    receiver's clock is ahead of the sender's. Hosts that are `near` can share memory.
     """
 
     name: str
     address: tuple[str, int]
     ahead_s: float
+    near: bool
 
 
 @dataclass(frozen=True)

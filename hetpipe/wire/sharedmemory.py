@@ -52,6 +52,17 @@ class RingPort(Port):
     slot_nbytes: int
     direct: bool
 
+    @staticmethod
+    def of(wire: Wire, direct: bool) -> RingPort:
+        """Return the port of a new ring for the messages of a wire."""
+        slot_nbytes = wire.packed_nbytes
+        return RingPort(8 if slot_nbytes <= SMALL_NBYTES else 3, slot_nbytes, direct)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the memory."""
+        return self.begin + self.window_nbytes
+
     @property
     def begin(self) -> int:
         """The first byte of the slots."""
@@ -62,28 +73,27 @@ class RingPort(Port):
         return self.slots * self.slot_nbytes
 
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
-        return _RingOutlet(_Ring(self, wire, device, fds), wire, device, link)
+        return RingOutlet(Ring(self, wire, device, fds), wire, device, link)
 
     def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
-        return _RingInlet(_Ring(self, wire, device, fds), wire, device)
+        return RingInlet(Ring(self, wire, device, fds), wire, device)
 
 
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int, direct: bool
 ) -> tuple[tuple[RingPort, list[int]], tuple[RingPort, list[int]]]:
     """Return the sending and the receiving end of a new ring, each with its descriptors."""
-    slot_nbytes = wire.packed_nbytes
-    port = RingPort(8 if slot_nbytes <= SMALL_NBYTES else 3, slot_nbytes, direct)
-    memory = anonymous_file(port.begin + port.window_nbytes)
+    port = RingPort.of(wire, direct)
+    memory = anonymous_file(port.nbytes)
     left, right = socket.socketpair()
     return (port, [memory, left.detach()]), (port, [os.dup(memory), right.detach()])
 
 
-class _Ring:
+class Ring:
     """One end of a ring: its slots in turn, and signals to and from the other end."""
 
     def __init__(self, port: RingPort, wire: Wire, device: Device, fds: Sequence[int]) -> None:
-        memory = mmap.mmap(fds[0], port.begin + port.window_nbytes)
+        memory = mmap.mmap(fds[0], port.nbytes)
         os.close(fds[0])
         self._unpin = device.pin(np.frombuffer(memory, np.uint8))
         self._socket = socket.socket(fileno=fds[1])
@@ -167,8 +177,10 @@ class _Ring:
         self._unpin()
 
 
-class _RingOutlet(Outlet):
-    def __init__(self, ring: _Ring, wire: Wire, device: Device, link: Link) -> None:
+class RingOutlet(Outlet):
+    """The sending end of a ring."""
+
+    def __init__(self, ring: Ring, wire: Wire, device: Device, link: Link) -> None:
         super().__init__(wire, device, link)
         self._ring = ring
         self._window: Window | None = None
@@ -220,10 +232,12 @@ class _RingOutlet(Outlet):
         self._ring.close()
 
 
-class _RingInlet(Inlet):
+class RingInlet(Inlet):
+    """The receiving end of a ring."""
+
     buffered = True
 
-    def __init__(self, ring: _Ring, wire: Wire, device: Device) -> None:
+    def __init__(self, ring: Ring, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
         self._ring = ring
         self._window: Window | None = None

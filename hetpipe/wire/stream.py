@@ -60,12 +60,13 @@ class StreamPort(Port):
     ahead_s: float
 
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
-        return _StreamOutlet(self, self._dial(), wire, device, link)
+        return _StreamOutlet(self, self.dial(), wire, device, link)
 
     def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
         return _StreamInlet(self, fds[0], wire, device)
 
-    def _dial(self) -> socket.socket:
+    def dial(self) -> socket.socket:
+        """Connect to the receiver's host. Raises `WorkerError`."""
         assert self.address is not None
         try:
             stream, _ = dial(self.address, self.secret, own_facts(), Call(WIRE, wire=self.wire))
@@ -78,12 +79,41 @@ class StreamPort(Port):
             ) from error
 
     def secured(self, sock: socket.socket, *, server: bool) -> _Stream:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in KEEP_ALIVE.items():
-            sock.setsockopt(*option, value)
+        prepare(sock)
         if self.encrypted:  # the handshake is part of the first message, which may take any time
             return TlsStream(sock, self.secret, server=server, limit_s=math.inf)
         return PlainStream(sock)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Let a connected socket send small messages at once, and notice a silent peer."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in KEEP_ALIVE.items():
+        sock.setsockopt(*option, value)
+
+
+class Arrival:
+    """The place where the sender's connection comes; `descriptor` gets its socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._coming = socket.socket(fileno=descriptor)
+        self._awaited = False
+
+    def accept(self) -> socket.socket:
+        """Wait for the connection. Raises `OSError` or `EOFError` if it cannot come."""
+        self._awaited = True
+        with self._coming:
+            _, fds, _, _ = socket.recv_fds(self._coming, 1, 1)
+        if not fds:
+            raise EOFError("the sender has not connected")
+        return socket.socket(fileno=fds[0])
+
+    def close(self) -> None:
+        """Wake the thread that waits here."""
+        with suppress(OSError):
+            self._coming.shutdown(socket.SHUT_RDWR)
+        if not self._awaited:
+            self._coming.close()
 
 
 class _Stream(Protocol):
@@ -193,7 +223,7 @@ class _StreamInlet(Inlet):
         super().__init__(wire, device)
         self.buffered = is_small(wire)
         self._port, self._staging = port, _Staging(wire)
-        self._coming = socket.socket(fileno=descriptor)
+        self._arrival = Arrival(descriptor)
         self._stream: _Stream | None = None
 
     def _take(self, kind: Kind) -> tuple[list[Array], float]:
@@ -208,17 +238,13 @@ class _StreamInlet(Inlet):
 
     def _accept(self) -> _Stream:
         """Wait for the sender's connection."""
-        _, fds, _, _ = socket.recv_fds(self._coming, 1, 1)
-        if not fds:
-            raise EOFError("the sender has not connected")
-        self._stream = self._port.secured(socket.socket(fileno=fds[0]), server=True)
+        self._stream = self._port.secured(self._arrival.accept(), server=True)
         return self._stream
 
     def _release(self) -> None:
         """Do nothing: the next receive reuses the staging memory."""
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._coming.shutdown(socket.SHUT_RDWR)
+        self._arrival.close()
         if self._stream is not None:
             self._stream.close()

@@ -129,7 +129,7 @@ def action(microbatches: int = 64) -> None:
     request = empty_request(schedule, microbatches)
     actions = max(len(row) for row in schedule)
     with two_hosts() as (cluster, agent):
-        for transport in ("auto", "tls"):
+        for transport in ("auto", "tcp", "tls"):
             with Crew.start(replace(cluster, transport=transport)) as crew:
                 load_empty(crew, Keep())
                 crew.step(request)

@@ -38,8 +38,10 @@ def start_agent(
 
 
 @contextmanager
-def hosts(*devices: str, transport: str = "auto") -> Iterator[Cluster]:
+def hosts(*devices: str, transport: str = "tcp") -> Iterator[Cluster]:
     """Yield a cluster of this process, host h0, and an agent for each other host.
+
+    Tensors between them take streams, as between machines, unless `transport` is "auto".
 
     The members are m0, m1, ..., on the devices `host/device` in this order.
     """

@@ -110,7 +110,7 @@ def calls(crew: Crew, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["auto", "tls"])
+@pytest.mark.parametrize("transport", ["auto", "tcp", "tls"])
 def test_workers_of_another_host_talk_to_each_other_and_to_a_third(
     crews: Crews, transport: str
 ) -> None:

@@ -400,7 +400,7 @@ def _with_answer(answer: Any) -> Callable[[socket.socket], None]:
     return send
 
 
-FACTS = Facts("b", "", "", 1, "0.0.1", "", "", "")
+FACTS = Facts("b", "", "", "", 1, "0.0.1", "", "", "")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ def ends(count: int) -> Iterator[tuple[_StreamOutlet, _StreamInlet]]:
     yield outlet, inlet
     outlet.close()
     inlet.close()
-    inlet._coming.close()
 
 
 def test_small_messages_leave_at_once_until_the_system_is_full() -> None:
