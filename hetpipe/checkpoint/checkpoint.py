@@ -25,8 +25,8 @@ from hetpipe.checkpoint.manifest import (
     check_values,
     file_name,
     file_parts,
+    open_tensors,
     read_manifest,
-    read_tensors,
 )
 from hetpipe.checkpoint.tensors import Array, Tensors
 from hetpipe.errors import CheckpointError
@@ -40,10 +40,11 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The content of a checkpoint."""
+    """The content of a checkpoint. Tensors, by role and name, are read from their file when they
+    are needed."""
 
     manifest: dict[str, Any]
-    tensors: dict[str, dict[str, Array]]
+    tensors: Mapping[str, Mapping[str, Array]]
     directory: Path | None = None  # the folder that the checkpoint was read from
 
 
@@ -98,7 +99,7 @@ def save(
 
 
 def load(directory: str | Path) -> Checkpoint:
-    """Read the checkpoint in `directory` and check every byte against its checksum.
+    """Open the checkpoint in `directory`, and check every byte against its checksum.
 
     If another process saves there meanwhile, the new checkpoint is read. Raises `CheckpointError`,
     with the file's name, if there is no checkpoint, if a file is missing, truncated or altered, and
@@ -109,7 +110,7 @@ def load(directory: str | Path) -> Checkpoint:
     while True:
         try:
             files = manifest.files.items()
-            tensors = {role: read_tensors(directory / file.name, file) for role, file in files}
+            tensors = {role: open_tensors(directory / file.name, file) for role, file in files}
         except CheckpointError:
             before, manifest = manifest, read_manifest(directory / MANIFEST)
             if manifest == before:

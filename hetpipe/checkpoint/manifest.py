@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, safe_open
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE
-from hetpipe.checkpoint.tensors import Array, Tensors
+from hetpipe.checkpoint.tensors import Outline, Tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.files import open_regular, read_bytes
 from hetpipe.records import Count, Source
@@ -133,6 +132,7 @@ DTYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """The dtypes that a file can contain: numpy's names, each with safetensors' name."""
+_NAMES = {theirs: name for name, theirs in DTYPES.items()}
 
 
 def check_tensors(tensors: Mapping[str, Tensors]) -> None:
@@ -172,8 +172,9 @@ def file_parts(tensors: Tensors) -> Iterator[bytes | memoryview]:
         yield little_endian.reshape(-1).view(np.uint8).data
 
 
-def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
-    """Read the tensors in `path`. Raises `CheckpointError` for a missing or changed file."""
+def open_tensors(path: Path, file: TensorFile) -> Tensors:
+    """Check every byte of a file, and return its tensors. The open file serves later reads, even if
+    it is removed. Raises `CheckpointError` for a missing or changed file."""
     try:
         nbytes = path.stat().st_size
         if nbytes != file.nbytes:
@@ -183,16 +184,21 @@ def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
             raise CheckpointError(
                 f"{path} was altered: its SHA-256 is {sha256}, not {file.sha256}; {CURE}"
             )
-        tensors: dict[str, Array] = load_file(path)
+        opened: Any = safe_open(path, "np")
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        outlines = {
+            name: Outline(tuple(part.get_shape()), np.dtype(_NAMES[part.get_dtype()]))
+            for name, part in slices.items()
+        }
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {CURE}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}; {CURE}") from error
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}; {CURE}") from error
-    if len(tensors) != file.tensors:
-        raise CheckpointError(f"{path} has {len(tensors)} tensors, not {file.tensors}; {CURE}")
-    return tensors
+    if len(outlines) != file.tensors:
+        raise CheckpointError(f"{path} has {len(outlines)} tensors, not {file.tensors}; {CURE}")
+    return Tensors(outlines, lambda names: map(opened.get_tensor, names))
 
 
 def _sha256(path: Path) -> str:

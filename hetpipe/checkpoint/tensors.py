@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,20 @@ class Tensors(Mapping[str, Array]):
     def arrays(self) -> dict[str, Array]:
         """Return all tensors."""
         return dict(zip(self, self.each([*self]), strict=True))
+
+    def over(self, others: Tensors) -> Tensors:
+        """Return these tensors, and the tensors of `others` whose names they lack."""
+        outlines = {**others.outlines, **self.outlines}
+        return Tensors(outlines, lambda ns: ((self if n in self else others)[n] for n in ns))
+
+    def only(self, names: Collection[str]) -> Tensors:
+        """Return the tensors among `names`."""
+        return Tensors({n: o for n, o in self.outlines.items() if n in names}, self.each)
+
+    def renamed(self, names: Mapping[str, str]) -> Tensors:
+        """Return tensors by new names; `names` has the present name of each."""
+        outlines = {new: self.outlines[old] for new, old in names.items()}
+        return Tensors(outlines, lambda news: self.each([names[new] for new in news]))
 
     def __getitem__(self, name: str) -> Array:
         self.outlines[name]  # raises KeyError

@@ -18,6 +18,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
+from hetpipe.checkpoint.tensors import Outline, Tensors
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.topology import Link
 from hetpipe.crew.places import Places, check_fit, some
@@ -52,7 +53,6 @@ class Assembly:
         """Check the stages. If `values` is None, the workers have the values already."""
         self.stages = [list(replicas) for replicas in stages]
         self.shares = shares
-        self._values = values or {}
         self._wires = wires(self.stages, shares, sizes or _sizes(self.stages))
         self.places = Places([replicas[0] for replicas in self.stages])
         self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
@@ -64,7 +64,7 @@ class Assembly:
                         "stages by number"
                     )
         if values is not None:
-            self._check_values()
+            self._check_values(Tensors.of(values).outlines)
         self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT, OUTPUT)}
 
     @property
@@ -111,12 +111,6 @@ class Assembly:
                 plug = Plug(tag, sends, ranks, pieces, direct, way)
                 ends[member].append(WireEnd(wire, plug, link))
         return ends
-
-    def values_of(self, stage: StageGraphs) -> dict[str, Array]:
-        """Return the parameters and buffers of a stage."""
-        slots = self.places.slots[stage.stage].values()
-        names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
-        return {name: np.asarray(self._values[name], order="C") for name in names}
 
     def feeds_of(self, replica: Replica, request: StepRequest) -> list[dict[str, Array]]:
         """Return, per micro-batch, a replica's rows of the leaves that its stage reads."""
@@ -202,14 +196,14 @@ class Assembly:
                     for slot in slots[request.forwards, count]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
-    def _check_values(self) -> None:
+    def _check_values(self, outlines: Mapping[str, Outline]) -> None:
         for n, slots in enumerate(self.places.slots):
             for slot in slots.values():
                 if slot.role not in (PARAM, BUFFER):
                     continue
-                if slot.name not in self._values:
+                if slot.name not in outlines:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
-                check_fit(slot, self._values[slot.name])
+                check_fit(slot, outlines[slot.name])
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetpipe.capture.program import BUFFER, PARAM, STATE, StageGraphs
+from hetpipe.capture.program import BUFFER, PARAM, StageGraphs
+from hetpipe.checkpoint.tensors import Tensors
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
@@ -78,7 +79,7 @@ class Crew(Loaded):
         shares: Shares | None = None,
         sizes: Collection[int] = (),
     ) -> None:
-        """Give stage n to `members[n]`: upload parameters and buffers, and compile all programs.
+        """Give stage n to `members[n]`: compile all programs, and upload parameters and buffers.
 
         Gradients start at zero, optimizer state at `state_init(shape, dtype)`. A member may have
         several stages. A stage with several members and graphs has replicas, which divide a
@@ -90,11 +91,13 @@ class Crew(Loaded):
         """
         assembly, placement = _assemble(stages, members, values, shares, sizes)
         loads = {
-            Replica(n, r): say.StageLoad(stage, r, assembly.values_of(stage))
+            Replica(n, r): say.StageLoad(stage, r)
             for n, replicas in enumerate(assembly.stages)
             for r, stage in enumerate(replicas)
         }
         self._load(assembly, placement, loads, keep, state_init)
+        for role in (PARAM, BUFFER):
+            self.write(role, Tensors.of(values).only(self.slots(role)))
 
     def move(
         self,
@@ -113,18 +116,14 @@ class Crew(Loaded):
         assembly, placement = _assemble(stages, members, None, None, sizes)
         moves = stage_moves(before, placed, assembly, placement.members)
         values = {role: self.read(role, names) for role, names in travelling_names(moves).items()}
-        named = {
-            name: value for role in (PARAM, BUFFER) for name, value in values.get(role, {}).items()
+        loads = {
+            Replica(n, 0): say.StageLoad(assembly.stages[n][0], 0, move.held)
+            for n, move in enumerate(moves)
+            if not move.stays
         }
-        loads = {}
-        for n, move in enumerate(moves):
-            if not move.stays:
-                stage_values = {name: named[name] for role, name in move.comes if role != STATE}
-                loads[Replica(n, 0)] = say.StageLoad(
-                    assembly.stages[n][0], 0, stage_values, move.held
-                )
         self._load(assembly, placement, loads, keep, np.zeros)
-        self.write(STATE, values.get(STATE, {}))
+        for role, named in values.items():
+            self.write(role, named)
 
     def _load(
         self,

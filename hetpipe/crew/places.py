@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, Slot, StageGraphs
+from hetpipe.checkpoint.tensors import Outline
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.messages import Array
 from hetpipe.wire.wire import host_dtype
@@ -51,7 +52,9 @@ class Places:
         owner, by_stage = self._owners(role, values), self._by_stage(role)
         slots = [(n, slot) for n, own in enumerate(by_stage) for slot in own if slot.name in values]
         for stage, names in _pieces(slots):
-            share = {name: check_fit(self.slots[stage][role, name], values[name]) for name in names}
+            share = {name: np.asarray(values[name], order="C") for name in names}
+            for name, value in share.items():
+                check_fit(self.slots[stage][role, name], value)
             if role == GRAD:
                 elsewhere = [name for name in names if owner[name] != stage]
                 share.update({name: np.zeros_like(share[name]) for name in elsewhere})
@@ -109,14 +112,13 @@ def _pieces(slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, list[str]]
         yield stage, names
 
 
-def check_fit(slot: Slot, value: Array) -> Array:
-    """Return a slot's value. Raises `HetpipeError` for another shape or dtype."""
+def check_fit(slot: Slot, value: Array | Outline) -> None:
+    """Raise `HetpipeError` for a value of another shape or dtype than its slot."""
     if value.shape != slot.shape or value.dtype != host_dtype(slot.dtype):
         raise HetpipeError(
             f"{slot.role} {slot.name!r} is {slot.dtype}{list(slot.shape)} in the graphs, "
             f"but {value.dtype}{list(value.shape)} was given"
         )
-    return value
 
 
 def some(names: Mapping[str, Any]) -> str:

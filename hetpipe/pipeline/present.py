@@ -1,4 +1,4 @@
-"""The present values of a training, read from the workers a few at a time."""
+"""The values of a training, by the names of the model or of its graphs, a few at a time."""
 
 from __future__ import annotations
 
@@ -47,3 +47,17 @@ def _joined(outlines: Mapping[str, Outline], parts: SplitParameters) -> dict[str
             shape = (sum(piece.shape[0] for piece in pieces), *shape[1:])
         joined[whole] = Outline(shape, pieces[0].dtype)
     return joined
+
+
+def split(tensors: Tensors, parts: SplitParameters) -> Tensors:
+    """Return tensors with the model's names by the graphs' names."""
+
+    def each(names: Sequence[str]) -> Iterator[Array]:
+        for name in names:
+            whole = parts.whole(name)
+            yield parts.split({whole: tensors[whole]})[name]
+
+    empty = {
+        n: np.broadcast_to(np.zeros((), o.dtype), o.shape) for n, o in tensors.outlines.items()
+    }
+    return Tensors(Tensors.of(parts.split(empty)).outlines, each)

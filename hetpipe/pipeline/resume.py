@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -192,28 +192,24 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
     return Progress(record.step, record.updates, plan, record.loss_scale, settings, record.notes)
 
 
-Kept = Mapping[str, Mapping[str, Any]]
-"""Values by role and name."""
-
-
-def fit_states(checkpoint: Checkpoint, stages: Sequence[StageGraphs]) -> Checkpoint:
-    """Return the checkpoint for a training whose option `ema` may have changed, or for forwards
-    alone.
+def fit_states(tensors: Mapping[str, Tensors], stages: Sequence[StageGraphs]) -> dict[str, Tensors]:
+    """Return a checkpoint's tensors, by role, for a training whose option `ema` may have changed,
+    or for forwards alone.
 
     An average that the checkpoint lacks begins with the checkpoint's parameters. An average that
     the stages lack is left out, and so are all states if nothing is trained.
     """
     if all(stage.update is None for stage in stages):
-        return replace(checkpoint, tensors={**checkpoint.tensors, STATE: {}})
+        return {**tensors, STATE: Tensors.of({})}
     slots = [slot for stage in stages if stage.update for slot in stage.update.inputs]
     needed = {slot.name for slot in slots if slot.role == STATE and _is_average(slot.name)}
-    states, params = checkpoint.tensors[STATE], checkpoint.tensors[PARAM]
+    states, params = tensors[STATE], tensors[PARAM]
     if needed and not any(map(_is_average, states)):
         parameters = {name: name.partition("/")[2] for name in needed}
-        states = {**states, **{n: params[p] for n, p in parameters.items() if p in params}}
+        states = states.over(params.renamed({n: p for n, p in parameters.items() if p in params}))
     elif not needed:
-        states = {name: value for name, value in states.items() if not _is_average(name)}
-    return replace(checkpoint, tensors={**checkpoint.tensors, STATE: states})
+        states = states.only([name for name in states if not _is_average(name)])
+    return {**tensors, STATE: states}
 
 
 def _is_average(state: str) -> bool:
@@ -221,14 +217,15 @@ def _is_average(state: str) -> bool:
 
 
 def check(
-    checkpoint: Checkpoint,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Tensors],
     stages: Sequence[StageGraphs],
     optimizer: Optimizer,
     unread: Collection[str],
 ) -> None:
     """Raise `CheckpointError` if the checkpoint belongs to another model or optimizer. The stages
     need not read the tensors that are named in `unread`."""
-    saved = checkpoint.manifest.get("optimizer")
+    saved = manifest.get("optimizer")
     if saved != _described(optimizer) and optimizer is not NO_OPTIMIZER:
         raise CheckpointError(
             f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
@@ -237,7 +234,7 @@ def check(
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}
     for role in ROLES:
-        have = checkpoint.tensors.get(role, {})
+        have = tensors[role].outlines if role in tensors else {}
         needed = {name: slot for (kind, name), slot in slots.items() if kind == role}
         extra = have.keys() - needed.keys() - set(unread)
         for name in sorted(extra | (needed.keys() - have.keys())):

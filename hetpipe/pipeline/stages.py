@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs, sharing_stages
+from hetpipe.capture.program import BUFFER, PARAM, StageGraphs, sharing_stages
 from hetpipe.checkpoint.checkpoint import Checkpoint
+from hetpipe.checkpoint.tensors import Tensors
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.present import split
 from hetpipe.pipeline.resume import check, fit_states
 from hetpipe.pipeline.schedules import Schedules, Streaming
 from hetpipe.sdk.host.registry import decompositions_of
@@ -156,7 +158,7 @@ class Loading:
 
 
 def _unread(
-    captured: Captured, stages: Sequence[StageGraphs], tensors: Mapping[str, Mapping[str, Array]]
+    captured: Captured, stages: Sequence[StageGraphs], tensors: Mapping[str, Tensors]
 ) -> dict[str, dict[str, Array]]:
     """Return, by role, the model's values among `tensors` that no stage reads; none in training."""
     if captured.trains:
@@ -164,8 +166,8 @@ def _unread(
     params = {name for stage in stages for name in stage.parameters}
     read = params | {name for stage in stages for name in stage.buffers}
     return {
-        PARAM: {n: v for n, v in tensors[PARAM].items() if n in captured.parameters.keys() - read},
-        BUFFER: {n: v for n, v in tensors[BUFFER].items() if n not in read},
+        PARAM: tensors[PARAM].only(captured.parameters.keys() - read).arrays(),
+        BUFFER: tensors[BUFFER].only(tensors[BUFFER].keys() - read).arrays(),
     }
 
 
@@ -229,26 +231,25 @@ class Stages:
         doing = f"compiling {len(self.plan.stages)} stages for {words(self.plan.all_devices)}"
         self._progress(doing, 0, 1)
         traced = self._traced(self.plan)
-        split = setup.captured.parts.split
-        initial = split({**setup.captured.parameters, **setup.captured.buffers})
+        captured, parts = setup.captured, setup.captured.parts
+        initial = split(Tensors.of({**captured.parameters, **captured.buffers}), parts)
+        rest: dict[str, Tensors] = {}
         if values is not None:
-            tensors = {role: split(named) for role, named in values.tensors.items()}
-            values = replace(values, tensors=tensors)
+            rest = {role: split(Tensors.of(named), parts) for role, named in values.tensors.items()}
             stages = [replicas[0] for replicas in traced.graphs]
-            self.unread = _unread(setup.captured, stages, tensors)
+            self.unread = _unread(captured, stages, rest)
             if values.manifest:
-                values = fit_states(values, stages)
+                rest = fit_states(rest, stages)
                 names = [name for unread in self.unread.values() for name in unread]
-                check(values, stages, setup.optimizer, names)
-            initial.update(values.tensors[PARAM])
-            initial.update(values.tensors[BUFFER])
+                check(values.manifest, rest, stages, setup.optimizer, names)
+            initial = rest.pop(PARAM).over(rest.pop(BUFFER)).over(initial)
         members = [stage.devices for stage in self.plan.stages]
         keep = self._keep(updates, step)
         sizes = set().union(*self.sizes.values())
         crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=sizes)
+        for role, tensors in rest.items():
+            crew.write(role, tensors)
         self._begin(traced)
-        for role in (STATE, GRAD):
-            crew.write(role, {} if values is None else values.tensors.get(role, {}))
         self.took_s = time.monotonic() - begin_s
         self._progress(doing, 1, 1)
 

@@ -92,11 +92,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A stage, with the values that the worker lacks."""
+    """A stage. Its parameters and buffers follow in `Write`s, except those that are `held`."""
 
     graphs: StageGraphs
     replica: int
-    values: Mapping[str, Array]
     held: tuple[tuple[str, str], ...] = ()  # role and name of values that the worker has already
 
 

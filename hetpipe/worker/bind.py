@@ -142,6 +142,9 @@ class StageBinding:
         if update is not None and late_ones:
             update = drop_zeros(update, late_ones)
         self.update = None if update is None else self.bind(update, (GRAD, STATE))
+        trained = () if update is None else update.outputs
+        self.trained = frozenset(slot.key for slot in trained if slot.role == PARAM)
+        """The parameters that an update writes."""
         self.predict = None if graphs.predict is None else self.bind(graphs.predict)
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)
 

@@ -40,13 +40,10 @@ class Memory:
     by the second.
     """
 
-    def __init__(
-        self, buffers: Iterable[Buffer | None], version_nbytes: int, late_nbytes: int
-    ) -> None:
-        """Start with the lasting `buffers`; each further version adds `version_nbytes`. Late
-        gradients count at all times, as in plans."""
+    def __init__(self, buffers: Iterable[Buffer | None], late_nbytes: int) -> None:
+        """Start with the lasting `buffers`. Late gradients count at all times, as in plans."""
         self._steady_nbytes = nbytes_of(buffers) + late_nbytes
-        self._version_nbytes = version_nbytes
+        self._version_nbytes = 0  # which each further version adds
         self._versions = 1
         self._borrowed_nbytes = 0
         self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass
@@ -56,8 +53,10 @@ class Memory:
         self._nbytes = self._in_flight = 0  # sums over `_frames`
         self._most_in_flight = self._peak_nbytes = 0
 
-    def stay(self, buffer: Buffer) -> None:
+    def stay(self, buffer: Buffer, *, versioned: bool) -> None:
+        """Count a lasting buffer; each version of the weights has a `versioned` one of its own."""
         self._steady_nbytes += buffer.nbytes
+        self._version_nbytes += buffer.nbytes if versioned else 0
 
     def borrows(self, versions: Collection[Sequence[Buffer]]) -> None:
         """Count the parameters of other stages that mini-batches borrow. One of these versions is

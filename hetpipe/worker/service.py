@@ -162,7 +162,7 @@ class Service:
             meet = partial(self._meet, n) if len(message.shares.weights[n]) > 1 else None
             self._replicas[n] = load.replica
             self._stages[n] = Stage(
-                self._device, load.graphs, load.values, message.state_init, message.keep, meet,
+                self._device, load.graphs, message.state_init, message.keep, meet,
                 # A late gradient that is zero has no buffer; every other value has one.
                 {key: held.pop(key) for key in load.held if key in held or key[0] != GRAD},
             )  # fmt: skip

@@ -31,7 +31,9 @@ class SingleStage:
         keep: Keep,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        self.stage = Stage(device, graphs, values, np.zeros, keep, held=held)
+        self.stage = Stage(device, graphs, np.zeros, keep, held=held)
+        for key in self.stage.store.missing():
+            self.stage.put(key, values[key[1]])
         self.loss = 0.0
         """Mean loss of the last forward; 0 on a stage without the loss."""
         self.grad_scale = 1.0

@@ -23,11 +23,11 @@ from hetpipe.sdk.host.validation import check_ran, upload
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array, Content, Leaving, host_dtype
-from hetpipe.worker.bind import Binding, Key, StageBinding, Table
+from hetpipe.worker.bind import Binding, Key, StageBinding
 from hetpipe.worker.blame import run_error
 from hetpipe.worker.divided import Meet, compile_programs
 from hetpipe.worker.loans import Loans
-from hetpipe.worker.memory import Memory, nbytes_of
+from hetpipe.worker.memory import Memory
 from hetpipe.worker.store import Entries, Frames, Results, Store
 from hetpipe.worker.weights import Predicted, Version, make_weights
 
@@ -72,19 +72,18 @@ class Stage:
         self,
         device: Device,
         graphs: StageGraphs,
-        values: Mapping[str, Array],
         state_init: Callable[..., Array],
         keep: Keep,
         meet: Meet | None = None,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """Load the stage. `held` values, which are on the device, take precedence over `values`."""
+        """Load the stage. Parameters and buffers come by `put`, unless they are `held` already."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet
         self._keep = keep
         self._binding = binding = StageBinding(graphs, keep.late_gradients)
-        self.store = Store(device, binding, graphs, values, state_init, held or {})
+        self.store = Store(device, binding, graphs, state_init, held or {})
         predict = None if binding.predict is None else self._predict
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
         self.store.weights = self.weights
@@ -96,7 +95,10 @@ class Stage:
         self._before: list[Buffer] | None = None  # the store's buffers before this mini-batch
         self._rng = binding.index_of(RNG)
         self._tangents: dict[float, Buffer] = {}  # by value: gradients of the loss
-        self.memory = self._make_memory()
+        self.memory = Memory(self.store.entries, binding.late_nbytes)
+        for key, buffer in (held or {}).items():
+            if key[0] == PARAM:
+                self.memory.stay(buffer, versioned=key in binding.trained)
         self.loans = Loans(self.weights, binding.entries(PARAM, graphs.borrowed), self.memory, keep)
         if self.weights.number:
             self._put_scalars({**keep.rates, "step": float(self.weights.number)})
@@ -226,7 +228,7 @@ class Stage:
 
     def put(self, key: Key, value: Array) -> None:
         if (buffer := self.store.put(key, value)) is not None:
-            self.memory.stay(buffer)
+            self.memory.stay(buffer, versioned=key in self._binding.trained)
 
     def _compile(self, bindings: Sequence[Binding]) -> None:
         programs = [binding.program for binding in bindings]
@@ -281,18 +283,11 @@ class Stage:
 
     def _put_scalars(self, scalars: Mapping[str, float]) -> None:
         for buffer in self.store.put_scalars(scalars):
-            self.memory.stay(buffer)
+            self.memory.stay(buffer, versioned=False)
 
     def _account(self, part: int | Content, which: Pass, frame: Entries, version: Version) -> None:
         awaited, live = self._binding.awaited(which.samples, part), self.weights.live(version)
         self.memory.passed(which.microbatch, (which.samples, part), frame, awaited, live)
-
-    def _make_memory(self) -> Memory:
-        present = self.weights.present
-        targets = self._binding.update.targets if self._binding.update is not None else ()
-        trained = [present[index] for table, index in targets if table is Table.PARAMS]
-        late = self._binding.late_nbytes
-        return Memory([*present, *self.store.entries], nbytes_of(trained), late)
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload the leaves of the batch that a pass reads."""

@@ -34,8 +34,9 @@ Entries = list[Any]
 class Store:
     """A stage's buffers, constants, gradients, optimizer state and scalars, and first parameters.
 
-    Gradients start at zero, state starts at `state_init(shape, dtype)`. `held` values are on the
-    device already and are not copied. Late gradients that are zero have no buffer.
+    Parameters and buffers come by `put`, unless they are `held`: on the device already. Gradients
+    start at zero, state starts at `state_init(shape, dtype)`. Late gradients that are zero have no
+    buffer.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class Store:
         device: Device,
         binding: StageBinding,
         graphs: StageGraphs,
-        values: Mapping[str, Array],
         state_init: Callable[..., Array],
         held: Mapping[Key, Buffer],
     ) -> None:
@@ -57,8 +57,6 @@ class Store:
         }
         self._scalars: dict[str, float] = {}
         makers: dict[str, Callable[[Slot], Array]] = {
-            PARAM: lambda slot: values[slot.name],
-            BUFFER: lambda slot: values[slot.name],
             CONSTANT: lambda slot: graphs.constants[slot.name],
             GRAD: _zeros,
             STATE: lambda slot: state_init(slot.shape, host_dtype(slot.dtype)),
@@ -89,6 +87,11 @@ class Store:
         return {
             key: table[index] for key, (table, index) in tables.items() if table[index] is not None
         }
+
+    def missing(self) -> list[Key]:
+        """Return the parameters and buffers that have no value yet."""
+        keys = [key for key, slot in self._slots.items() if slot.role in (PARAM, BUFFER)]
+        return [key for key in keys if key not in self.find_buffers(keys)]
 
     def put(self, key: Key, value: Array) -> Buffer | None:
         """Replace a value. Return the buffer of a lasting value that had no buffer before."""

@@ -112,7 +112,9 @@ class Training:
         self.names = [name for name, _ in Pooled().named_parameters()]
         values = {**self.captured.parameters, **self.captured.buffers}
         keep = Keep(updates=(0,), late_gradients=late)
-        self.stage = Stage(device, graphs, values, np.zeros, keep)
+        self.stage = Stage(device, graphs, np.zeros, keep)
+        for key in self.stage.store.missing():
+            self.stage.put(key, values[key[1]])
         self.halves = halves
 
     def forward(self, seed: int, microbatch: int = 0) -> None:

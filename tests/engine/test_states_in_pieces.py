@@ -55,7 +55,7 @@ def extra_nbytes(call: Callable[[], Any]) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
-def test_states_are_read_and_saved_in_pieces(crew: Crew, tmp_path: Path) -> None:
+def test_states_are_saved_and_restored_in_pieces(crew: Crew, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -65,6 +65,12 @@ def test_states_are_read_and_saved_in_pieces(crew: Crew, tmp_path: Path) -> None
         assert MODEL < nbytes < MODEL + EXTRA
         _, nbytes = extra_nbytes(lambda: pipe.save(tmp_path))
         assert nbytes < EXTRA
+        pipe.step(X, Y)
+        after, (_, nbytes) = pipe.state_dict(), extra_nbytes(lambda: pipe.restore(tmp_path))
+        assert nbytes < EXTRA
+        assert all(torch.equal(state[name], value) for name, value in pipe.state_dict().items())
+        pipe.step(X, Y)
+        assert all(torch.equal(after[name], value) for name, value in pipe.state_dict().items())
     saved = load(tmp_path).tensors
     assert all(torch.equal(state[n], torch.from_numpy(v)) for n, v in saved["param"].items())
     assert not any(torch.equal(state[name], before[name]) for name in before)
