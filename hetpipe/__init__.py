@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hetpipe.explain.explanation import Explanation as Explanation
     from hetpipe.pipeline.lossscale import LossScale as LossScale
     from hetpipe.pipeline.pipeline import Pipeline as Pipeline
+    from hetpipe.pipeline.remote import Remote as Remote
     from hetpipe.plan.plan import Plan as Plan
     from hetpipe.sdk.backend import Backend as Backend
     from hetpipe.sdk.host.registry import discover_devices as discover_devices

@@ -113,8 +113,8 @@ class Captured:
         self._summary = self._summarized(first)
         shorter = self.example.sizes([first]) - {first}
         summaries = {size: self._summarized(size) for size in shorter} | {first: self._summary}
-        self._indices = Indices({size: each.indices for size, each in summaries.items()})
-        self._indices.check_ignored(self.example.assumed_labels, IGNORED)
+        self.indices = Indices({size: each.indices for size, each in summaries.items()})
+        self.indices.check_ignored(self.example.assumed_labels, IGNORED)
         self.layer_names, self.samples = self._summary.layer_names, self._summary.samples
         self.parts = SplitParameters(self._summary.rows)
         self.buffers = {
@@ -199,7 +199,7 @@ class Captured:
         flats = [self._flat(size, training) for size in sizes]
         flats = flats if has_loss else [flat.without_loss() for flat in flats]
         graphs = trace_stages(self.traces, flats, *how)
-        mark_checked(graphs, self._indices)
+        mark_checked(graphs, self.indices)
         return graphs
 
     def _stage_key(
@@ -224,7 +224,7 @@ class Captured:
         index out of range: a class, a token, a row.
         """
         leaves = self.example.leaves(x, *y)
-        self._indices.check(leaves, self.example.size_of(leaves))
+        self.indices.check(leaves, self.example.size_of(leaves))
         return leaves
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
@@ -256,7 +256,7 @@ class Captured:
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
         """Check the shares of ignored labels in micro-batches, see `IndexBound.check_means`."""
         if not self.has_count:
-            self._indices.check_means(leaves, self.example.size_of(leaves), sizes)
+            self.indices.check_means(leaves, self.example.size_of(leaves), sizes)
 
     @property
     def itself(self) -> EagerModule:

@@ -30,7 +30,7 @@ from hetpipe.schedule.lanes import row_workers
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.ends import Plug, Route, WireEnd
 from hetpipe.wire.messages import Apply, Array, Batch, Feeds
-from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.shares import Drawn, Replica, Shares
 from hetpipe.wire.wire import IN_EVAL, Content, forwards_of, streams
 
 PARTS = 16
@@ -128,6 +128,24 @@ class Assembly:
         """Return the leaves that these replicas read."""
         return {replica.stage: self.feeds_of(replica, request) for replica in own}
 
+    def reads(self, replica: Replica) -> bool:
+        """Return whether a replica reads leaves in training."""
+        slots = self._feeds[replica.stage][replica.number]
+        return any(own for (content, _), own in slots.items() if content is Content.FORWARD)
+
+    def drawn(self, request: StepRequest, own: Sequence[Replica]) -> Drawn:
+        """Return the rows that these replicas read from the workers' source."""
+        parts: dict[int, list[tuple[tuple[str, ...], int, int]]] = {}
+        for replica in own:
+            slots, begin = self._feeds[replica.stage][replica.number], 0
+            for size in request.samples:
+                lo, hi = self.shares.rows(replica, size)
+                read = slots[request.forwards, self.shares.count(replica, size)]
+                part = tuple(slot.name for slot in read), begin + lo, begin + hi
+                parts.setdefault(replica.stage, []).append(part)
+                begin += size
+        return Drawn(request.source, parts)
+
     def late_feeds(
         self, own: Sequence[Replica], request: StepRequest | None
     ) -> dict[int, list[dict[str, Array]]]:
@@ -154,7 +172,7 @@ class Assembly:
             grad_scale=None if request.guards else request.grad_scale,
             clip=request.clip,
             samples=request.samples,
-            feeds={} if fed else self.feeds(request, own),
+            feeds={} if fed or request.source else self.feeds(request, own),
             loss_tangents=request.loss_tangents,
             seed=request.seed,
             guards=request.guards,
@@ -163,6 +181,7 @@ class Assembly:
             lag={n: request.lag.get(n, none) for n, _ in own},
             ahead={n: request.ahead.get(n, none) for n, _ in own},
             fed=request.fed if fed else 0,
+            drawn=self.drawn(request, own) if request.source else None,
         )
 
     @staticmethod
@@ -193,7 +212,7 @@ class Assembly:
                             f"micro-batch {m} has {count} samples for a replica of stage {n}, "
                             f"which has programs for {', '.join(present) or 'no'} samples"
                         )
-                    for slot in slots[request.forwards, count]:
+                    for slot in slots[request.forwards, count] if not request.source else ():
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def _check_values(self, outlines: Mapping[str, Outline]) -> None:

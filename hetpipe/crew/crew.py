@@ -225,6 +225,12 @@ class Crew(Loaded):
         feeds = {member: assembly.feeds(request, replicas(member)) for member in members}
         return self.feeding.begin(feeds, self.load_count)
 
+    @property
+    def readers(self) -> list[str]:
+        """The members whose stages read leaves of mini-batches in training."""
+        assembly, replicas = self._loaded(), self._placement.replicas_of
+        return [m for m in self._placement.row_of if any(map(assembly.reads, replicas(m)))]
+
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the oldest mini-batch under way (station 16)."""
         limits_s = self._patience.limit_s, self.pass_limit_s

@@ -51,6 +51,8 @@ class StepRequest:
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
     fed: int = 0
     """The number that `Crew.feed` has returned for these feeds; 0 if they were not sent ahead."""
+    source: str = ""
+    """The key of the workers' source that has the leaves instead of `feeds`; empty without one."""
     whole_loss: Callable[[Mapping[str, Array]], WholeLoss] | None = None
     """Computes the loss from the model's outputs of the whole mini-batch, by number. Without it,
     each micro-batch has a loss, which its forward computes."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.buckets import like
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
+from hetpipe.pipeline.remote import Present
 from hetpipe.wire.shares import divide
 
 if TYPE_CHECKING:
@@ -26,6 +27,20 @@ def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
 def sizes_of(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> tuple[int, ...]:
     """Return the sizes of a mini-batch's micro-batches, in its bucket."""
     return micro_sizes(captured.example.size_of(leaves), plan.microbatches)
+
+
+def read(
+    captured: Captured, x: Any, y: Any, plan: Plan
+) -> tuple[dict[str, Any], tuple[int, ...], str]:
+    """Return the leaves of a mini-batch, the sizes of its micro-batches, and the key of the
+    workers' source if these have the leaves instead. Raises `HetpipeError` for wrong leaves."""
+    if isinstance(x, Present):
+        return {}, micro_sizes(x.samples, plan.microbatches), x.key
+    leaves = captured.leaves(x, y)
+    samples = sizes_of(captured, leaves, plan)
+    if len(parts := parts_of(samples, plan)) > 1:
+        captured.check_means(leaves, parts)
+    return leaves, samples, ""
 
 
 def forward_sizes(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> tuple[int, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.errors import HetpipeError, NotFiniteError, WorkerError
 from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
+from hetpipe.pipeline.remote import Remote, RemoteBatches
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.training import Training
 from hetpipe.wire.wire import Content
@@ -71,8 +72,11 @@ class Delivery:
             self.settle()
             return result
 
-    def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
+    def run(self, batches: Iterable[tuple[Any, Any]] | Remote) -> Generator[Result, None, None]:
         """Train on mini-batches, and yield a result for each, in order; see `Pipeline.run`."""
+        if isinstance(batches, Remote):
+            yield from self._run_remote(batches)
+            return
         if not self._training.streams:
             ahead = Ahead(self._training, batches)
             for x, y, fed in ahead:
@@ -96,6 +100,22 @@ class Delivery:
             if self._run is token:
                 self._run = None
                 self._results.clear()
+
+    def _run_remote(self, remote: Remote) -> Iterator[Result]:
+        """Train on the mini-batches that the workers read."""
+        batches = RemoteBatches(self._training.setup, remote)
+        try:
+            while True:
+                with self._guard("run"):
+                    self._end_forwards()
+                    self._move_if_due()
+                    if (present := next(batches, None)) is None:
+                        return
+                    result = self._training.step(present, None)
+                yield result
+        finally:
+            with suppress(WorkerError):  # the workers are gone
+                batches.close()
 
     def _results_of(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         training, source = self._training, iter(batches)

@@ -32,6 +32,7 @@ from hetpipe.pipeline.model_state import as_tensors, states_of
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
+from hetpipe.pipeline.remote import Remote
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
@@ -143,8 +144,10 @@ class Pipeline(Saving):
         """Train on one mini-batch, flush, return the mean loss; without flushes `run` is faster."""
         return self._delivery.step(x, y).loss
 
-    def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
+    def run(self, batches: Iterable[tuple[Any, Any]] | Remote) -> Generator[Result, None, None]:
         """Train on all mini-batches of `batches`, and yield a result for each, in order.
+
+        The workers read the mini-batches of a `Remote` themselves, on their hosts.
 
         An asynchronous schedule does not flush between mini-batches, nor between two runs, so a
         result comes some mini-batches late. Other calls between two results may flush, and lose no

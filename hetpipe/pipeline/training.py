@@ -19,7 +19,7 @@ from hetpipe.pipeline.batches import (
     check_whole,
     mean_loss,
     micro_sizes,
-    parts_of,
+    read,
     size_of,
     sizes_of,
     slices,
@@ -231,10 +231,8 @@ class Training:
 
     def request(self, x: Any, y: Any) -> StepRequest:
         setup = self.setup
-        leaves = setup.captured.leaves(x, y)
-        rows = sum(samples := sizes_of(setup.captured, leaves, self.plan))
-        if len(parts := parts_of(samples, self.plan)) > 1:
-            setup.captured.check_means(leaves, parts)
+        leaves, samples, source = read(setup.captured, x, y, self.plan)
+        rows = sum(samples)
         self.prepare(set(samples), self.stages.sizes[Content.FORWARD])
         counted, scale = setup.sums_losses, self.scaling.scale
         return StepRequest(
@@ -248,6 +246,7 @@ class Training:
             grad_scale=None if counted else 1.0 / scale,
             loss_scale=scale,
             clip=self._clip,
+            source=source,
             whole_loss=whole_loss_of(setup, leaves, samples, self.steps),
         )
 

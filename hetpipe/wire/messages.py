@@ -18,7 +18,7 @@ from hetpipe.schedule.weights import FLUSH, WeightPolicy
 
 if TYPE_CHECKING:
     from hetpipe.capture.program import StageGraphs
-    from hetpipe.wire.shares import Replica, Shares
+    from hetpipe.wire.shares import Drawn, Replica, Shares
     from hetpipe.wire.wire import Content
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +92,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A stage. Its parameters and buffers follow in `Write`s, except those that are `held`."""
+    """A stage. Parameters and buffers that are not `held` follow in `Write`s."""
 
     graphs: StageGraphs
     replica: int
@@ -180,6 +180,7 @@ class Batch(Apply):
     lag: Mapping[int, Sequence[int]]  # age of a forward's version, in updates
     ahead: Mapping[int, Sequence[int]]  # updates by which a forward predicts ahead
     fed: int = 0  # the number of the `Feed` that has the feeds instead
+    drawn: Drawn | None = None  # the worker's source has the feeds instead
 
 
 @dataclass(frozen=True)

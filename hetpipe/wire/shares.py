@@ -3,6 +3,7 @@ in turn (station 2 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -22,6 +23,16 @@ class Replica(NamedTuple):
 
 Rows = tuple[int, int]
 """The first row, and the row after the last one."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A mini-batch that the worker has read from its open source `key`, see `hp.Remote`."""
+
+    key: str
+    parts: Mapping[int, Sequence[tuple[tuple[str, ...], int, int]]]
+    """By stage and micro-batch, the leaves to read, and the first row and the row after the last
+    one."""
 
 
 @cache

@@ -54,7 +54,7 @@ class Memory:
         self._most_in_flight = self._peak_nbytes = 0
 
     def stay(self, buffer: Buffer, *, versioned: bool) -> None:
-        """Count a lasting buffer; each version of the weights has a `versioned` one of its own."""
+        """Count a lasting buffer; each version of the weights has another `versioned` one."""
         self._steady_nbytes += buffer.nbytes
         self._version_nbytes += buffer.nbytes if versioned else 0
 

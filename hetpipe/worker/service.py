@@ -33,6 +33,7 @@ from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver, Sums
 from hetpipe.worker.runner import LateFeeds, Runner, Script
+from hetpipe.worker.sources import leaves_of
 from hetpipe.worker.stage import Stage
 from hetpipe.worker.updates import MiniBatches, Updates
 
@@ -231,6 +232,9 @@ class Service:
         batch = message.batch
         if isinstance(batch, say.Batch) and (number := batch.fed):
             message = replace(message, batch=replace(batch, feeds=self._beside.feeds(number)))
+        elif isinstance(batch, say.Batch) and (drawn := batch.drawn) is not None:
+            feeds = leaves_of(self._device, drawn)
+            message = replace(message, batch=replace(batch, feeds=feeds))
         return runner.run(self._scripts[message.script], message)
 
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
